@@ -1,0 +1,1 @@
+"""Entry points: argv in, exit code out. Thin."""

@@ -1,0 +1,360 @@
+"""Is this machine ready to train? ``python launch/doctor.py [--build] [--json PATH]``
+
+One row per fact, then a verdict: ``ready``, or what to mend, each with the command that mends it. The exit code is
+0 when ready and 1 when something required is missing or wrong; a warning does not count as that.
+
+Two things here are not obvious. DeepSpeed compiles its C++ at the first use, in the middle of somebody's first
+run, for a minute or two and without a word; so the doctor looks into torch's extension cache, and ``--build``
+compiles ahead, in a process of its own, so that a library that crashes when loaded does not take the doctor along.
+And a build that was killed leaves a ``lock`` file for which every later load waits for ever; that gets a row too.
+
+Each check is a small function from facts to a ``Row``, so that its judgement is tested without the facts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
+
+from trainer.errors import ExitCode
+from trainer.machine import GIB, Memory, cores, disk_free_bytes, host_memory
+from trainer.metrics import human_bytes, human_duration
+
+REPO = Path(__file__).resolve().parent.parent
+INSTALL = "make setup"
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fact. ``cure`` is the command that mends it, empty when nothing is wrong."""
+
+    status: Status
+    name: str
+    value: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:<5}{self.name:<20}{self.value}"
+
+
+def judge(name: str, value: str, *, cure: str, fail: bool = False, warn: bool = False) -> Row:
+    """A row whose status is the worst that holds."""
+    if fail or warn:
+        return Row(Status.FAIL if fail else Status.WARN, name, value, cure)
+    return Row(Status.OK, name, value)
+
+
+# --- software ----------------------------------------------------------------------------------------------------
+
+
+def python_row(version: tuple[int, ...], requires: str) -> Row:
+    from packaging.specifiers import SpecifierSet
+
+    text = ".".join(map(str, version))
+    allowed = SpecifierSet(requires).contains(text)
+    cure = f"make setup PYTHON=python3.12   # needs {requires}"
+    return judge("python", f"{text}  {sys.executable}", cure=cure, fail=not allowed)
+
+
+def package_rows(pyproject: Path) -> Iterator[Row]:
+    """The interpreter and every dependency against the ranges in pyproject.toml. Missing extras only warn."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads(pyproject.read_text())["project"]
+    yield python_row(sys.version_info[:3], project["requires-python"])
+    optional = project.get("optional-dependencies", {}).get("lora", [])
+    for line in project["dependencies"] + optional:
+        need = Requirement(line)
+        try:
+            version = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        yield package_row(line, version, optional=line in optional)
+
+
+def package_row(requirement: str, version: str, *, optional: bool) -> Row:
+    """``version`` is empty where the package is missing."""
+    from packaging.requirements import Requirement
+
+    need = Requirement(requirement)
+    value = version or "missing"
+    wrong = not version or not need.specifier.contains(version, prereleases=True)
+    if wrong:
+        value += f", needs {need.specifier}" + (", for LoRA" if optional else "")
+    cure = f"{sys.executable} -m pip install -c constraints.txt '{requirement}'"
+    return judge(need.name, value, cure=cure, fail=wrong and not optional, warn=wrong)
+
+
+def compiler_row(path: str | None, version: str) -> Row:
+    cure = "apt-get install g++"
+    return judge("compiler", f"{version}  {path}" if path else "c++ not found", cure=cure, fail=path is None)
+
+
+def ninja_row(path: str | None, beside: Path) -> Row:
+    """torch looks for ninja on PATH only; ``beside`` is where pip put it."""
+    if path is None and beside.exists():
+        cure = f'export PATH="{beside.parent}:$PATH"'
+        return Row(Status.FAIL, "ninja", f"not on PATH, but at {beside}", cure)
+    return judge("ninja", path or "missing", cure=INSTALL, fail=path is None)
+
+
+def toolchain_rows() -> Iterator[Row]:
+    path = shutil.which(os.environ.get("CXX", "c++"))
+    yield compiler_row(path, first_line([path, "--version"]) if path else "")
+    yield ninja_row(shutil.which("ninja"), Path(sys.executable).parent / "ninja")
+
+
+def first_line(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    return (done.stdout.splitlines() or [""])[0]
+
+
+def import_row(module: str) -> Row:
+    """Whether the package really loads: a broken CUDA library shows only here."""
+    logging.disable(logging.WARNING)  # DeepSpeed reports its choice of accelerator while it is imported
+    began_s = time.perf_counter()
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever the package throws while loading is the finding
+        return Row(Status.FAIL, f"import {module}", f"{type(error).__name__}: {error}", INSTALL)
+    finally:
+        logging.disable(logging.NOTSET)
+    return Row(Status.OK, f"import {module}", human_duration(time.perf_counter() - began_s))
+
+
+# --- devices -----------------------------------------------------------------------------------------------------
+
+
+def driver_version(text: str) -> str | None:
+    """From ``/proc/driver/nvidia/version``; None for anything else."""
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", text)
+    return match and match[1]
+
+
+def device_rows(cuda_build: str | None, driver: str | None, names: list[str], memory: list[Memory]) -> Iterator[Row]:
+    """What torch was built for, the driver under it, and each device that torch can see."""
+    cpu_only = cuda_build is None and driver is not None
+    wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for CPUs only"
+    yield judge("torch build", f"CUDA {cuda_build}" if cuda_build else "CPU", cure=wheel, warn=cpu_only)
+    yield Row(Status.OK, "driver", f"NVIDIA {driver}" if driver else "none, training runs on the CPU")
+    if cuda_build and driver and not names:
+        cure = (
+            f"nvidia-smi; echo CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES   # the driver must support CUDA {cuda_build}"
+        )
+        yield Row(Status.FAIL, "device", "torch sees no device although there is a driver", cure)
+    for index, (name, each) in enumerate(zip(names, memory, strict=True)):
+        value = f"{name}  {human_bytes(each.available_bytes)} free of {human_bytes(each.total_bytes)}"
+        cure = "nvidia-smi   # another process holds this device"
+        yield judge(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
+
+
+def find_devices() -> Iterator[Row]:
+    import torch
+
+    version = Path("/proc/driver/nvidia/version")
+    driver = driver_version(version.read_text()) if version.exists() else None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    yield from device_rows(torch.version.cuda, driver, names, [Memory(total, free) for free, total in memory])
+
+
+# --- compiled operations -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A DeepSpeed extension that is compiled at first use."""
+
+    name: str
+    builder: str
+    takes: str
+    use: str
+
+
+SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
+CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
+FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the GPU")
+
+
+def needed_ops(has_device: bool) -> tuple[Op, ...]:
+    return (CPU_ADAM, FUSED_ADAM) if has_device else (SHM, CPU_ADAM)
+
+
+def cache_folder() -> Path:
+    """Where torch keeps compiled extensions; the same rule as torch.utils.cpp_extension, which names no function."""
+    import torch
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_{kind}"
+
+
+def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = False) -> Row:
+    """Judge the cached build of one op in ``folder``, against the torch in ``torch_folder``."""
+    library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
+    build = f"{sys.executable} launch/doctor.py --build"
+    if preinstalled:
+        return Row(Status.OK, op.name, "installed with DeepSpeed")
+    if lock.exists():
+        value = f"locked for {human_duration(time.time() - lock.stat().st_mtime)}: a build is running or was killed"
+        return Row(Status.WARN, op.name, value, f"rm {lock}   # only when no build is running; loading waits for it")
+    if not library.exists():
+        return Row(Status.WARN, op.name, f"not built yet ({op.takes} at first use); for {op.use}", build)
+    same = recipe.exists() and str(torch_folder / "include") in recipe.read_text()
+    if not same or library.stat().st_mtime < (torch_folder / "version.py").stat().st_mtime:
+        return Row(Status.WARN, op.name, f"built for another torch: rebuilt at first use ({op.takes})", build)
+    return Row(Status.OK, op.name, f"built, in {folder}")
+
+
+def build_op(op: Op, folder: Path) -> Row | None:
+    """Compile and load one op in a process of its own. A row on failure only."""
+    print(f"     building {op.name}, {op.takes}, cached in {folder} ...", flush=True)
+    began_s = time.perf_counter()
+    code = f"from deepspeed.ops.op_builder import {op.builder} as Builder; Builder().load(verbose=True)"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        print(f"     built {op.name} in {human_duration(time.perf_counter() - began_s)}", flush=True)
+        return None
+    reason = next((line for line in done.stdout.splitlines() if "error" in line.lower()), "no message")
+    return Row(Status.FAIL, op.name, f"build failed: {reason.strip()[:200]}", f'{sys.executable} -c "{code}"')
+
+
+def op_rows(*, build: bool) -> Iterator[Row]:
+    import torch
+    from deepspeed.git_version_info import installed_ops
+
+    cache, torch_folder = cache_folder(), Path(torch.__file__).parent
+    for op in needed_ops(torch.cuda.is_available()):
+        folder, ready = cache / op.name, bool(installed_ops.get(op.name))
+        row = op_row(op, folder, torch_folder, preinstalled=ready)
+        if build and row.status is Status.WARN and not (folder / "lock").exists():
+            row = build_op(op, folder) or op_row(op, folder, torch_folder)
+        yield row
+
+
+# --- room --------------------------------------------------------------------------------------------------------
+
+
+def host_row(memory: Memory) -> Row:
+    value = f"{human_bytes(memory.available_bytes)} free of {human_bytes(memory.total_bytes)}"
+    cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
+    return judge("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
+
+
+def shm_row(num_bytes: int) -> Row:
+    cure = "mount -o remount,size=8G /dev/shm   # in Docker: docker run --shm-size=8g ..."
+    return judge("/dev/shm", f"{human_bytes(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
+
+
+def disk_row(folder: Path, free_bytes: int) -> Row:
+    cure = f"df -h {folder}   # or set training.output_dir to a larger disk"
+    value = f"{human_bytes(free_bytes)} free for {folder}"
+    return judge("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
+
+
+def limit_row(name: str, flag: str, limit: int, enough: int) -> Row:
+    """A soft ulimit; ``enough`` in its own unit."""
+    unlimited = limit == resource.RLIM_INFINITY
+    value = "unlimited" if unlimited else f"{limit:,}"
+    return judge(name, value, cure=f"ulimit {flag} {enough}", warn=not unlimited and limit < enough)
+
+
+def room_rows(folder: Path) -> Iterator[Row]:
+    physical, usable = cores()
+    yield Row(Status.OK, "cores", f"{usable} usable, {physical} physical")
+    yield host_row(host_memory())
+    shm = Path("/dev/shm")
+    yield shm_row(disk_free_bytes(shm) if shm.is_dir() else 0)
+    yield disk_row(folder, disk_free_bytes(folder))
+    yield limit_row("open files", "-n", resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    yield Row(Status.OK, "locked memory", "unlimited" if memlock == resource.RLIM_INFINITY else human_bytes(memlock))
+
+
+# --- the whole ---------------------------------------------------------------------------------------------------
+
+
+def examine(folder: Path, *, build: bool) -> Iterator[Row]:
+    """All rows, in order, each as soon as it is known. What needs a package that does not load is skipped."""
+    for module in ("packaging", "psutil"):  # what the doctor itself needs
+        row = import_row(module)
+        if row.status is Status.FAIL:
+            yield row
+            return
+    yield from package_rows(REPO / "pyproject.toml")
+    yield from toolchain_rows()
+    loaded = []
+    for module in ("torch", "deepspeed", "transformers"):
+        loaded.append(import_row(module))
+        yield loaded[-1]
+    if loaded[0].status is Status.OK:
+        yield from find_devices()
+    if loaded[0].status is Status.OK and loaded[1].status is Status.OK:
+        yield from op_rows(build=build)
+    yield from room_rows(folder)
+
+
+def verdict(rows: Iterable[Row]) -> list[str]:
+    """The closing lines: first what must be mended, then what would be better mended."""
+    rows = list(rows)
+    failed = [row for row in rows if row.status is Status.FAIL]
+    warned = [row for row in rows if row.status is Status.WARN]
+    lines = [f"not ready, to mend: {len(failed)}"] if failed else ["ready"]
+    lines += [f"  {row.name}: {row.cure}" for row in failed]
+    if warned:
+        lines += ["would help:", *(f"  {row.name}: {row.cure}" for row in warned)]
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="doctor.py", description="Is this machine ready to train?")
+    parser.add_argument("--build", action="store_true", help="compile DeepSpeed's missing extensions now")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
+    args = parser.parse_args(argv)
+    rows = []
+    for row in examine(Path("runs"), build=args.build):
+        print(row, flush=True)
+        rows.append(row)
+    print("\n" + "\n".join(verdict(rows)))
+    ready = all(row.status is not Status.FAIL for row in rows)
+    if args.json:
+        args.json.write_text(json.dumps({"ready": ready, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    return ExitCode.FINISHED if ready else ExitCode.FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Train as a config file says.
+
+    deepspeed launch/train.py --config configs/quickstart.yaml [training.learning_rate=1e-4 ...]
+
+``python``, ``torchrun`` and ``accelerate launch`` start it as well. Nothing heavy is imported before the config is
+known to be right; what is wrong with it is printed by one rank, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from trainer.config import json_schema, load
+from trainer.errors import UserError
+from trainer.ranks import Ranks, from_environment
+
+# A launcher ends all ranks as soon as one has failed, and reports that one's code. Only the first rank speaks, so
+# the others let it go first.
+GRACE_S = 10.0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
+    parser.add_argument("--show-sample", action="store_true", help="print one tokenised row of the data and stop")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files and stop")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the launcher
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    arguments = parser.parse_args(argv)
+    if not arguments.config and not arguments.schema:
+        parser.error("--config FILE is required; try --config configs/quickstart.yaml")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command. Returns the exit code (``trainer.errors.ExitCode``)."""
+    arguments = parse(argv)
+    ranks = from_environment()
+    if arguments.schema:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    try:
+        config = load(arguments.config, arguments.overrides)
+        from trainer import run
+
+        if arguments.show_sample:
+            if ranks.is_first:
+                run.show_sample(config)
+            return 0
+    except UserError as error:
+        return refuse(error, ranks)
+    return run.run(config, ranks)
+
+
+def refuse(error: UserError, ranks: Ranks) -> int:
+    """Print the lines once per job and end with their code."""
+    if ranks.is_first:
+        print("\n".join(error.lines), file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE_S)
+    return error.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

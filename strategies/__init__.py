@@ -1,0 +1,1 @@
+"""Strategies: one file each, one frozen options object each, found by file name."""

@@ -1,0 +1,120 @@
+"""Facts: what is known before anything is decided. Plain numbers, no torch.
+
+A model is a list of units in order of first use: the embedding, the blocks, the head. A parameter used twice (a
+tied head) is counted once, in the unit that uses it first. ``trainer/facts.py`` fills these in from a fake-tensor
+copy of the model; tests write them by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+
+class UnitKind(Enum):
+    """Which part of the model a unit is. Blocks repeat; the others appear at most once."""
+
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    HEAD = "head"
+
+
+class Precision(Enum):
+    """Number format of compute. ``BF16`` and ``FP16`` mean mixed precision: fp32 master weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self is Precision.FP32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One stretch of the model.
+
+    ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
+    micro-batch, counted on a fake run, parameters excluded.
+    """
+
+    name: str
+    kind: UnitKind
+    num_params: int
+    num_trainable: int
+    saved_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.num_trainable <= self.num_params, self
+        assert self.saved_bytes >= 0, self
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What the config says about the work: micro-batch in sequences, sequence in tokens, ranks over all nodes."""
+
+    micro_batch: int
+    sequence: int
+    accumulation: int
+    max_grad_norm: float
+    precision: Precision
+    world_size: int
+    moments: int = 2  # fp32 numbers of optimizer state per trainable parameter; Adam keeps two
+    hidden_size: int = 0  # 0: the model has no such number; bucket sizes then take their defaults
+    largest_param: int = 0  # elements of the largest single parameter tensor
+    forward_flops: int = 0  # of one micro-batch; backward takes twice as many
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.sequence * self.accumulation * self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """One rank's machine: bytes on the device, bytes on the host for this rank, and where the numbers are from.
+
+    On a machine without an accelerator the device *is* the host: ``device_bytes`` is then this rank's part of RAM.
+    """
+
+    name: str
+    device_bytes: int
+    host_bytes: int
+    runtime_host_bytes: int = 0  # Python, torch and libraries, before any tensor
+
+    @property
+    def has_accelerator(self) -> bool:
+        return self.name != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything deciding may look at."""
+
+    units: tuple[Unit, ...]
+    run: RunFacts
+    machine: MachineFacts
+
+    def __post_init__(self) -> None:
+        names = [unit.name for unit in self.units]
+        assert len(set(names)) == len(names), f"unit names repeat: {names}"
+
+    @property
+    def num_params(self) -> int:
+        return sum(unit.num_params for unit in self.units)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(unit.num_trainable for unit in self.units)
+
+    def unit(self, name: str) -> Unit:
+        return next(unit for unit in self.units if unit.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON types; enums by value."""
+        return asdict(self, dict_factory=_plain)
+
+
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.value if isinstance(value, Enum) else value for key, value in items}

@@ -1,0 +1,277 @@
+"""The plan: an immutable answer to every question about every unit, and the bytes that follow from it.
+
+A baseline answers everything first (plain layers, whole tensors on every rank, all saved tensors kept, everything
+on the device), so a plan is total and can be printed. Strategies replace answers. Two strategies that answer the
+same question about the same unit differently are a ``Conflict`` that names both; nothing is won by order.
+
+Memory arithmetic. Per unit and kind of tensor, bytes on one rank are
+``elements * element_bytes / ways`` (rounded up). The device peak is taken along one step: at the backward of unit
+i, saved tensors of units 0..i and gradients of units i..last are alive together; parameters, masters, moments and
+reserved buffers are alive throughout. With accumulation the gradients of all units are alive all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import TypeAlias
+
+from strategies.core.facts import Facts, Precision, Unit
+
+BASELINE = "baseline"
+RUN = "run"  # the pseudo-unit of decisions about the run as a whole
+Slot: TypeAlias = tuple[str, ...]
+
+
+class Kind(Enum):
+    """A kind of tensor that a parameter needs in training."""
+
+    PARAM = "parameters"
+    GRAD = "gradients"
+    MASTER = "master weights"
+    MOMENT = "moments"
+
+
+class Home(Enum):
+    """Where bytes rest. ``DEVICE`` is the accelerator (or RAM, where there is none); ``HOST`` is pinned RAM."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class When(Enum):
+    """When a reserved buffer is alive: all the time, or only while the optimizer steps."""
+
+    ALWAYS = "always"
+    STEP = "optimizer step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """An answer to one question about one unit. ``reason`` is shown in the table."""
+
+    unit: str
+    reason: str
+
+    @property
+    def slot(self) -> Slot:
+        """The question this answers: two decisions with one slot compete."""
+        return (type(self).__name__, self.unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Impl(Decision):
+    """HOW: the implementation that computes the unit."""
+
+    implementation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share(Decision):
+    """WHO: one kind of the unit's tensors is split over ``ways`` ranks, ``element_bytes`` per element.
+
+    ``element_bytes`` 0 means that the tensor does not exist (no separate master in plain fp32).
+    """
+
+    kind: Kind
+    ways: int
+    element_bytes: int
+
+    @property
+    def slot(self) -> Slot:
+        return ("Share", self.unit, self.kind.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep(Decision):
+    """KEEP: bytes of saved tensors that forward keeps for backward of one micro-batch."""
+
+    policy: str
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest(Decision):
+    """WHERE: the home of one kind of the unit's tensors between uses."""
+
+    kind: Kind
+    home: Home
+
+    @property
+    def slot(self) -> Slot:
+        return ("Rest", self.unit, self.kind.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Travel(Decision):
+    """WHEN: how many units ahead of its use a unit that rests on the host is fetched. 0: it does not travel."""
+
+    fetch_ahead: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve(Decision):
+    """BUFFER: bytes set aside under a name, outside any unit's own tensors."""
+
+    owner: str
+    num_bytes: int
+    home: Home = Home.DEVICE
+    when: When = When.ALWAYS
+
+    @property
+    def slot(self) -> Slot:
+        return ("Reserve", self.owner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSet(Decision):
+    """A key of DeepSpeed's config (dotted). Each key has one writer, so library clashes show as conflicts."""
+
+    key: str
+    value: bool | int | float | str
+
+    @property
+    def slot(self) -> Slot:
+        return ("EngineSet", self.key)
+
+
+class Conflict(ValueError):
+    """Two strategies answered one question differently."""
+
+    def __init__(self, slot: Slot, first: str, second: str) -> None:
+        self.slot, self.first, self.second = slot, first, second
+        question = " ".join(part for part in slot[1:])
+        super().__init__(
+            f"strategies.{first} and strategies.{second} both decide {slot[0].lower()} of {question}, differently: "
+            f"remove one of the two"
+        )
+
+
+def baseline_shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
+    """Plain data parallelism as ``torch`` does it: fp32 tensors, whole on every rank.
+
+    Under mixed precision plain training autocasts fp32 parameters, so parameters and gradients stay 4 bytes and
+    there is no separate master copy.
+    """
+    mixed = facts.run.precision is not Precision.FP32
+    note = f"autocast computes in {facts.run.precision.value}" if mixed else "plain fp32"
+    sizes = {Kind.PARAM: 4, Kind.GRAD: 4, Kind.MASTER: 0, Kind.MOMENT: 4 * facts.run.moments}
+    for kind, element_bytes in sizes.items():
+        yield Share(unit=unit.name, reason=note, kind=kind, ways=1, element_bytes=element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All answers, each with who gave it. Immutable; ``amend`` returns another plan."""
+
+    facts: Facts
+    answers: Mapping[Slot, tuple[Decision, str]]
+    idle: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def baseline(cls, facts: Facts) -> Plan:
+        decisions: list[Decision] = []
+        for unit in facts.units:
+            decisions.append(Impl(unit=unit.name, reason="as the model defines it", implementation="native"))
+            decisions.extend(baseline_shares(facts, unit))
+            decisions.append(Keep(unit=unit.name, reason="all kept", policy="none", saved_bytes=unit.saved_bytes))
+            decisions.extend(
+                Rest(unit=unit.name, reason="nothing is offloaded", kind=kind, home=Home.DEVICE) for kind in Kind
+            )
+            decisions.append(Travel(unit=unit.name, reason="always present", fetch_ahead=0))
+        return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
+
+    def amend(self, decisions: Iterable[Decision], by: str) -> Plan:
+        """This plan with ``decisions`` in place.
+
+        Raises:
+            Conflict: another strategy already answered one of these questions differently.
+        """
+        answers = dict(self.answers)
+        for decision in decisions:
+            held = answers.get(decision.slot)
+            if held is not None and held[1] not in (BASELINE, by) and _answer(held[0]) != _answer(decision):
+                raise Conflict(decision.slot, held[1], by)
+            answers[decision.slot] = (decision, by)
+        return replace(self, answers=MappingProxyType(answers))
+
+    def share(self, unit: str, kind: Kind) -> Share:
+        decision = self.answers[("Share", unit, kind.name)][0]
+        assert isinstance(decision, Share)
+        return decision
+
+    def home(self, unit: str, kind: Kind) -> Home:
+        decision = self.answers[("Rest", unit, kind.name)][0]
+        assert isinstance(decision, Rest)
+        return decision.home
+
+    def num_bytes(self, unit: str, kind: Kind) -> int:
+        """Bytes of one kind of one unit's tensors on one rank."""
+        share = self.share(unit, kind)
+        held = self.facts.unit(unit)
+        elements = held.num_params if kind is Kind.PARAM else held.num_trainable
+        return -(-elements // share.ways) * share.element_bytes
+
+    def total(self, kind: Kind, home: Home | None = None) -> int:
+        """Bytes of one kind over all units on one rank, at one home or anywhere."""
+        return sum(
+            self.num_bytes(unit.name, kind)
+            for unit in self.facts.units
+            if home is None or self.home(unit.name, kind) is home
+        )
+
+    def saved_bytes(self, unit: str) -> int:
+        decision = self.answers[("Keep", unit)][0]
+        assert isinstance(decision, Keep)
+        return decision.saved_bytes
+
+    def reserves(self, home: Home) -> tuple[Reserve, ...]:
+        found = (d for d, _ in self.answers.values() if isinstance(d, Reserve))
+        return tuple(d for d in found if d.home is home)
+
+    def states(self, home: Home) -> int:
+        """Parameters, gradients, masters and moments resting at ``home``: certain to be needed."""
+        return sum(self.total(kind, home) for kind in Kind)
+
+    def peak(self, home: Home) -> int:
+        """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
+        always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
+        standing = sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
+        if home is Home.HOST:
+            standing += self.facts.machine.runtime_host_bytes
+        at_step = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.STEP)
+        stepping = self.total(Kind.GRAD, home) + at_step
+        return standing + max(stepping, self._backward_peak(home))
+
+    def _backward_peak(self, home: Home) -> int:
+        """Largest sum of saved tensors and gradients along backward, last unit first."""
+        grads = [
+            self.num_bytes(unit.name, Kind.GRAD) if self.home(unit.name, Kind.GRAD) is home else 0
+            for unit in self.facts.units
+        ]
+        saved = [self.saved_bytes(unit.name) if home is Home.DEVICE else 0 for unit in self.facts.units]
+        if self.facts.run.accumulation > 1:
+            return sum(grads) + sum(saved)
+        return max((sum(saved[: i + 1]) + sum(grads[i:]) for i in range(len(saved))), default=0)
+
+    def engine(self) -> dict[str, bool | int | float | str]:
+        """DeepSpeed keys (dotted) and values; empty when no strategy uses its engine."""
+        return {d.key: d.value for d, _ in self.answers.values() if isinstance(d, EngineSet)}
+
+    def decided_by(self, *slots: Slot) -> str:
+        """Who gave the answers in ``slots``: strategies in order, or the baseline."""
+        names = sorted({self.answers[slot][1] for slot in slots} - {BASELINE})
+        return ", ".join(names) or BASELINE
+
+    def explain(self, unit: str) -> str:
+        """Every answer about one unit, one per line, with who gave it and why."""
+        rows = [(d, by) for d, by in self.answers.values() if d.unit == unit]
+        return "\n".join(f"{' '.join(d.slot):<28} {_answer(d)}  [{by}: {d.reason}]" for d, by in rows)
+
+
+def _answer(decision: Decision) -> tuple[object, ...]:
+    """What a decision says, without why: the part that two strategies must agree on."""
+    names = (name for kind in type(decision).__mro__ for name in getattr(kind, "__slots__", ()))
+    return tuple(getattr(decision, name) for name in names if name not in ("reason", "unit"))

@@ -1,0 +1,85 @@
+"""What a strategy is: one file, one frozen options object that first decides and later acts.
+
+Deciding is pure (``decide``: facts and the plan so far in, decisions out; no torch, no clock, no device), so
+every placement can be shown, compared and tested before a byte is spent. Acting happens afterwards in the one
+order written in ``trainer/build.py``.
+
+Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the
+enum below, because each answer needs the sizes settled by the ones before it; the order in the config file is
+irrelevant. A strategy also declares how it is to be proved (``parity``) and small option sets that the parity
+suite runs (``examples``): a file without them does not pass the tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from strategies.core.facts import Facts
+    from strategies.core.plan import Decision, Plan
+
+
+class Phase(Enum):
+    """The one question a strategy answers. The order of members is the order of deciding."""
+
+    HOW = "how is it computed"
+    WHO = "who holds which share"
+    KEEP = "what does forward keep"
+    WHERE = "where does it rest"
+    WHEN = "when does it travel"
+    BUFFER = "which buffer receives it"
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How training with the strategy must compare with plain training.
+
+    ``tolerance`` is the largest allowed difference relative to the largest weight of the same tensor after the
+    parity suite's steps; 0.0 means bit for bit. A tolerance above 0 needs a ``reason``.
+    """
+
+    tolerance: float
+    reason: str
+
+    def __post_init__(self) -> None:
+        assert self.tolerance == 0.0 or self.reason, "a tolerance above zero states its reason"
+
+
+BITWISE = Parity(0.0, "")
+
+
+class Strategy(BaseModel, ABC):
+    """Base of every strategy. Fields are the options; the class docstring is the user's manual."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    phase: ClassVar[Phase]
+    parity: ClassVar[Mapping[str, Parity]]  # by precision: "fp32", "bf16"
+    examples: ClassVar[tuple[Mapping[str, Any], ...]]
+
+    @abstractmethod
+    def decide(self, facts: Facts, plan: Plan) -> Iterable[Decision]:
+        """Answer this strategy's question for the units it changes. Pure.
+
+        Raises:
+            Refusal: the options cannot work with these facts; the message says what would.
+            Idle: there is nothing to decide for these facts; the message says why.
+        """
+
+
+class Refusal(ValueError):
+    """A strategy cannot work with these facts. Carries the dotted option, its value and the cure."""
+
+    def __init__(self, key: str, value: object, cure: str) -> None:
+        self.key, self.value, self.cure = key, value, cure
+        super().__init__(f"{key} = {value!r}: {cure}")
+
+
+class Idle(Exception):
+    """A strategy is switched on but has nothing to decide here. The plan lists it with this reason."""

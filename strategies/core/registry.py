@@ -1,0 +1,35 @@
+"""Finding strategies: the file name is the name in the config; there is no list to edit.
+
+Only the files that a config names are imported.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from strategies.core.protocol import Strategy
+
+FOLDER = Path(__file__).resolve().parent.parent
+
+
+def available() -> tuple[str, ...]:
+    """Names of all strategies, sorted. A strategy is a module directly inside ``strategies``."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]) if not module.ispkg))
+
+
+def find(name: str) -> type[Strategy]:
+    """The one strategy class in ``strategies/<name>.py``.
+
+    Raises:
+        KeyError: there is no such file; the caller lists ``available()``.
+    """
+    if name not in available():
+        raise KeyError(name)
+    module = importlib.import_module(f"strategies.{name}")
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Strategy) and value.__module__ == module.__name__
+    ]
+    assert len(classes) == 1, f"strategies/{name}.py must define exactly one Strategy, found {len(classes)}"
+    return classes[0]

@@ -1,0 +1,177 @@
+"""The plan as a table for people and as JSON for machines.
+
+One row per unit and kind of tensor; consecutive blocks with equal answers share a row. Every row says who decided
+it and why; the totals below say what is needed, what there is, and what the difference is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.core.facts import Unit
+from strategies.core.plan import Decision, Home, Keep, Kind, Plan
+
+GIB = 1 << 30
+HEADER = ("unit", "tensors", "each rank", "bytes", "home", "decided by", "why")
+RIGHT = {"bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: ``count`` units alike, ``num_bytes`` of them together on one rank."""
+
+    unit: str
+    count: int
+    tensors: str
+    ways: int
+    num_bytes: int
+    home: Home
+    decided_by: str
+    reason: str
+
+    def cells(self) -> tuple[str, ...]:
+        unit = self.unit if self.count == 1 else f"{self.unit} x{self.count}"
+        part = "all" if self.ways == 1 else f"1/{self.ways}"
+        return (unit, self.tensors, part, human(self.num_bytes), self.home.value, self.decided_by, self.reason)
+
+
+def human(num_bytes: int) -> str:
+    """Bytes with three or four significant digits in binary units."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def rows(plan: Plan) -> list[Row]:
+    """All rows in order of first use; tensors that do not exist are left out."""
+    groups = _alike(plan)
+    found = [row for group in groups for kind in Kind if (row := _state_row(plan, group, kind)) is not None]
+    found += [row for group in groups if (row := _saved_row(plan, group)) is not None]
+    for home in Home:
+        for reserve in plan.reserves(home):
+            by = plan.decided_by(reserve.slot)
+            found.append(
+                Row(reserve.owner, 1, f"buffer, {reserve.when.value}", 1, reserve.num_bytes, home, by, reserve.reason)
+            )
+    return found
+
+
+def _alike(plan: Plan) -> list[list[Unit]]:
+    """Runs of consecutive units whose sizes and answers are equal."""
+
+    def signature(unit: Unit) -> tuple[object, ...]:
+        decisions = [d for d, _ in plan.answers.values() if d.unit == unit.name]
+        return (unit.kind, unit.num_params, unit.num_trainable, *map(_said, decisions))
+
+    groups: list[list[Unit]] = []
+    for unit in plan.facts.units:
+        near = groups and _close(groups[-1][0], unit) and signature(groups[-1][0]) == signature(unit)
+        if near:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return groups
+
+
+def _close(first: Unit, other: Unit) -> bool:
+    # The first block saves its input besides what all others save; that alone is no reason for a row of its own.
+    return abs(first.saved_bytes - other.saved_bytes) <= max(first.saved_bytes, other.saved_bytes) // 50
+
+
+def _said(decision: Decision) -> tuple[object, ...]:
+    names = (name for kind in type(decision).__mro__ for name in getattr(kind, "__slots__", ()))
+    skip = {"unit", "saved_bytes"} if isinstance(decision, Keep) else {"unit"}
+    return tuple(getattr(decision, name) for name in names if name not in skip)
+
+
+def _state_row(plan: Plan, group: list[Unit], kind: Kind) -> Row | None:
+    first = group[0]
+    share = plan.share(first.name, kind)
+    num_bytes = sum(plan.num_bytes(unit.name, kind) for unit in group)
+    if num_bytes == 0:
+        return None
+    by = plan.decided_by(("Share", first.name, kind.name), ("Rest", first.name, kind.name))
+    home = plan.home(first.name, kind)
+    return Row(first.name, len(group), kind.value, share.ways, num_bytes, home, by, share.reason)
+
+
+def _saved_row(plan: Plan, group: list[Unit]) -> Row | None:
+    first = group[0]
+    num_bytes = sum(plan.saved_bytes(unit.name) for unit in group)
+    decision, by = plan.answers[("Keep", first.name)]
+    if num_bytes == 0:
+        return None
+    return Row(first.name, len(group), "saved for backward", 1, num_bytes, Home.DEVICE, by, decision.reason)
+
+
+def table(plan: Plan) -> str:
+    """The whole plan as text."""
+    run, machine = plan.facts.run, plan.facts.machine
+    title = (
+        f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters, {plan.facts.num_trainable / 1e6:,.1f} M trainable, "
+        f"{run.precision.value}, {run.world_size} rank{'s' * (run.world_size > 1)} on {machine.name}, "
+        f"{run.tokens_per_step:,} tokens per optimizer step"
+    )
+    cells = [HEADER, *(row.cells() for row in rows(plan))]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
+    lines = [_line(row, widths) for row in cells]
+    lines.insert(1, "-" * max(map(len, lines)))
+    idle = [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
+    return "\n".join([title, "", *lines, "", *summary(plan), *idle])
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    pairs = zip(HEADER, row, widths, strict=True)
+    return "  ".join(cell.rjust(w) if name in RIGHT else cell.ljust(w) for name, cell, w in pairs).rstrip()
+
+
+def summary(plan: Plan) -> Iterator[str]:
+    """Predicted peak and room per home of one rank."""
+    machine = plan.facts.machine
+    has = {Home.DEVICE: machine.device_bytes, Home.HOST: machine.host_bytes}
+    for home in Home:
+        if home is Home.HOST and not machine.has_accelerator:
+            continue  # the device is the host; its line has said everything
+        peak = plan.peak(home)
+        room = has[home] - peak
+        verdict = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
+        where = "device (this machine's RAM)" if not machine.has_accelerator else home.value
+        yield (
+            f"predicted peak per rank, {where}: {human(peak)} of {human(has[home])} ({verdict}); "
+            f"training state {human(plan.states(home))}"
+        )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON types: facts, rows, totals in bytes, DeepSpeed keys, idle strategies."""
+    return {
+        "facts": plan.facts.to_json(),
+        "rows": [
+            {
+                "unit": row.unit,
+                "count": row.count,
+                "tensors": row.tensors,
+                "ways": row.ways,
+                "bytes": row.num_bytes,
+                "home": row.home.value,
+                "decided_by": row.decided_by,
+                "reason": row.reason,
+            }
+            for row in rows(plan)
+        ],
+        "totals": {
+            home.value: {
+                **{kind.value: plan.total(kind, home) for kind in Kind},
+                "states": plan.states(home),
+                "predicted_peak": plan.peak(home),
+            }
+            for home in Home
+        },
+        "deepspeed": plan.engine(),
+        "idle": dict(plan.idle),
+    }

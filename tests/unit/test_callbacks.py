@@ -1,0 +1,188 @@
+"""Callbacks fed with made-up records: exact lines, valid JSON, one consistent history, honest seconds."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerControl, TrainerState
+
+from trainer import callbacks
+from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText
+
+RECORD = {
+    "loss": 4.8123,
+    "learning_rate": 9.2e-4,
+    "grad_norm": 1.35,
+    "tokens_per_s": 5_210.4,
+    "mfu": 0.4118,
+    "device_peak_bytes": 3.1 * 2**30,
+    "host_peak_bytes": 1.9 * 2**30,
+    "eta_s": 72.0,
+}
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def state(step: int, max_steps: int = 200, rank_zero: bool = True) -> TrainerState:
+    return TrainerState(global_step=step, max_steps=max_steps, epoch=0.5, is_world_process_zero=rank_zero)
+
+
+def fire(callback: Any, event: str, at: TrainerState, **kwargs: Any) -> None:
+    getattr(callback, event)(None, at, TrainerControl(), **kwargs)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_progress_line_is_exact() -> None:
+    lines: list[str] = []
+    line = ProgressLine(lines.append)
+    fire(line, "on_log", state(40), logs=RECORD)
+    fire(line, "on_log", state(41), logs={"loss": math.nan, "grad_norm": torch.tensor(2.5)})
+    fire(line, "on_log", state(200), logs={"eval_loss": 3.91, "eval_runtime": 2.0})
+    fire(line, "on_log", state(200), logs={"train_loss": 4.1, "train_runtime": 192.0})
+    fire(line, "on_log", state(40, rank_zero=False), logs=RECORD)
+    assert lines == [
+        "step 40/200  20%  loss 4.812  lr 9.2e-04  grad 1.35  5,210 tok/s  mfu 41.2%  "
+        "device 3.1 GiB  host 1.9 GiB  eta 1m12s",
+        "step 41/200  20%  loss nan  grad 2.50",
+        "eval at step 200: loss 3.91  perplexity 49.9",
+        "finished at step 200: mean loss 4.100  in 3m12s",
+    ]
+
+
+def test_meter_leaves_evaluations_and_saves_out_of_training_time() -> None:
+    clock = Clock()
+    meter = Meter(flops_per_token=1e9, peak_flops=1e12, num_devices=2, sum_over_ranks=lambda n: 2 * n, clock=clock)
+    fire(meter, "on_train_begin", state(100))
+
+    def step(seconds_s: float) -> None:
+        meter.count(500)
+        clock.now_s += seconds_s
+        fire(meter, "on_step_end", state(101))
+
+    step(1.0)
+    clock.now_s += 50  # an evaluation, then a save, without a record before them
+    fire(meter, "on_evaluate", state(101))
+    clock.now_s += 7
+    fire(meter, "on_save", state(101))
+    clock.now_s += 0.5  # loading the next batch is training time
+    step(1.5)
+    logs = {"loss": 1.0}
+    meter.add_to(logs, state(102))
+    assert logs["tokens"] == 2_000
+    assert logs["tokens_per_s"] == 2_000 / 3.0
+    assert math.isclose(logs["mfu"], 2_000 / 3.0 * 1e9 / 2e12)
+    assert logs["eta_s"] == 60.0 / 2 * 98  # wall time, pauses included, over the two steps of this run
+    assert logs["host_peak_bytes"] > 2**20
+    assert ("device_peak_bytes" in logs) == torch.cuda.is_available()
+
+    clock.now_s += 20  # an evaluation right after the record belongs to no lap
+    fire(meter, "on_evaluate", state(102))
+    step(4.0)
+    logs = {"loss": 1.0}
+    meter.add_to(logs, state(103))
+    assert (logs["tokens"], logs["tokens_per_s"]) == (1_000, 250.0)
+
+
+def test_meter_adds_perplexity_and_leaves_the_unknown_out() -> None:
+    logs = {"eval_loss": 0.0}
+    meter = Meter(clock=Clock())
+    meter.add_to(logs, state(5))
+    assert logs == {"eval_loss": 0.0, "eval_perplexity": 1.0}
+    logs = {"loss": 1.0}
+    meter.add_to(logs, state(0))  # no time, no step, no peak
+    assert set(logs) - {"device_peak_bytes"} == {"loss", "tokens", "host_peak_bytes"}
+
+
+def test_metrics_file_stays_json_on_nan_and_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "run/metrics.jsonl"
+    file = MetricsFile(path, clock=lambda: 12.3456)
+    fire(file, "on_train_begin", state(0))
+    fire(file, "on_log", state(1), logs={"loss": math.nan, "grad_norm": torch.tensor(math.inf), "x": -math.inf})
+    fire(file, "on_log", state(2), logs={"loss": 1.5, "grad_norm": torch.tensor(0.5), "note": "a\nb"})
+    fire(file, "on_log", state(3, rank_zero=False), logs={"loss": 1.5})
+    assert read(path) == [
+        {"step": 1, "epoch": 0.5, "time": 12.346, "loss": "nan", "grad_norm": "inf", "x": "-inf"},
+        {"step": 2, "epoch": 0.5, "time": 12.346, "loss": 1.5, "grad_norm": 0.5, "note": "a\nb"},
+    ]
+
+
+def test_resume_drops_records_beyond_the_step_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    fire(file, "on_train_begin", state(0))
+    for step in (0, 10, 20, 30):
+        fire(file, "on_log", state(step), logs={"loss": float(step)})
+    with path.open("a") as torn:
+        torn.write('{"step": 35, "los')
+    fire(file, "on_train_begin", state(20))
+    fire(file, "on_log", state(30), logs={"loss": 0.5})
+    assert [(record["step"], record["loss"]) for record in read(path)] == [(0, 0.0), (10, 10.0), (20, 20.0), (30, 0.5)]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_fresh_run_starts_an_empty_file_and_other_ranks_touch_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 5}\nnonsense\n[1]\n')
+    fire(MetricsFile(path), "on_train_begin", state(0, rank_zero=False))
+    assert path.read_text()
+    fire(MetricsFile(path), "on_train_begin", state(0))
+    assert path.read_text() == ""
+
+
+def test_sample_runs_on_every_rank_and_is_shown_by_one() -> None:
+    lines: list[str] = []
+    called: list[int] = []
+
+    def generate() -> str:
+        called.append(1)
+        return "a time"
+
+    sample = SampleText("Once upon", generate=generate, at_evaluations=True, write=lines.append)
+    fire(sample, "on_evaluate", state(5, rank_zero=False), model=None, processing_class=None)
+    fire(sample, "on_train_end", state(9), model=None, processing_class=None)
+    fire(SampleText("x", generate=generate, write=lines.append), "on_evaluate", state(5))
+    assert lines == ["sample at step 9: 'Once upon' -> 'a time'"]
+    assert len(called) == 2
+
+
+def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> None:
+    class Tokens(dict[str, torch.Tensor]):
+        def to(self, device: object) -> "Tokens":
+            return self
+
+    class Tokenizer:
+        pad_token_id, eos_token_id = None, 9
+
+        def __call__(self, text: str, return_tensors: str) -> Tokens:
+            return Tokens(input_ids=torch.tensor([[1, 2]]))
+
+        def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+            return " ".join(map(str, ids.tolist()))
+
+    class Model(torch.nn.Module):
+        device = "cpu"
+
+        def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+            assert options == {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 9}
+            assert not self.training
+            return torch.cat([input_ids, torch.tensor([[7, 8]])], dim=1)
+
+    model = Model()
+    assert callbacks.continuation(model, Tokenizer(), "prompt", 3) == "7 8"
+    assert model.training

@@ -1,0 +1,242 @@
+"""Every bad config gets its exact lines: file, line, dotted key, value, what is allowed, the nearest key."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.config import load
+from trainer.errors import ConfigError, ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {
+    "model": "model: {name_or_path: m}",
+    "data": "data: {path: pydoc}",
+    "training": "training: {output_dir: r}",
+}
+SECTIONS = "a config has the sections model, data, training, strategies"
+MISSING = (
+    "1: model.name_or_path: missing; write a folder or hub name, or model.config for random weights",
+    "1: data.path: missing; must be non-empty text",
+    "1: training.output_dir: missing; must be non-empty text",
+)
+
+SEED = "must be a whole number >= 0 and < 4294967296"
+TAGS = "tags (!name) are not read; write a plain value"
+KEY_VALUE = "an override is written key=value, as in training.max_steps=10"
+BASE = "must be the path of one config, relative to this file"
+
+# Whole files: what YAML itself can do wrong.
+FILES: tuple[tuple[bytes, tuple[str, ...]], ...] = (
+    (b"", (f"1: the file is empty; {SECTIONS}",)),
+    (b"# nothing\n", (f"1: the file is empty; {SECTIONS}",)),
+    (b"\xef\xbb\xbf", (f"1: the file is empty; {SECTIONS}",)),
+    (b"- a\n- b\n", (f'1: ["a", "b"] stands alone; {SECTIONS}',)),
+    (b"just text", (f'1: "just text" stands alone; {SECTIONS}',)),
+    (b"{}", MISSING),
+    (b"training:\n\toutput_dir: r\n", ("2: a tab in the indentation; use spaces",)),
+    (b"data:\n  path: \xff\n", ("2: not UTF-8; save the file as UTF-8",)),
+    (b"data: {path: \x01}\n", ("1: a control character; delete it",)),
+    (b"data: &d {path: x}\nmodel: *d\n", ("2: aliases (*name) are not read; write the value where it is used",)),
+    (b"data: {path: x\n", ("2: a bracket is never closed, or a comma is missing",)),
+    (b"data: {path: 'x\n", ("2: a quote or bracket is never closed",)),
+    (b"data: a: b\n", ("1: a ':' where none can be; check the indentation, or quote the text",)),
+    (b"a: 1\n---\nb: 2\n", ("2: more than one document; a config is one",)),
+    (b"data:\n  path: x\n max_length: 9\n", ("3: the indentation does not match the lines above",)),
+    (b"data: {path: @x}\n", ("1: text that begins with a special character; put it in quotes",)),
+    (b"[" * 5000, ("1: nested too deeply",)),
+)
+
+# Parts of a file that YAML reads and we refuse; the rest is still checked.
+PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "training: {output_dir: r}\ntraining: {output_dir: q}",
+        ('2: training = {"output_dir": "q"}: duplicate key, first on line 1; keep one',),
+    ),
+    (
+        "training:\n  output_dir: r\n  seed: 1\n  seed: 2",
+        ("4: training.seed = 2: duplicate key, first on line 3; keep one",),
+    ),
+    (
+        "training:\n  seed: -1\n  output_dir: r\n  output_dir: q",
+        (
+            f"2: training.seed = -1: {SEED}",
+            '4: training.output_dir = "q": duplicate key, first on line 3; keep one',
+        ),
+    ),
+    ("data: {path: !!python/name:os.system x}", (f'1: data.path = "tag:yaml.org,2002:python/name:os.system": {TAGS}',)),
+    ("data: {path: !!timestamp 2020-01-01}", (f'1: data.path = "tag:yaml.org,2002:timestamp": {TAGS}',)),
+    ("1: x", ('1: "1": a key must be text; put it in quotes',)),
+    (
+        "training: {output_dir: r, seed: 99999999999999999999}",
+        ('1: training.seed = "99999999999999999999": not a number that fits into 64 bits',),
+    ),
+    ('data: {path: "\\ud800"}', ('1: data.path = "\\ud800": half of a character; write the character itself',)),
+    ('"a\\nb": 1', ("1: a\\nb = 1: unknown key; known here: extends, model, data, training, strategies",)),
+)
+
+OVERRIDES: tuple[tuple[str, str], ...] = (
+    ("training.max_steps", f"training.max_steps: {KEY_VALUE}"),
+    ("=3", f"=3: {KEY_VALUE}"),
+    ("training..seed=3", f"training..seed=3: {KEY_VALUE}"),
+    ("--training.seed=3", "--training.seed=3: write training.seed=3, without dashes"),
+    ("training.seed=x", f'training.seed = "x": {SEED}'),
+    ("training.seed=1_000", f'training.seed = "1_000": {SEED}; write it plainly, without quotes or underscores'),
+    ("training.seed=[1", 'training.seed = "[1": a bracket is never closed, or a comma is missing'),
+    ("training.sed=1", "training.sed = 1: unknown key; did you mean 'seed'?"),
+    ("lr=1e-4", "lr = 0.0001: unknown key; that is PyTorch's name, write 'training.learning_rate'"),
+    ("extends=base.yaml", 'extends = "base.yaml": belongs into the file'),
+    ("training.output_dir=null", "training.output_dir: missing; must be non-empty text"),
+    ("training=null", "training.output_dir: missing; must be non-empty text"),
+    ("data.path.x=1", 'data.path = {"x": 1}: must be non-empty text'),
+    (
+        "strategies.zero=null",
+        "strategies.zero = null: on or off? write {} to switch it on as it is, or remove the line",
+    ),
+)
+
+
+def blocks() -> Iterator[tuple[str, list[str]]]:
+    text = (Path(__file__).parent / "bad_configs.txt").read_text(encoding="utf-8")
+    for block in text.split("\n\n"):
+        lines = [line for line in block.strip().splitlines() if not line.startswith("# ")]
+        if lines:
+            config = [line for line in lines if not line.startswith("=> ")]
+            yield "\n".join(config), [line.removeprefix("=> ") for line in lines if line.startswith("=> ")]
+
+
+def complete(text: str) -> str:
+    present = {line.split(":")[0] for line in text.splitlines()}
+    return "\n".join([text, *(line for name, line in GOOD.items() if name not in present)])
+
+
+def lines(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load("x.yaml", overrides)
+    assert caught.value.code is ExitCode.CONFIG == 2
+    return list(caught.value.lines)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "expected"), blocks())
+def test_sections(text: str, expected: list[str]) -> None:
+    Path("x.yaml").write_text(complete(text), encoding="utf-8")
+    assert lines() == [f"x.yaml:{line}" for line in expected]
+
+
+@pytest.mark.parametrize(("content", "expected"), FILES)
+def test_files(content: bytes, expected: tuple[str, ...]) -> None:
+    Path("x.yaml").write_bytes(content)
+    assert sorted(lines()) == sorted(f"x.yaml:{line}" for line in expected)
+
+
+@pytest.mark.parametrize(("text", "expected"), PARTS)
+def test_parts_of_files(text: str, expected: tuple[str, ...]) -> None:
+    Path("x.yaml").write_text(complete(text), encoding="utf-8")
+    assert lines() == [f"x.yaml:{line}" for line in expected]
+
+
+@pytest.mark.parametrize(("override", "expected"), OVERRIDES)
+def test_overrides(override: str, expected: str) -> None:
+    Path("x.yaml").write_text(complete(""), encoding="utf-8")
+    assert lines(override) == [f"command line: {expected}"]
+
+
+def test_there_are_enough() -> None:
+    assert len(list(blocks())) + len(FILES) + len(PARTS) + len(OVERRIDES) >= 130
+
+
+def test_all_errors_of_all_layers_at_once_in_order() -> None:
+    Path("base.yaml").write_text("model: {name_or_path: m, dtype: fp8}\ntraining:\n  output_dir: r\n  seed: -1\n")
+    Path("x.yaml").write_text("training:\n  lerning_rate: 1\n\nextends: base.yaml\ndata:\n  packing: yes\n")
+    assert lines("training.max_steps=0") == [
+        "x.yaml:2: training.lerning_rate = 1: unknown key; did you mean 'learning_rate'?",
+        "x.yaml:5: data.path: missing; must be non-empty text",
+        'x.yaml:6: data.packing = "yes": must be true or false',
+        'base.yaml:1: model.dtype = "fp8": must be one of float32, bfloat16, float16',
+        f"base.yaml:4: training.seed = -1: {SEED}",
+        "command line: training.max_steps = 0: must be a whole number >= 1, or -1 for no limit",
+    ]
+
+
+def test_conflicts_are_found_beside_other_errors_and_never_twice() -> None:
+    training = "training: {output_dir: r, bf16: true, fp16: true, seed: -1, max_steps: no}\n"
+    Path("x.yaml").write_text(complete(training + "data: {path: x, streaming: true}"))
+    assert lines() == [
+        'x.yaml:1: training.max_steps = "no": must be a whole number >= 1, or -1 for no limit',
+        f"x.yaml:1: training.seed = -1: {SEED}",
+        "x.yaml:1: training.fp16 = true: cannot go with training.bf16; keep one of the two",
+    ]
+
+
+EXTENDS: tuple[tuple[str, dict[str, str], str], ...] = (
+    ("extends: 3", {}, f"x.yaml:1: extends = 3: {BASE}"),
+    ("extends: [a, b]", {}, f'x.yaml:1: extends = ["a", "b"]: {BASE}'),
+    (
+        "extends: bse.yaml",
+        {"base.yaml": ""},
+        "x.yaml:1: extends = \"bse.yaml\": no such file; did you mean 'base.yaml'?",
+    ),
+    ('extends: "a\\0b"', {}, 'x.yaml:1: extends = "a\\u0000b": cannot be read: not a path'),
+    ("extends: .", {}, 'x.yaml:1: extends = ".": cannot be read: Is a directory'),
+    (
+        "extends: b.yaml",
+        {"b.yaml": "extends: c.yaml"},
+        'b.yaml:1: extends = "c.yaml": a base extends nothing; one level only',
+    ),
+    ("extends: x.yaml", {}, 'x.yaml:1: extends = "x.yaml": a base extends nothing; one level only'),
+    ("extends: b.yaml", {"b.yaml": "a: ["}, "b.yaml:1: a value is missing, or a bracket is never closed"),
+    ("extends: b.yaml", {"b.yaml": "training: {seed: x}"}, f'b.yaml:1: training.seed = "x": {SEED}'),
+)
+
+
+@pytest.mark.parametrize(("text", "others", "expected"), EXTENDS)
+def test_extends(text: str, others: dict[str, str], expected: str) -> None:
+    for name, content in {**others, "x.yaml": complete(text)}.items():
+        Path(name).write_text(content, encoding="utf-8")
+    assert lines() == [expected]
+
+
+def test_missing_file_names_the_nearest() -> None:
+    Path("configs").mkdir()
+    Path("configs/quickstart.yaml").write_text(complete(""))
+    with pytest.raises(ConfigError) as caught:
+        load("configs/quikstart.yaml")
+    assert caught.value.lines == ("configs/quikstart.yaml: no such file; did you mean 'configs/quickstart.yaml'?",)
+    with pytest.raises(ConfigError) as caught:
+        load("nowhere/x.yaml")
+    assert caught.value.lines == ("nowhere/x.yaml: no such file",)
+    with pytest.raises(ConfigError) as caught:
+        load("configs")
+    assert caught.value.lines == ("configs: cannot be read: Is a directory",)
+
+
+def test_no_pydantic_phrasing_leaks() -> None:
+    for text, expected in blocks():
+        assert not any(word in line for line in expected for word in ("Input should", "valid_", "type=")), text
+
+
+def test_refusing_imports_nothing_heavy() -> None:
+    """Every bad config in one fresh process; afterwards nothing that takes a second to import is loaded."""
+    program = """
+import sys, tests.unit.test_config_errors as t
+from pathlib import Path
+for text, expected in t.blocks():
+    Path("x.yaml").write_text(t.complete(text))
+    try:
+        t.load("x.yaml")
+        sys.exit(text)
+    except t.ConfigError:
+        pass
+heavy = {"torch", "transformers", "deepspeed", "datasets", "numpy", "accelerate", "peft"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,319 @@
+"""Bad data ends with a DataError (exit code 3) whose line names file, row and field: one case per line below.
+
+The expected lines are whole lines: what the user reads is the interface.
+"""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from trainer import data, sources
+from trainer import tokenizer as tokenizers
+from trainer.errors import ConfigError, DataError, ExitCode
+from trainer.sections import DataSection
+
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    texts = data.texts(DataSection(path="pydoc"))
+    return tokenizers.trained(VOCAB, tmp_path_factory.mktemp("tokenizer"), texts)
+
+
+def jsonl(*rows: Any) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def parquet(**columns: list[Any]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+class Case(NamedTuple):
+    name: str
+    files: dict[str, str | bytes]
+    section: dict[str, Any]
+    lines: list[str]
+
+
+OK = {"text": "hello there"}
+PAIR = {"prompt": "p" * 40, "completion": "c" * 40}
+MARKS = "{% generation %} ... {% endgeneration %}"
+FORMATS = "text, prompt+completion, messages, instruction+output, input_ids"
+
+CASES = [
+    Case("missing column", {"d.jsonl": jsonl({"id": 1, "body": "x"})}, {}, [
+        f"d.jsonl: no known format in columns id, body; expected one of {FORMATS}",
+    ]),
+    Case("renamed column, near", {"d.jsonl": jsonl({"id": 1, "txt": "x"})}, {}, [
+        f"d.jsonl: no known format in columns id, txt; expected one of {FORMATS}; "
+        "did you mean data.columns: {text: txt}?",
+    ]),
+    Case("mapped column absent", {"d.jsonl": jsonl({"body": "x"})}, {"columns": {"text": "bodi"}}, [
+        "data.columns: text: 'bodi' is not in d.jsonl; found: body; did you mean 'body'?",
+    ]),
+    Case("ambiguous", {"d.jsonl": jsonl({"text": "x", "instruction": "y", "output": "z"})}, {}, [
+        "d.jsonl: columns text, instruction, output fit text and instruction; "
+        "say which with data.columns, e.g. {text: text}",
+    ]),
+    Case("field missing in a row", {"d.jsonl": jsonl(OK, {"id": 3})}, {}, [
+        "d.jsonl:2: field 'text' is missing; found: id",
+    ]),
+    Case("null", {"d.jsonl": jsonl(*[OK] * 6, {"text": None})}, {}, [
+        "d.jsonl:7: field 'text' is null; every row needs a string",
+    ]),
+    Case("null in a mapped column", {"d.jsonl": jsonl({"b": None})}, {"columns": {"text": "b"}}, [
+        "d.jsonl:1: field 'text' (column 'b') is null; every row needs a string",
+    ]),
+    Case("null in parquet", {"d.parquet": parquet(text=["a b", None])}, {}, [
+        "d.parquet:2: field 'text' is null; every row needs a string",
+    ]),
+    Case("empty cell in csv", {"d.csv": "prompt,completion\na,b\nc,\n"}, {}, [
+        "d.csv:2: field 'completion' is null; every row needs a string",
+    ]),
+    Case("wrong type", {"d.jsonl": jsonl(OK, {"text": 7})}, {}, [
+        "d.jsonl:2: field 'text' is an integer; every row needs a string",
+    ]),
+    Case("messages is a string", {"d.jsonl": jsonl({"messages": "hi"})}, {}, [
+        "d.jsonl:1: field 'messages' is a string; every row needs a list",
+    ]),
+    Case("empty file", {"d.jsonl": ""}, {}, ["d.jsonl: the file is empty; it has no rows"]),
+    Case("blank text file", {"d.txt": " \n\n"}, {}, ["d.txt: the file is empty; it has no rows"]),
+    Case("empty json list", {"d.json": "[]"}, {}, ["d.json: the file is empty; it has no rows"]),
+    Case("csv header only", {"d.csv": "text\n"}, {}, ["d.csv: there are no rows"]),
+    Case("parquet without rows", {"d.parquet": parquet(text=[])}, {}, ["d.parquet: there are no rows"]),
+    Case("only empty texts", {"d.jsonl": jsonl({"text": ""}, {"text": " "})}, {}, [
+        "d.jsonl: all 2 rows are empty text",
+    ]),
+    Case("broken line", {"d.jsonl": jsonl(OK, OK, '{"text": "a')}, {}, [
+        "d.jsonl:3: broken JSON: Unterminated string starting at at column 10",
+    ]),
+    Case("only broken lines", {"d.jsonl": "nonsense\n"}, {}, [
+        "d.jsonl:1: broken JSON: Expecting value at column 1",
+    ]),
+    Case("row is no object", {"d.jsonl": jsonl(OK, [1, 2])}, {}, [
+        "d.jsonl:2: a row must be a JSON object, not a list",
+    ]),
+    Case("broken json array", {"d.json": '[{"text": "a"},\n{"text": "b"\n]'}, {}, [
+        "d.json:3: broken JSON: Expecting ',' delimiter at column 1",
+    ]),
+    Case("json array of strings", {"d.json": '[{"text": "a b"}, "c"]'}, {}, [
+        "d.json:2: a row must be a JSON object, not a string",
+    ]),
+    Case("csv with a field too many", {"d.csv": "text,id\na b,1\nc,d,2\n"}, {}, [
+        "d.csv:2: the row has 3 fields, the header has 2",
+    ]),
+    Case("csv with an open quote", {"d.csv": 'text\n"a b\nc\n'}, {}, [
+        "d.csv:3: broken CSV: unexpected end of data",
+    ]),
+    Case("truncated parquet", {"d.parquet": parquet(text=["a b"] * 99)[:-20]}, {}, [
+        "d.parquet: not a whole Parquet file: it is truncated or damaged",
+    ]),
+    Case("invalid utf-8 in txt", {"d.txt": b"one\ntwo \xff\n"}, {}, [
+        "d.txt:2: byte 0xff is not valid UTF-8",
+    ]),
+    Case("invalid utf-8 in jsonl", {"d.jsonl": b'{"text": "a b"}\n{"text": "\xe9"}\n'}, {}, [
+        "d.jsonl:2: byte 0xe9 is not valid UTF-8",
+    ]),
+    Case("invalid utf-8 in csv", {"d.csv": b"text\nab\n\xe9\n"}, {}, ["d.csv:3: byte 0xe9 is not valid UTF-8"]),
+    Case("empty folder", {"d/readme.md": "x"}, {"path": "d"}, [
+        "d: the folder holds no data file; allowed: .txt, .jsonl, .json, .csv, .parquet",
+    ]),
+    Case("mixed schemas", {"d/a.jsonl": jsonl(OK), "d/b.jsonl": jsonl({"prompt": "x", "id": 1})}, {"path": "d"}, [
+        "d/b.jsonl: no column 'text', which d/a.jsonl has; found: prompt, id; "
+        "every file of a folder must have the same fields",
+    ]),
+    Case("split not there", {"d/train.jsonl": jsonl(OK)}, {"path": "d", "split": "test"}, [
+        "data.split: 'test': no file of d is named so; found: train",
+    ]),
+    Case("some files name a split", {"d/train.txt": "a", "d/x.txt": "b"}, {"path": "d"}, [
+        "d: train.txt names a split and x.txt does not; rename or move one",
+    ]),
+    Case("split of one file", {"d.jsonl": jsonl(OK)}, {"split": "test"}, [
+        "data.split: 'test': d.jsonl is one file and has no splits",
+    ]),
+    Case("unsupported suffix", {"d.jsonk": "x"}, {}, [
+        "d.jsonk: .jsonk is not a data format; allowed: .txt, .jsonl, .json, .csv, .parquet; did you mean '.json'?",
+    ]),
+    Case("path not found, near", {"corpus.jsonl": jsonl(OK)}, {"path": "corpsu.jsonl"}, [
+        "data.path: corpsu.jsonl does not exist; did you mean 'corpus.jsonl'?",
+    ]),
+    Case("path not found", {}, {"path": "zzz"}, [
+        "data.path: zzz does not exist; a hub name looks like owner/name",
+    ]),
+    Case("eval path not found", {"d.jsonl": jsonl(OK)}, {"eval_path": "zzz"}, [
+        "data.eval_path: zzz does not exist; a hub name looks like owner/name",
+    ]),
+    Case("eval file is bad", {"d.jsonl": jsonl(OK), "e.jsonl": jsonl({"text": 1})}, {"eval_path": "e.jsonl"}, [
+        "e.jsonl:1: field 'text' is an integer; every row needs a string",
+    ]),
+    Case("nothing to divide", {"d.jsonl": jsonl(PAIR)}, {"eval_fraction": 0.5}, [
+        "data.eval_fraction: d.jsonl has one row; use data.eval_path",
+    ]),
+    Case("subset of a local path", {"d.jsonl": jsonl(OK)}, {"name": "en"}, [
+        "data.name: 'en' is a hub subset, but d.jsonl is a local path; remove it",
+    ]),
+    Case("unknown pydoc subset", {}, {"path": "pydoc", "name": "pear"}, [
+        "data.name: 'pear' is not in pydoc; allowed: text, pairs",
+    ]),
+    Case("wrong role", {"d.jsonl": jsonl(chat(("user", "a"), ("assitant", "b")))}, {}, [
+        "d.jsonl:1: field 'messages[1]' has role 'assitant'; "
+        "allowed: system, user, assistant, tool, developer; did you mean 'assistant'?",
+    ]),
+    Case("ShareGPT keys", {"d.jsonl": jsonl({"messages": [{"from": "human", "value": "a"}]})}, {}, [
+        "d.jsonl:1: field 'messages[0]' needs role and content; found: from, value",
+    ]),
+    Case("message without content", {"d.jsonl": jsonl(chat(("user", None)))}, {}, [
+        "d.jsonl:1: field 'messages[0]' has content that is null; every message needs a string",
+    ]),
+    Case("no messages", {"d.jsonl": jsonl({"messages": []})}, {}, [
+        "d.jsonl:1: field 'messages' is an empty list; a conversation has at least one message",
+    ]),
+    Case("no assistant turn", {"d.jsonl": jsonl(chat(("user", "a")))}, {"assistant_only_loss": True}, [
+        "d.jsonl:1: every token is masked: nothing to train on in 14 tokens (no assistant turn)",
+    ]),
+    Case("template without marks",
+        {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "{{ messages[0].content }}"},
+        {"assistant_only_loss": True, "chat_template_path": "t.jinja"}, [
+        f"data.assistant_only_loss: t.jinja does not mark the assistant's words; put {MARKS} around them "
+        "in a copy and name it in data.chat_template_path",
+    ]),
+    Case("template with a syntax error",
+        {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "a\n{% if %}"}, {"chat_template_path": "t.jinja"},
+        ["t.jinja:2: Expected an expression, got 'end of statement block'"]),
+    Case("template refuses",
+        {"d.jsonl": jsonl(chat(("user", "a"))), "t.jinja": "{{ raise_exception('user first') }}"},
+        {"chat_template_path": "t.jinja"},
+        ["d.jsonl:1: field 'messages': the chat template refuses it: user first"]),
+    Case("template not found",
+        {"d.jsonl": jsonl(chat(("user", "a"))), "chat.jinja": "x"}, {"chat_template_path": "chta.jinja"},
+        ["data.chat_template_path: chta.jinja does not exist; did you mean 'chat.jinja'?"]),
+    Case("answer cut off", {"d.jsonl": jsonl(PAIR, {**PAIR, "prompt": "ab"})}, {"max_length": 16}, [
+        r"re:d\.jsonl:1: the first trained token is number (\d+), cut off by data\.max_length 16; "
+        r"raise data\.max_length \(the whole row has \d+ tokens\)",
+    ]),
+    Case("everything masked", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [-100] * 3})}, {}, [
+        "d.jsonl:1: every token is masked: nothing to train on in 3 tokens (every label is -100)",
+    ]),
+    Case("only the first token is trained on", {"d.jsonl": jsonl({"input_ids": [5, 6], "labels": [5, -100]})}, {}, [
+        "d.jsonl:1: every token is masked: nothing to train on in 2 tokens (every label is -100)",
+    ]),
+    Case("id beyond the vocabulary", {"d.jsonl": jsonl({"input_ids": [5, 6]}, {"input_ids": [5, 320]})}, {}, [
+        "d.jsonl:2: token id 320 is beyond the model's vocabulary of 320; "
+        "the data or the tokenizer belongs to another model",
+    ]),
+    Case("negative id", {"d.jsonl": jsonl({"input_ids": [5, -1]})}, {}, [
+        "d.jsonl:1: field 'input_ids' holds something that is not a token id (a whole number >= 0)",
+    ]),
+    Case("no ids", {"d.jsonl": jsonl({"input_ids": []})}, {}, ["d.jsonl:1: field 'input_ids' is an empty list"]),
+    Case("labels of another length", {"d.jsonl": jsonl({"input_ids": [5, 6], "labels": [5]})}, {}, [
+        "d.jsonl:1: field 'labels' has 1 entries, field 'input_ids' has 2",
+    ]),
+    Case("shifted labels", {"d.jsonl": jsonl({"input_ids": [5, 6, 7], "labels": [6, 7, -100]})}, {}, [
+        "d.jsonl:1: field 'labels' holds 6, neither its token nor -100; labels are not shifted",
+    ]),
+    Case("completion-only loss on text", {"d.jsonl": jsonl(OK)}, {"completion_only_loss": True}, [
+        "data.completion_only_loss: true needs prompt/completion or instruction data; d.jsonl is text data",
+    ]),
+    Case("assistant-only loss on text", {"d.jsonl": jsonl(OK)}, {"assistant_only_loss": True}, [
+        "data.assistant_only_loss: true needs messages data; d.jsonl is text data",
+    ]),
+    Case("several", {"d.jsonl": jsonl(OK, *[{"text": n} for n in range(7)], OK)}, {}, [
+        *(f"d.jsonl:{n}: field 'text' is an integer; every row needs a string" for n in range(2, 7)),
+        "... and 2 more bad rows",
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_data(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in case.files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    section = DataSection(**({"path": next(iter(case.files), "pydoc")} | case.section))
+    with pytest.raises(DataError) as caught:
+        data.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
+    assert caught.value.code == ExitCode.DATA == 3
+    assert len(caught.value.lines) == len(case.lines)
+    for line, expected in zip(caught.value.lines, case.lines, strict=True):
+        if expected.startswith("re:"):
+            assert re.fullmatch(expected[3:], line)
+        else:
+            assert line == expected
+    prepared = tmp_path / "prepared"
+    assert not prepared.exists() or not list(prepared.iterdir()), "a refused data set leaves nothing behind"
+
+
+def test_streaming_names_the_row_when_it_gets_there(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(jsonl(*[OK] * 300, {"text": None}))
+    section = DataSection(path=str(path), streaming=True)
+    prepared = data.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
+    with pytest.raises(DataError, match="d.jsonl:301: field 'text' is null; every row needs a string"):
+        list(prepared.train)
+
+
+def test_damage_inside_a_parquet_file(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "d.parquet"
+    whole = parquet(text=[f"row {n}" for n in range(5000)])
+    path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
+    with pytest.raises(DataError, match=r"d\.parquet:1: the Parquet data is damaged from here on"):
+        data.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
+
+
+def test_split_missing_in_a_saved_data_set(tmp_path: Path) -> None:
+    from datasets import DatasetDict
+
+    DatasetDict(train=Dataset.from_dict({"text": ["a b"]})).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match=r"^data\.split: 'test' is not in .*saved; found: train$"):
+        sources.open_source(str(tmp_path / "saved"), None, "test", False)
+
+
+def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nwith a long tail")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    with pytest.raises(DataError) as caught:
+        sources.open_source("owner/name", None, "train", False)
+    line = "data.path: hub data set owner/name cannot be loaded: Couldn't reach the Hub"
+    assert caught.value.lines == (line,)
+
+
+def test_tokenizer_without_template(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(jsonl(chat(("user", "a"))))
+    tokenizer.chat_template, kept = None, tokenizer.chat_template
+    try:
+        with pytest.raises(DataError) as caught:
+            data.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
+    finally:
+        tokenizer.chat_template = kept
+    assert caught.value.lines == (
+        "data.chat_template_path: messages need a chat template and the tokenizer has none; "
+        "name a .jinja file in data.chat_template_path",
+    )
+
+
+def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.tokenizer: .*nowhere cannot be loaded: [^\n]*$"):
+        tokenizers.load(str(tmp_path / "nowhere"), None, False, tmp_path, [])
+
+
+def test_tokenizer_needs_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no text to train a tokenizer on"):
+        tokenizers.trained(300, tmp_path, [])

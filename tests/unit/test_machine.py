@@ -1,0 +1,142 @@
+"""What a machine can do: cgroups on made-up files, the card table, profiles, and one real probe."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer import machine
+from trainer.errors import ConfigError
+from trainer.machine import GIB, Memory
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_cgroup_v2_takes_the_tightest_ancestor_and_forgives_droppable_cache(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/step/memory.current": f"{2 * GIB}\n",
+            "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{5 * GIB}\n",
+            "sys/fs/cgroup/job/memory.stat": f"anon 7\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
+        },
+    )
+    assert machine.cgroup_memory(root) == Memory(8 * GIB, 4 * GIB)
+    assert machine.cgroup_cores(root) == 2.5
+
+
+def test_cgroup_v1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert machine.cgroup_memory(root) == Memory(4 * GIB, 2 * GIB)
+    assert machine.cgroup_cores(root) == 1.5
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n"},
+        {
+            "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    ],
+)
+def test_no_limit_is_none(tmp_path: Path, files: dict[str, str]) -> None:
+    root = write(tmp_path, files)
+    assert machine.cgroup_memory(root) is None
+    assert machine.cgroup_cores(root) is None
+
+
+def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "1000000\n",
+            "sys/fs/cgroup/memory.current": "2000000\n",  # over the limit for a moment: nothing left, not negative
+            "sys/fs/cgroup/cpu.max": "50000 100000\n",
+        },
+    )
+    assert machine.host_memory(root) == Memory(1_000_000, 0)
+    assert machine.cores(root)[1] == 1
+
+
+def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    assert machine.disk_free_bytes(tmp_path / "a/b/c") > 0
+
+
+def test_probe_of_this_machine(tmp_path: Path) -> None:
+    here = machine.probe(tmp_path / "runs")
+    assert here.origin == "probed" and here.link_up_bytes_per_s is None
+    assert 0 < here.host_available_bytes <= here.host_total_bytes
+    assert here.usable_cores >= 1 and here.physical_cores >= 1 and here.disk_free_bytes > 0
+    if here.device_kind == "cpu":
+        assert (here.name, here.num_devices, here.device_total_bytes, here.peak_flops) == ("cpu", 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+    ],
+)
+def test_cards_are_told_apart(name: str, bf16: float) -> None:
+    peak = machine.peak_flops(name)
+    assert peak is not None and peak.of("bf16") == bf16
+
+
+def test_cards_without_bf16_and_unknown_cards() -> None:
+    volta = machine.peak_flops("Tesla V100-SXM2-16GB")
+    assert volta is not None and volta.of("bf16") is None and volta.of("fp16") == 125e12
+    for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu", ""):
+        assert machine.peak_flops(name) is None
+
+
+@pytest.mark.parametrize("name", [name for name in machine.PROFILES if name != "cpu"])
+def test_every_profile_is_complete(name: str) -> None:
+    card = machine.profile(name)
+    assert card.origin == "profile" and card.peak_flops is not None and card.peak_flops.bf16
+    assert card.link_up_bytes_per_s and card.link_down_bytes_per_s
+    assert 0 < card.device_free_bytes < card.device_total_bytes < card.host_total_bytes
+
+
+def test_profiles_state_efficiency_of_the_link() -> None:
+    assert machine.profile("h100-pcie5").link_up_bytes_per_s == pytest.approx(53.6e9, rel=0.01)
+    assert machine.profile("rtx4090-pcie4").link_up_bytes_per_s == pytest.approx(26.8e9, rel=0.01)
+    assert machine.profile("cpu").peak_flops is None
+
+
+def test_unknown_profile_lists_all_and_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as error:
+        machine.profile("H100-pcie4")
+    line = error.value.lines[0]
+    assert "'H100-pcie4'" in line and "did you mean 'h100-pcie5'?" in line
+    assert all(name in line for name in machine.PROFILES)

@@ -1,0 +1,98 @@
+"""Metrics are pure functions: plain numbers in, plain numbers or one exact line out."""
+
+import math
+
+import pytest
+
+from trainer import metrics
+
+
+def test_speed_and_utilisation() -> None:
+    assert metrics.tokens_per_second(5_000, 2.0) == 2_500
+    assert metrics.tokens_per_second(5_000, 0.0) is None
+    # 8e9 flops a token at 10,000 tokens/s is 8e13 flop/s: a fifth of two devices with 2e14 each
+    assert metrics.mfu(8e9, 10_000, 2e14, 2) == pytest.approx(0.2)
+    assert metrics.mfu(8e9, 10_000, None, 2) is None
+    assert metrics.mfu(8e9, 10_000, 2e14, 0) is None
+
+
+def test_flops_per_token_is_6n_plus_attention() -> None:
+    assert metrics.flops_per_token(1_000, num_layers=2, hidden_size=16, sequence=8) == 6_000 + 12 * 2 * 16 * 8
+
+
+def test_eta_is_the_mean_pace_times_what_is_left() -> None:
+    assert metrics.eta_s(40, 200, 20.0) == pytest.approx(80.0)
+    assert metrics.eta_s(200, 200, 20.0) == 0
+    assert metrics.eta_s(0, 200, 20.0) is None
+    assert metrics.eta_s(5, -1, 20.0) is None
+
+
+def test_perplexity_overflows_to_infinity() -> None:
+    assert metrics.perplexity(0.0) == 1.0
+    assert metrics.perplexity(1e9) == math.inf
+    assert math.isnan(metrics.perplexity(math.nan))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (2**30 - 1, "1.0 GiB"),
+        (-(2**21), "-2.0 MiB"),
+        (2**60, "1024.0 PiB"),
+    ],
+)
+def test_human_bytes(num_bytes: float, text: str) -> None:
+    assert metrics.human_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds_s", "text"),
+    [
+        (0, "0s"),
+        (0.44, "0.4s"),
+        (5.4, "5s"),
+        (59.7, "1m00s"),
+        (72, "1m12s"),
+        (3_700, "1h01m"),
+        (90_000, "1d01h"),
+        (math.inf, "?"),
+    ],
+)
+def test_human_duration(seconds_s: float, text: str) -> None:
+    assert metrics.human_duration(seconds_s) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (4.8, 4, "4.800"),
+        (49.91, 3, "49.9"),
+        (22_026.4, 3, "22,026"),
+        (0.00123, 3, "0.00123"),
+        (1.5e-7, 3, "1.50e-07"),
+        (3e9, 3, "3.00e+09"),
+        (0.0, 3, "0"),
+        (math.nan, 3, "nan"),
+        (-math.inf, 3, "-inf"),
+    ],
+)
+def test_human_number(value: float, digits: int, text: str) -> None:
+    assert metrics.human_number(value, digits) == text
+
+
+def test_lines_for_evaluation_and_the_end() -> None:
+    assert metrics.eval_lines(200, {"eval_loss": 3.91, "eval_runtime": 2.0}) == [
+        "eval at step 200: loss 3.91  perplexity 49.9"
+    ]
+    assert metrics.eval_lines(7, {"eval_wiki_loss": 1e9}) == ["eval wiki at step 7: loss 1.00e+09  perplexity inf"]
+    assert metrics.final_line(200, {"train_loss": 4.1, "train_runtime": 192.0}) == (
+        "finished at step 200: mean loss 4.100  in 3m12s"
+    )
+
+
+def test_progress_line_without_a_known_end() -> None:
+    assert metrics.progress_line(3, 0, {"loss": 1.0}) == "step 3  loss 1.000"

@@ -1,0 +1,1 @@
+"""The trainer: from one config file to a finished run."""

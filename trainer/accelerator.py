@@ -1,0 +1,70 @@
+"""Our seam to Hugging Face: an ``Accelerator`` that knows who drives the optimizer step.
+
+Three drivers exist. Plain: Accelerate wraps model and optimizer, torch clips. DeepSpeed: its engine reduces, clips
+and steps inside ``backward``. A memory engine (``stow``): it has hooked the model itself, so nothing may be wrapped
+or moved, and it clips its own parked gradients.
+
+Under ZeRO stage 0 in fp32 the engine would clip with a formula of its own (multiply by the reciprocal of the norm)
+and report no norm. There the gradients are whole on every rank after reduction, so torch's own clipping runs between
+backward and step: the bits are those of plain training, and the log has its gradient norm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+
+@runtime_checkable
+class DrivesModel(Protocol):
+    """An optimizer that has hooked the model itself and clips what it holds."""
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
+
+    def step(self) -> None: ...
+
+
+class StowAccelerator(Accelerator):
+    """Accelerate's public surface, unchanged for plain and DeepSpeed training with stages 1 to 3."""
+
+    driver: DrivesModel | None = None
+    max_grad_norm: float | None = None  # set: clip here, with torch's arithmetic, before the engine steps
+    _norm: Tensor | None = None
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's, but a model whose optimizer drives it is returned as it is."""
+        self.driver = next((arg for arg in args if isinstance(arg, DrivesModel)), self.driver)
+        if self.driver is not None:
+            return args if len(args) > 1 else args[0]
+        return super().prepare(*args, **kwargs)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward; under DeepSpeed also the step, when gradients are complete."""
+        if self.max_grad_norm is None or self.distributed_type is not DistributedType.DEEPSPEED:
+            super().backward(loss, **kwargs)
+            return
+        from torch.nn.utils import clip_grad_norm_
+
+        engine = self.deepspeed_engine_wrapped.engine
+        engine.set_gradient_accumulation_boundary(is_boundary=self.sync_gradients)
+        engine.backward(loss, **kwargs)
+        if self.sync_gradients:
+            limit = self.max_grad_norm or float("inf")  # 0 switches clipping off; the norm is still logged
+            self._norm = clip_grad_norm_(engine.module.parameters(), limit)
+            engine.step()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
+        """The norm before clipping; clips unless the driver has clipped already."""
+        if self.driver is not None:
+            assert norm_type == 2, "a memory engine clips by the Euclidean norm"
+            return self.driver.clip_grad_norm_(max_norm)
+        if self._norm is not None:
+            return self._norm
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)

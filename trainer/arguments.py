@@ -1,0 +1,248 @@
+"""The ``training`` section: Hugging Face's TrainingArguments names, with the checks they lack.
+
+The problem: TrainingArguments is a plain dataclass. It accepts ``learning_rate: fast``, a negative learning
+rate and an accumulation of 0, and fails (or trains wrongly) much later.
+
+The rule: every name of TrainingArguments is either a field here, with type and range, or in ``REFUSED`` with
+the reason and what to write instead; a test compares the two with the installed dataclass. A field whose
+default is None is not handed on, so that Hugging Face's own default applies; a default that the framework
+relies on is stated.
+
+What we refuse: names that would have a second writer (``deepspeed``, ``fsdp``), that hide errors
+(``logging_nan_inf_filter``), that break exact resume (``ignore_data_skip``), or that answer a question of
+another section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer.wording import Allowed
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no conversion but whole numbers to floats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Steps = Annotated[Count | Share, Allowed("a whole number >= 1, or a share of all steps > 0 and < 1")]
+Warmup = Annotated[
+    Natural | Annotated[float, Field(ge=0, lt=1)],
+    Allowed("a whole number >= 0, or a share of all steps < 1"),
+]
+MaxSteps = Annotated[Literal[-1] | Count, Allowed("a whole number >= 1, or -1 for no limit")]
+Interval = Literal["no", "steps", "epoch"]
+Reporter = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "none"]
+Reporters = Annotated[
+    list[Reporter] | Reporter,
+    Allowed("one of tensorboard, wandb, trackio, mlflow, comet_ml, swanlab, none, or a list of them"),
+]
+LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "greedy",
+]
+Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
+Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
+Resume = Annotated[bool | Text, Allowed("the folder of a checkpoint, true, false or auto")]
+Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
+
+_OTHER_ENGINE = "DeepSpeed is the only engine here; write the section strategies"
+_DDP = "gradients are reduced by DeepSpeed's engine, not by DDP; remove the line"
+_COMMAND = "the command decides what runs; remove the line"
+_METRICS = "evaluation measures loss and perplexity only; remove the line"
+
+REFUSED: Mapping[str, str] = {
+    "deepspeed": "the DeepSpeed config is generated from strategies; write strategies.zero.stage",
+    "fsdp": _OTHER_ENGINE,
+    "fsdp_config": _OTHER_ENGINE,
+    "parallelism_config": _OTHER_ENGINE,
+    "accelerator_config": "the Accelerator is built from this config; remove the line",
+    "local_rank": "the launcher sets the rank; remove the line",
+    "ddp_backend": "the backend follows from the device; remove the line",
+    "ddp_find_unused_parameters": _DDP,
+    "ddp_bucket_cap_mb": _DDP,
+    "ddp_broadcast_buffers": _DDP,
+    "ddp_static_graph": _DDP,
+    "auto_find_batch_size": "the plan predicts what fits; write training.per_device_train_batch_size",
+    "logging_nan_inf_filter": "a loss that is not finite is always reported; remove the line",
+    "do_train": _COMMAND,
+    "do_eval": "evaluation is switched on by training.eval_strategy",
+    "do_predict": _COMMAND,
+    "debug": "use launch/doctor.py, or torch's own tools; remove the line",
+    "skip_memory_metrics": "memory is always measured; remove the line",
+    "disable_tqdm": "progress is a bar on a terminal and plain lines elsewhere; remove the line",
+    "remove_unused_columns": "columns are chosen by data.columns",
+    "label_names": "labels are made by the data layer; write data.columns",
+    "length_column_name": "lengths are counted from the tokens; remove the line",
+    "optim_args": "no optimizer here takes further arguments; remove the line",
+    "optim_target_modules": "no optimizer here is restricted to modules; remove the line",
+    "use_cache": "the key-value cache has no use in training; remove the line",
+    "bf16_full_eval": "evaluation runs in the precision of training; write training.bf16",
+    "fp16_full_eval": "evaluation runs in the precision of training; write training.fp16",
+    "prediction_loss_only": _METRICS,
+    "include_for_metrics": _METRICS,
+    "batch_eval_metrics": _METRICS,
+    "eval_do_concat_batches": _METRICS,
+    "eval_use_gather_object": _METRICS,
+    "save_only_model": "a checkpoint must be resumable; the final export holds the weights alone",
+    "enable_jit_checkpoint": "SIGTERM always saves here; remove the line",
+    "ignore_data_skip": "a resumed run always goes on with the samples not yet seen; remove the line",
+    "hub_token": "a secret does not belong into a file; set the environment variable HF_TOKEN",
+}
+
+# Release 5.23 renamed these and warns about the old ones; the releases before know the old ones only. Both are
+# accepted in the config, and the old one, which every supported release understands, is handed on.
+RENAMED: Mapping[str, str] = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+
+
+class TrainingSection(Section):
+    """How to train: the names of transformers.TrainingArguments, checked."""
+
+    output_dir: Text = Field(description="Folder of the run: checkpoints, logs, plan, export.")
+    learning_rate: Positive = Field(5e-5, description="Peak learning rate.")
+    per_device_train_batch_size: Count = Field(8, description="Samples per device and forward pass (the micro-batch).")
+    gradient_accumulation_steps: Count = Field(1, description="Micro-batches per optimizer step.")
+    num_train_epochs: Positive = Field(3.0, description="Passes over the data; ignored if max_steps is set.")
+    max_steps: MaxSteps = Field(-1, description="Optimizer steps; -1 means num_train_epochs decides.")
+    max_grad_norm: NonNegative = Field(
+        1.0, description="Gradients are clipped to this global norm; 0 switches clipping off."
+    )
+    optim: Optimizer = Field("adamw_torch", description="Optimizer; those that need no further package.")
+    weight_decay: NonNegative | None = Field(None, description="Weight decay; not applied to biases and norms.")
+    adam_beta1: Beta | None = Field(None, description="Decay of Adam's first moment.")
+    adam_beta2: Beta | None = Field(None, description="Decay of Adam's second moment.")
+    adam_epsilon: Positive | None = Field(None, description="Added to Adam's denominator.")
+    lr_scheduler_type: Scheduler | None = Field(None, description="Course of the learning rate.")
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(None, description="Options of the scheduler, e.g. num_cycles.")
+    warmup_steps: Warmup | None = Field(
+        None, description="Steps of linear warm-up; below 1 it is a share of all steps."
+    )
+    seed: Seed = Field(42, description="Seed of everything random but the order of the data.")
+    data_seed: Seed | None = Field(None, description="Seed of the order of the data; not set means seed.")
+    full_determinism: bool | None = Field(None, description="Deterministic kernels throughout; slower.")
+    bf16: bool = Field(False, description="Compute in bfloat16 and keep fp32 master weights.")
+    fp16: bool = Field(False, description="Compute in float16 with loss scaling and keep fp32 master weights.")
+    tf32: bool | None = Field(None, description="Allow TF32 in fp32 matrix products.")
+    use_cpu: bool | None = Field(None, description="Train on the CPU although a GPU is present.")
+    average_tokens_across_devices: bool | None = Field(
+        None, description="Loss is the mean over the tokens of all devices."
+    )
+    label_smoothing_factor: Beta | None = Field(
+        None, description="Share of the target taken from the true token and spread over all."
+    )
+    neftune_noise_alpha: Positive | None = Field(None, description="Strength of NEFTune's noise on the embeddings.")
+    gradient_checkpointing: bool | None = Field(
+        None, description="Recompute activations block by block; strategies.recompute is finer."
+    )
+    gradient_checkpointing_kwargs: dict[str, Any] | None = Field(None, description="Options of gradient_checkpointing.")
+    activation_checkpointing: bool | None = Field(None, description="Newer name of gradient_checkpointing.")
+    activation_checkpointing_kwargs: dict[str, Any] | None = Field(
+        None, description="Newer name of gradient_checkpointing_kwargs."
+    )
+    torch_compile: bool | None = Field(None, description="Compile the model with torch.compile.")
+    torch_compile_backend: Text | None = Field(
+        None, description="Backend of torch.compile; setting it switches compiling on."
+    )
+    torch_compile_mode: Text | None = Field(
+        None, description="Mode of torch.compile; setting it switches compiling on."
+    )
+    use_liger_kernel: bool | None = Field(None, description="Use Liger's fused kernels; needs liger-kernel.")
+    liger_kernel_config: dict[str, bool] | None = Field(None, description="Which Liger kernels to use.")
+    torch_empty_cache_steps: Count | None = Field(None, description="Return cached GPU memory every so many steps.")
+    logging_strategy: Interval | None = Field(None, description="When to log.")
+    logging_steps: Steps = Field(10, description="Optimizer steps between two log lines.")
+    logging_first_step: bool | None = Field(None, description="Log the first step too.")
+    log_on_each_node: bool | None = Field(None, description="Log on every node and not on the first only.")
+    log_level: LogLevel | None = Field(None, description="Level of messages on the first process.")
+    log_level_replica: LogLevel | None = Field(None, description="Level of messages on the other processes.")
+    include_num_input_tokens_seen: Counting | None = Field(None, description="Count the tokens seen.")
+    report_to: Reporters = Field(["tensorboard"], description="Where metrics go besides metrics.jsonl.")
+    run_name: Text | None = Field(None, description="Name of the run at the trackers.")
+    project: Text | None = Field(None, description="Project at the trackers.")
+    trackio_space_id: Text | None = Field(None, description="Hugging Face Space that shows Trackio's metrics.")
+    trackio_bucket_id: Text | None = Field(None, description="Hugging Face bucket that holds Trackio's metrics.")
+    trackio_static_space_id: Annotated[Text | Literal[False] | None, Allowed("text or false")] = Field(
+        None, description="Static Space that shows Trackio's metrics after the run; false for none."
+    )
+    eval_strategy: Interval = Field("no", description="When to evaluate; needs evaluation data.")
+    eval_steps: Steps | None = Field(
+        None, description="Optimizer steps between two evaluations; not set means logging_steps."
+    )
+    eval_delay: NonNegative | None = Field(
+        None, description="Epochs or steps, as eval_strategy, before the first evaluation."
+    )
+    eval_on_start: bool | None = Field(None, description="Evaluate before the first step.")
+    per_device_eval_batch_size: Count | None = Field(None, description="Samples per device and evaluation pass.")
+    eval_accumulation_steps: Count | None = Field(
+        None, description="Evaluation batches between two moves of results to the host."
+    )
+    save_strategy: Literal["no", "steps", "epoch", "best"] = Field("steps", description="When to write a checkpoint.")
+    save_steps: Steps = Field(500, description="Optimizer steps between two checkpoints.")
+    save_total_limit: Count | None = Field(None, description="Checkpoints to keep; not set means all.")
+    save_on_each_node: bool | None = Field(None, description="Write checkpoints on every node's own disk.")
+    load_best_model_at_end: bool | None = Field(None, description="End with the weights of the best evaluation.")
+    metric_for_best_model: Text | None = Field(
+        None, description="Metric that decides which evaluation is best; not set means loss."
+    )
+    greater_is_better: bool | None = Field(None, description="Whether a greater metric is better.")
+    resume_from_checkpoint: Resume | None = Field(
+        None, description="Folder to resume from; true or auto for the newest valid one."
+    )
+    restore_callback_states_from_checkpoint: bool | None = Field(
+        None, description="Restore the state of callbacks on resume."
+    )
+    push_to_hub: bool | None = Field(None, description="Upload to the hub when saving.")
+    hub_model_id: Text | None = Field(None, description="Repository on the hub; not set means the name of output_dir.")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = Field(
+        None, description="What to upload, and when."
+    )
+    hub_private_repo: bool | None = Field(None, description="Create the repository as a private one.")
+    hub_always_push: bool | None = Field(None, description="Upload although the upload before is still running.")
+    hub_revision: Text | None = Field(None, description="Branch to upload to.")
+    dataloader_drop_last: bool | None = Field(None, description="Drop the last batch if it is not full.")
+    dataloader_num_workers: Natural | None = Field(
+        None, description="Processes per device that load data; 0 loads in the main one."
+    )
+    dataloader_pin_memory: bool | None = Field(None, description="Batches in pinned host memory.")
+    dataloader_persistent_workers: bool | None = Field(None, description="Keep the loading processes between epochs.")
+    dataloader_prefetch_factor: Count | None = Field(None, description="Batches each loading process prepares ahead.")
+    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = Field(
+        None, description="How loading processes start."
+    )
+    dataloader_in_order: bool | None = Field(None, description="Batches in order although one worker is slow.")
+    train_sampling_strategy: Sampling | None = Field(None, description="Order of the samples.")
+    ddp_timeout: Count | None = Field(None, description="Seconds before a silent collective fails.")
+
+    def arguments(self) -> dict[str, object]:
+        """What to hand to TrainingArguments: everything that is set, under names every release understands.
+
+        ``resume_from_checkpoint`` is left out; it belongs to ``Trainer.train``.
+        """
+        given = self.model_dump(exclude={"resume_from_checkpoint"})
+        return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

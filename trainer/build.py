@@ -1,0 +1,263 @@
+"""The one written order of effects, from a config to a trained model. Read it top to bottom.
+
+    data (first rank of each machine, the others wait) -> facts -> plan, shown and written -> arguments
+    -> weights -> trainer -> train -> finish
+
+Everything before ``arguments`` costs no device memory, so a run that cannot work ends there. Why this order: the
+data comes first because its size sets the vocabulary; Hugging Face must know of ZeRO stage 3 (arguments) before a
+weight exists, or each rank would build the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from strategies.core.compose import compose
+from strategies.core.plan import Conflict, Home, Plan
+from strategies.core.protocol import Refusal
+from strategies.core.render import human, table, to_json
+from trainer import checkpoint, engine, facts, model
+from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
+from trainer.errors import ConfigError, UserError
+from trainer.machine import Machine, probe
+from trainer.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+    from trainer.data import Prepared
+    from trainer.sections import RunConfig
+    from trainer.trainer import Trainer
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Run:
+    """What the steps below have made so far."""
+
+    config: RunConfig
+    ranks: Ranks
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    machine: Machine
+    plan: Plan
+    resume: Path | None
+    arguments: TrainingArguments | None = None
+    trainer: Trainer | None = None
+
+    def say(self, line: str) -> None:
+        """One line from the job, not one from each rank."""
+        if self.ranks.is_first:
+            write_line(line)
+
+
+def plan_of(config: RunConfig, ranks: Ranks, machine: Machine) -> Plan:
+    """The plan of a run.
+
+    Raises:
+        ConfigError: strategies conflict, or one cannot work with these facts.
+    """
+    known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    try:
+        return compose(config.strategies, known)
+    except (Conflict, Refusal) as refused:
+        raise ConfigError(str(refused)) from None
+
+
+def prepare(config: RunConfig, ranks: Ranks) -> Run:
+    """Everything that can go wrong before a weight exists: checkpoint, data, plan."""
+    folder = Path(config.training.output_dir)
+    resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
+    tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
+    machine = probe(folder if folder.is_dir() else Path())
+    plan = plan_of(config, ranks, machine)
+    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
+    if ranks.is_first:
+        write_plan(run)
+    run.say("\n" + table(plan) + "\n")
+    refuse_impossible(plan)
+    return run
+
+
+def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The tokenizer and the tokenised data, made or found in ``folder``.
+
+    Raises:
+        DataError: the data cannot be trained on. ConfigError: the tokenizer or the model's vocabulary.
+    """
+    from trainer import data, tokenizer
+
+    section = config.model
+    spec = section.tokenizer
+    words = tokenizer.load(
+        spec, section.name_or_path, section.trust_remote_code, folder, (text for text in data.texts(config.data))
+    )
+    hf_config = model.load_config(section, facts.vocab_size_of(config))
+    rows = hf_config.get_text_config().vocab_size
+    if len(words) > rows:
+        raise ConfigError(
+            f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
+        )
+    prepared = data.prepare(
+        config.data,
+        words,
+        rows,
+        config.training.seed,
+        folder / "data",
+        (lambda line: None) if quiet else write_line,
+    )
+    return words, prepared
+
+
+def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
+    """``work`` on the first rank of each machine, then on the others, which find its files.
+
+    Tokenising can take hours, longer than a collective may wait, so the others wait on a group of its own. An error
+    on any machine is raised on every rank, and the job ends with one message.
+    """
+    if ranks.world_size == 1:
+        return work()
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    result: T | None = None
+    error: UserError | None = None
+    if ranks.is_first_local:
+        try:
+            result = work()
+        except UserError as found:
+            error = found
+    errors: list[UserError | None] = [None] * ranks.world_size
+    dist.all_gather_object(errors, error, group=group)
+    dist.destroy_process_group(group)
+    first = next((found for found in errors if found is not None), None)
+    if first is not None:
+        raise first
+    return result if result is not None else work()
+
+
+def refuse_impossible(plan: Plan) -> None:
+    """The training state is certain; saved tensors are an estimate. Only what is certain ends a run.
+
+    Raises:
+        ConfigError: the state alone is larger than the memory there is.
+    """
+    machine = plan.facts.machine
+    for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
+        needs = plan.states(home)
+        if needs > has:
+            cures = "use more ranks, a higher strategies.zero.stage, training.bf16, or model.lora"
+            raise ConfigError(
+                f"the training state needs {human(needs)} on each rank's {home.value}, which has {human(has)}: "
+                f"{human(needs - has)} too much; {cures}"
+            )
+
+
+def write_plan(run: Run) -> None:
+    """The values on the way of the run, each a file in its folder."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    written: dict[str, str] = {
+        "config.yaml": run.config.dump(),
+        "facts.json": json.dumps(run.plan.facts.to_json(), indent=1),
+        "plan.json": json.dumps(to_json(run.plan), indent=1),
+        "plan.txt": table(run.plan) + "\n",
+        "ds_config.json": json.dumps(engine.ds_config(run.plan), indent=1),
+    }
+    for name, text in written.items():
+        (run.folder / name).write_text(text)
+
+
+def make_arguments(run: Run) -> TrainingArguments:
+    """Hugging Face's arguments: the user's, and the few that this framework decides."""
+    from transformers import TrainingArguments
+
+    given: dict[str, Any] = dict(run.config.training.arguments())
+    if run.prepared.eval is None:
+        given["eval_strategy"] = "no"
+    given.setdefault("use_cpu", run.machine.device_kind == "cpu")
+    given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
+    return TrainingArguments(
+        **given,
+        deepspeed=engine.ds_config(run.plan) or None,
+        logging_nan_inf_filter=False,  # logs never lie
+        remove_unused_columns=False,  # the collator takes what it needs
+        disable_tqdm=True,
+        label_names=["labels"],
+    )
+
+
+def make_model(run: Run) -> PreTrainedModel:
+    """The weights, on the CPU, or split over the ranks where the plan splits parameters."""
+    section, seed = run.config.model, run.config.training.seed
+    hf_config = model.load_config(section, facts.vocab_size_of(run.config))
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if section.config is not None and name not in section.config:
+            setattr(hf_config, name, getattr(run.tokenizer, name))
+    return model.build(section, hf_config, seed=seed, partitioned=engine.stage(run.plan) == 3)
+
+
+def make_trainer(run: Run) -> Trainer:
+    """The loop, with its callbacks in the order in which they see an event; the meter is last."""
+    from trainer.data import Collator
+    from trainer.trainer import Trainer
+
+    run.arguments = make_arguments(run)
+    weights = make_model(run)
+    meter = make_meter(run)
+    trainer = Trainer(
+        model=weights,
+        args=run.arguments,
+        train_dataset=run.prepared.train,
+        eval_dataset=run.prepared.eval,
+        processing_class=run.tokenizer,
+        data_collator=Collator(run.tokenizer.pad_token_id, run.config.data.packing),
+        meter=meter,
+        own_clipping=engine.clips_itself(run.plan),
+        callbacks=[ProgressLine(), MetricsFile(run.folder / "metrics.jsonl"), SampleText(sample_prompt(run)), meter],
+    )
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)  # our line says more
+    return trainer
+
+
+def make_meter(run: Run) -> Meter:
+    """Tokens and time of all ranks; MFU where the device's peak is known."""
+    known = run.plan.facts.run
+    peaks = run.machine.peak_flops
+    return Meter(
+        flops_per_token=3 * known.forward_flops / (known.micro_batch * known.sequence),
+        peak_flops=peaks.of(known.precision.value) if peaks else None,
+        num_devices=known.world_size,
+        sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
+    )
+
+
+def sum_over_ranks(number: int) -> int:
+    """The sum of one integer over all ranks. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    total = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def sample_prompt(run: Run) -> str:
+    """What the sample continues: the prompt of the first evaluation row, or its first words."""
+    from trainer.packing import MASKED
+
+    row = next(iter(run.prepared.eval or run.prepared.train))
+    labels = row["labels"]
+    masked = next((i for i, label in enumerate(labels[1:], start=1) if label != MASKED), 0)
+    num_tokens = masked if masked > 1 else 16
+    return str(run.tokenizer.decode(row["input_ids"][:num_tokens], skip_special_tokens=True))

@@ -1,0 +1,237 @@
+"""Facts of a run, without weights and without a GPU: what the planner may look at.
+
+The model is built from fake tensors (shapes and dtypes, no storage) and run forward once. Torch's own dispatch
+decides what is saved for backward and how many floating-point operations there are, so the numbers follow the model
+and not a formula, and an architecture never seen before is counted like any other. A 70 B model takes about two
+seconds and a few hundred megabytes.
+
+Blocks are found by structure: the outermost ``nn.ModuleList`` children are blocks; parameters registered before the
+first block belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
+
+What is counted as saved: storages that autograd keeps, each once, parameters excluded, plus each block's input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from strategies.core.facts import Facts, MachineFacts, Precision, RunFacts, Unit, UnitKind
+from trainer.errors import ConfigError
+from trainer.model import load_config, with_lora
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainer.machine import Machine
+    from trainer.sections import RunConfig
+
+RUNTIME_HOST_BYTES = 1 << 30  # Python with torch, Transformers and DeepSpeed imported: 0.6 to 1.0 GiB resident
+MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
+EMBEDDING, HEAD = "embedding", "head"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCount:
+    """Counts of one fake run: units in order, forward flop of one micro-batch, the largest tensor's elements."""
+
+    units: tuple[Unit, ...]
+    forward_flops: int
+    largest_param: int
+    hidden_size: int
+
+
+def precision_of(config: RunConfig) -> Precision:
+    """The compute format: mixed precision by ``training.bf16`` or ``fp16``, else fp32."""
+    if config.training.bf16:
+        return Precision.BF16
+    return Precision.FP16 if config.training.fp16 else Precision.FP32
+
+
+def vocab_size_of(config: RunConfig) -> int | None:
+    """Rows of the embedding where only the tokenizer to be trained knows them; None where the model says."""
+    tokenizer = config.model.tokenizer
+    return None if tokenizer is None or isinstance(tokenizer, str) else tokenizer.vocab_size
+
+
+def gather(config: RunConfig, world_size: int, local_world_size: int, machine: Machine) -> Facts:
+    """All facts of a run on ``world_size`` ranks of ``machine``.
+
+    Raises:
+        ConfigError: the model cannot be described.
+    """
+    count = count_model(config)
+    training = config.training
+    run = RunFacts(
+        micro_batch=training.per_device_train_batch_size,
+        sequence=config.data.max_length,
+        accumulation=training.gradient_accumulation_steps,
+        max_grad_norm=training.max_grad_norm,
+        precision=precision_of(config),
+        world_size=world_size,
+        moments=MOMENTS.get(training.optim, 2),
+        hidden_size=count.hidden_size,
+        largest_param=count.largest_param,
+        forward_flops=count.forward_flops,
+    )
+    return Facts(count.units, run, machine_facts(machine, local_world_size))
+
+
+def machine_facts(machine: Machine, local_world_size: int) -> MachineFacts:
+    """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device."""
+    host = machine.host_available_bytes // local_world_size
+    if machine.device_kind == "cpu":
+        return MachineFacts("cpu", host - RUNTIME_HOST_BYTES, host, RUNTIME_HOST_BYTES)
+    return MachineFacts(machine.name, machine.device_total_bytes, host, RUNTIME_HOST_BYTES)
+
+
+def count_model(config: RunConfig) -> ModelCount:
+    """Build the configured model from fake tensors, run it forward once, and count."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    hf_config = load_config(config.model, vocab_size_of(config))
+    precision = precision_of(config)
+    casts = precision is not Precision.FP32 and "zero" in config.strategies
+    compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
+    # A flash kernel that is not installed here keeps what torch's fused attention keeps.
+    chosen = config.model.attn_implementation
+    attention = {"attn_implementation": "eager" if chosen == "eager" else "sdpa"}
+    flops = FlopCounterMode(display=False, custom_mapping=_attention_flops())
+    with FakeTensorMode():
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=compute if casts else getattr(torch, config.model.dtype),
+                trust_remote_code=config.model.trust_remote_code,
+                **attention,
+            )
+        except ValueError as error:
+            if "does not support" not in str(error):
+                raise ConfigError(f"model: {str(error).splitlines()[0]}") from None
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
+        if config.model.lora is not None:
+            model = with_lora(model, config.model.lora)
+        if config.training.gradient_checkpointing or config.training.activation_checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
+        counter = _SavedBytes(model)
+        shape = (config.training.per_device_train_batch_size, config.data.max_length)
+        ids = torch.zeros(shape, dtype=torch.long)
+        autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
+        with counter, flops, autocast or contextlib.nullcontext():
+            model(input_ids=ids, labels=ids)
+    return ModelCount(
+        units=counter.units(),
+        forward_flops=flops.get_total_flops(),
+        largest_param=max(parameter.numel() for parameter in model.parameters()),
+        hidden_size=getattr(hf_config.get_text_config(), "hidden_size", 0),
+    )
+
+
+def _attention_flops() -> dict[Any, Callable[..., int]]:
+    """Torch counts its CUDA attention kernels; the CPU's fused one, which a fake run meets, has the same cost."""
+    import torch
+
+    def cost(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
+        batch, heads, queries, width = query
+        keys = key[2]
+        return int(2 * batch * heads * queries * keys * (width + value[3]))
+
+    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: cost}
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeating blocks by dotted path: children with parameters of every outermost ``nn.ModuleList``."""
+    from torch import nn
+
+    def lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if isinstance(child, nn.ModuleList):
+                yield path, child
+            else:
+                yield from lists(f"{path}.", child)
+
+    return {
+        f"{path}.{index}": block
+        for path, blocks in lists("", model)
+        for index, block in enumerate(blocks)
+        if any(True for _ in block.parameters())
+    }
+
+
+class _SavedBytes:
+    """Context manager: attributes every saved storage to the unit that was running when it was saved first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._blocks = find_blocks(model)
+        self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address comes twice
+        self._bytes: dict[str, int] = {}
+        self._running: list[str] = []
+        self._outside = EMBEDDING
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._hooks = [
+            hook
+            for name, block in self._blocks.items()
+            for hook in (
+                block.register_forward_pre_hook(self._entering(name), with_kwargs=True),
+                block.register_forward_hook(self._leaving),
+            )
+        ]
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._saving.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._saving.__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        import torch
+
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._running.append(name)
+            self._outside = HEAD
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                self._save(hidden)  # under checkpointing the input is all that a block keeps
+
+        return enter
+
+    def _leaving(self, *_: object) -> None:
+        self._running.pop()
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._parameters and storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage
+            unit = self._running[-1] if self._running else self._outside
+            self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
+        return tensor
+
+    def units(self) -> tuple[Unit, ...]:
+        """The embedding, the blocks and the head, in this order, with what was counted; empty ones left out."""
+        paths = dict.fromkeys((EMBEDDING, *self._blocks, HEAD), (0, 0))
+        outside = EMBEDDING
+        for name, parameter in self._model.named_parameters():  # shared parameters come once
+            path = next((path for path in self._blocks if name.startswith(f"{path}.")), None)
+            outside = HEAD if path is not None else outside
+            params, trainable = paths[path or outside]
+            size = parameter.numel()
+            paths[path or outside] = (params + size, trainable + size * parameter.requires_grad)
+        kinds = {EMBEDDING: UnitKind.EMBEDDING, HEAD: UnitKind.HEAD}
+        return tuple(
+            Unit(path, kinds.get(path, UnitKind.BLOCK), params, trainable, self._bytes.get(path, 0))
+            for path, (params, trainable) in paths.items()
+            if params or self._bytes.get(path)
+        )

@@ -1,0 +1,347 @@
+"""One row of data into (input ids, labels): what the model reads, and which tokens it is trained on.
+
+Five formats, recognised by their columns: ``text``; ``prompt`` + ``completion``; ``messages``; ``instruction``
+[+ ``input``] + ``output``; ``input_ids`` [+ ``labels``]. ``data.columns`` maps our names to theirs. Where two
+formats fit, the row says nothing about which was meant: that is an error, not a preference.
+
+A row of strings is a list of segments, each trained on or not, and each segment is tokenised *alone*. The
+boundary between prompt and completion is then a token boundary by construction: no token straddles it, the mask
+is exact, and the model sees a prompt cut exactly as generation will cut it. (With a SentencePiece tokenizer a
+completion starts a new word; write completions without a leading space.) Long text is cut into segments too, at
+line ends, only to bound the tokenizer's memory: it needs a hundred bytes per token.
+
+A label is the token itself, or -100 where nothing is learnt; the model shifts. Label 0 is never a target, here
+as in a packed row, so that both count the same number of trained tokens. Ends: ``eos`` follows text and
+completions (and is trained on, or generation would never stop); a chat template writes its own. A beginning of
+sequence token is put first if the tokenizer does so itself.
+
+Bad rows come back as finished lines instead of exceptions: several can be reported, from any process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from trainer.errors import DataError
+from trainer.packing import MASKED
+from trainer.sources import Row, Source, kind, nearest
+
+if TYPE_CHECKING:
+    from trainer.sections import DataSection
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+_GENERATION = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
+_SEGMENT_CHARACTERS = 1 << 20
+
+
+class Format(NamedTuple):
+    """A name, the fields a row must have, and those it may have."""
+
+    name: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+FORMATS = (
+    Format("text", ("text",)),
+    Format("prompt/completion", ("prompt", "completion")),
+    Format("messages", ("messages",)),
+    Format("instruction", ("instruction", "output"), ("input",)),
+    Format("input_ids", ("input_ids",), ("labels",)),
+)
+FIELDS = tuple(name for format in FORMATS for name in format.required + format.optional)
+
+
+class Document(NamedTuple):
+    """A tokenised row: ids and labels of equal length, and how many tokens truncation cost."""
+
+    ids: list[int]
+    labels: list[int]
+    num_cut: int = 0
+
+
+class Segment(NamedTuple):
+    """A string that is tokenised alone, and whether it is trained on."""
+
+    text: str
+    trained: bool
+
+
+# A row of data after each step: a Document, None (an empty text: nothing to learn), or a line saying what is wrong.
+Encoded = Document | str | None
+
+
+def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]]:
+    """The format of a source and the column of each field it uses.
+
+    Raises:
+        DataError: no format fits, or several do, or ``columns`` names what is not there, or files disagree.
+    """
+    first = source.tables[0]
+    given: dict[str, str] = {str(name): column for name, column in options.columns.items()}
+    _check_columns(given, first.name, first.columns)
+    mapped = {name: name for name in FIELDS if name in first.columns} | given
+    fits = [format for format in FORMATS if all(name in mapped for name in format.required)]
+    if len(fits) > 1 and given:
+        fits = [format for format in fits if any(name in given for name in format.required)]
+    found = ", ".join(first.columns)
+    if not fits:
+        known = ", ".join("+".join(format.required) for format in FORMATS)
+        close = next((f"{f}: {c}" for c in first.columns for f in FIELDS if nearest(c, [f])), None)
+        hint = f"; did you mean data.columns: {{{close}}}?" if close else ""
+        raise DataError(f"{first.name}: no known format in columns {found}; expected one of {known}{hint}")
+    if len(fits) > 1:
+        names = " and ".join(format.name for format in fits)
+        example = fits[0].required[0]
+        cure = f"say which with data.columns, e.g. {{{example}: {mapped[example]}}}"
+        raise DataError(f"{first.name}: columns {found} fit {names}; {cure}")
+    format = fits[0]
+    columns = {name: mapped[name] for name in format.required + format.optional if name in mapped}
+    for table in source.tables[1:]:
+        for name in format.required:
+            if columns[name] not in table.columns:
+                others = ", ".join(table.columns)
+                line = f"{table.name}: no column {columns[name]!r}, which {first.name} has; found: {others}"
+                raise DataError(f"{line}; every file of a folder must have the same fields")
+    return format, columns
+
+
+def _check_columns(columns: Mapping[str, str], file: str, present: Sequence[str]) -> None:
+    lines = []
+    for name, column in columns.items():
+        if name not in FIELDS:
+            lines.append(f"data.columns: {name!r} is not a field; allowed: {', '.join(FIELDS)}{nearest(name, FIELDS)}")
+        elif column not in present:
+            found = ", ".join(present)
+            lines.append(f"data.columns: {name}: {column!r} is not in {file}; found: {found}{nearest(column, present)}")
+    if lines:
+        raise DataError(lines)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns rows of one source into Documents. Picklable, so that worker processes can hold one.
+
+    ``template`` is the chat template in use, or None; ``template_name`` says where it came from.
+    """
+
+    format: Format
+    columns: Mapping[str, str]
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    vocab_size: int
+    max_length: int
+    completion_only: bool
+    assistant_only: bool
+    template: str | None
+    template_name: str
+
+    def encode(self, rows: Sequence[Row]) -> list[Encoded]:
+        """One result per row. Strings of all rows are tokenised in one call, which uses every core."""
+        fields = [self._fields(row) for row in rows]
+        good = [index for index, values in enumerate(fields) if not isinstance(values, str)]
+        parts = self._tokenise([values for values in fields if not isinstance(values, str)])
+        results: list[Encoded] = [values if isinstance(values, str) else None for values in fields]
+        for index, part in zip(good, parts, strict=True):
+            results[index] = self._finish(part) if isinstance(part, Document) else part
+        return [f"{r.place}: {x}" if isinstance(x, str) else x for r, x in zip(rows, results, strict=True)]
+
+    def _fields(self, row: Row) -> dict[str, Any] | str:
+        """Our fields of a row with their types checked, or what is wrong with it."""
+        if row.problem is not None:
+            return row.problem
+        values = {}
+        for name, column in self.columns.items():
+            label = f"field {name!r}" if name == column else f"field {name!r} (column {column!r})"
+            value = row.values.get(column)
+            wanted = list if name in ("messages", "input_ids", "labels") else str
+            if value is None and name in self.format.optional:
+                continue
+            if column not in row.values:
+                return f"{label} is missing; found: {', '.join(row.values) or 'nothing'}"
+            if not isinstance(value, wanted):
+                return f"{label} is {kind(value)}; every row needs {kind(wanted())}"
+            values[name] = value
+        return values
+
+    def _tokenise(self, rows: list[dict[str, Any]]) -> list[Encoded]:
+        if self.format.name == "messages":
+            return [_message_fault(row["messages"]) or self._chat(row["messages"]) for row in rows]
+        if self.format.name == "input_ids":
+            return [_ids_fault(row) or Document(row["input_ids"], row.get("labels", row["input_ids"])) for row in rows]
+        segments = [_SEGMENTS[self.format.name](row, not self.completion_only) for row in rows]
+        texts = [segment.text for row in segments for segment in row]
+        if not texts:
+            return [None for _ in rows]
+        ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+        return [self._join([(next(ids), segment.trained) for segment in row]) for row in segments]
+
+    def _join(self, parts: list[tuple[list[int], bool]]) -> Document | None:
+        if not parts:
+            return None
+        start, end = self._ends()
+        ids, labels = [*start], [MASKED for _ in start]
+        for tokens, trained in [*parts, (end, True)]:
+            ids += tokens
+            labels += tokens if trained else [MASKED] * len(tokens)
+        return Document(ids, labels)
+
+    def _ends(self) -> tuple[list[int], list[int]]:
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        starts = bos is not None and self.tokenizer("")["input_ids"][:1] == [bos]
+        return [bos] if starts else [], [] if eos is None else [eos]
+
+    def _chat(self, messages: list[dict[str, Any]]) -> Document | str:
+        try:
+            out: Any = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.template,
+                return_dict=True,
+                return_assistant_tokens_mask=self.assistant_only,
+                tokenizer_kwargs={"verbose": False},
+            )
+        except jinja2.TemplateSyntaxError as error:  # not this row's fault
+            raise DataError(f"{self.template_name}:{error.lineno}: {error.message}") from None
+        except Exception as error:  # a template is a program of the user's: it can raise anything
+            return f"field 'messages': the chat template refuses it: {error}"
+        ids = list(out["input_ids"])
+        if not self.assistant_only:
+            return Document(ids, list(ids))
+        marks = zip(ids, out["assistant_masks"], strict=True)
+        return Document(ids, [token if mark else MASKED for token, mark in marks])
+
+    def _finish(self, document: Document) -> Document | str:
+        """Truncate, and refuse a row that teaches nothing or that the model has no embedding for."""
+        ids, labels = document.ids, [MASKED, *document.labels[1:]]
+        if max(ids, default=0) >= self.vocab_size:
+            worst = max(ids)
+            line = f"token id {worst} is beyond the model's vocabulary of {self.vocab_size}"
+            return f"{line}; the data or the tokenizer belongs to another model"
+        first = next((index for index, label in enumerate(labels) if label != MASKED), None)
+        if first is None:
+            return f"every token is masked: nothing to train on in {len(ids)} tokens{self._masked_by()}"
+        if self.format.name == "text" or len(ids) <= self.max_length:
+            return Document(ids, labels)
+        if first >= self.max_length:
+            line = f"the first trained token is number {first + 1}, cut off by data.max_length {self.max_length}"
+            return f"{line}; raise data.max_length (the whole row has {len(ids)} tokens)"
+        return Document(ids[: self.max_length], labels[: self.max_length], len(ids) - self.max_length)
+
+    def _masked_by(self) -> str:
+        if self.format.name == "messages":
+            return " (no assistant turn)" if self.assistant_only else ""
+        return " (every label is -100)" if "labels" in self.columns else ""
+
+
+# The functions from a row's fields to segments. ``prompted`` says whether prompts are trained on too.
+
+
+def _text_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
+    text, segments = row["text"], []
+    while text.strip() and len(text) > _SEGMENT_CHARACTERS:
+        cut = text.rfind("\n", 0, _SEGMENT_CHARACTERS) + 1 or _SEGMENT_CHARACTERS
+        segments.append(Segment(text[:cut], True))
+        text = text[cut:]
+    return [*segments, Segment(text, True)] if segments or text.strip() else []
+
+
+def _pair_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
+    return [Segment(row["prompt"], prompted), Segment(row["completion"], True)]
+
+
+def _instruction_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
+    given = row.get("input", "").strip()
+    context = f"### Input\n{given}\n\n" if given else ""
+    prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{context}### Response\n"
+    return [Segment(prompt, prompted), Segment(row["output"], True)]
+
+
+_SEGMENTS: dict[str, Callable[[Mapping[str, str], bool], list[Segment]]] = {
+    "text": _text_segments,
+    "prompt/completion": _pair_segments,
+    "instruction": _instruction_segments,
+}
+
+
+def _message_fault(messages: list[Any]) -> str | None:
+    if not messages:
+        return "field 'messages' is an empty list; a conversation has at least one message"
+    for index, message in enumerate(messages):
+        where = f"field 'messages[{index}]'"
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            keys = ", ".join(message) if isinstance(message, Mapping) else kind(message)
+            return f"{where} needs role and content; found: {keys}"
+        if message["role"] not in ROLES:
+            hint = nearest(str(message["role"]), ROLES)
+            return f"{where} has role {message['role']!r}; allowed: {', '.join(ROLES)}{hint}"
+        if not isinstance(message["content"], str) and not message.get("tool_calls"):
+            return f"{where} has content that is {kind(message['content'])}; every message needs a string"
+    return None
+
+
+def _ids_fault(row: Mapping[str, list[Any]]) -> str | None:
+    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+    if not ids:
+        return "field 'input_ids' is an empty list"
+    if len(labels) != len(ids):
+        return f"field 'labels' has {len(labels)} entries, field 'input_ids' has {len(ids)}"
+    if any(type(token) is not int or token < 0 for token in ids):
+        return "field 'input_ids' holds something that is not a token id (a whole number >= 0)"
+    for token, label in zip(ids, labels, strict=True):
+        if label not in (token, MASKED):
+            return f"field 'labels' holds {label!r}, neither its token nor {MASKED}; labels are not shifted"
+    return None
+
+
+def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
+    """The encoder for a source; everything that is wrong with the section as a whole is refused here."""
+    format, columns = detect(options, source)
+    prompted = format.name in ("prompt/completion", "instruction")
+    name = format.name
+    if options.completion_only_loss and not prompted:
+        need = "prompt/completion or instruction data"
+        raise DataError(f"data.completion_only_loss: true needs {need}; {source.name} is {name} data")
+    if options.assistant_only_loss and name != "messages":
+        raise DataError(f"data.assistant_only_loss: true needs messages data; {source.name} is {name} data")
+    template, template_name = None, "model.tokenizer"
+    if name == "messages":
+        template, template_name = _template(options, tokenizer)
+        if options.assistant_only_loss and not _GENERATION.search(template):
+            marks = "{% generation %} ... {% endgeneration %}"
+            cure = f"put {marks} around them in a copy and name it in data.chat_template_path"
+            raise DataError(f"data.assistant_only_loss: {template_name} does not mark the assistant's words; {cure}")
+    return Encoder(
+        format=format,
+        columns=columns,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_length=options.max_length,
+        completion_only=prompted and options.completion_only_loss is not False,
+        assistant_only=options.assistant_only_loss,
+        template=template,
+        template_name=template_name,
+    )
+
+
+def _template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    if options.chat_template_path is not None:
+        path = Path(options.chat_template_path).expanduser()
+        if not path.is_file():
+            names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            hint = nearest(path.name, names)
+            raise DataError(f"data.chat_template_path: {options.chat_template_path} does not exist{hint}")
+        return path.read_text(encoding="utf-8"), str(path)
+    try:
+        return str(tokenizer.get_chat_template()), "the tokenizer's chat template"
+    except ValueError:
+        cure = "name a .jinja file in data.chat_template_path"
+        raise DataError(
+            f"data.chat_template_path: messages need a chat template and the tokenizer has none; {cure}"
+        ) from None

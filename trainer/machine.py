@@ -1,0 +1,327 @@
+"""What a machine can do, as one frozen value: probed here, or named so that plans can be made for a machine elsewhere.
+
+Why this is a module of its own: offload fails on the *host*, and the obvious number is wrong there. In a container
+``psutil`` reports the memory and cores of the whole box, while the kernel kills by the cgroup's limit. So every
+host number is the smaller of what the box has and what the cgroup leaves, over all its ancestors (a limit on any of
+them binds). Cache that the kernel can drop at once (``inactive_file``) does not count as used; the model file
+just read would otherwise look like memory that is gone.
+
+Directions are seen from the device: *up* is host to device (weights), *down* is device to host (gradients). Link
+rates are for one direction alone; both at once also share the host's memory bandwidth. A probe does not time
+anything, so its link rates are None; ``origin`` says which numbers are assumptions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from trainer.errors import ConfigError
+
+GIB = 1024**3
+ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakFlops:
+    """Dense peak per device in flop/s with fp32 accumulation; None where the card has no such units.
+
+    fp32 is the plain rate, not TF32: torch multiplies fp32 in full precision unless told otherwise.
+    """
+
+    bf16: float | None
+    fp16: float
+    fp32: float
+
+    def of(self, dtype: str) -> float | None:
+        """Peak for ``bf16``, ``fp16`` or ``fp32``."""
+        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32}[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One machine as seen by one process. Device numbers are per device, 0 where there is none."""
+
+    name: str
+    origin: Literal["probed", "profile"]
+    device_kind: Literal["cpu", "cuda"]
+    num_devices: int
+    device_total_bytes: int
+    device_free_bytes: int
+    peak_flops: PeakFlops | None
+    link_up_bytes_per_s: float | None
+    link_down_bytes_per_s: float | None
+    host_total_bytes: int
+    host_available_bytes: int
+    physical_cores: int
+    usable_cores: int
+    shm_free_bytes: int
+    disk_free_bytes: int
+
+
+def _peak(bf16: float | None, fp32: float, fp16: float | None = None) -> PeakFlops:
+    """Rates in Tflop/s; fp16 runs at the bf16 rate unless given."""
+    return PeakFlops(bf16=bf16 and bf16 * 1e12, fp16=(fp16 or bf16 or fp32) * 1e12, fp32=fp32 * 1e12)
+
+
+# Names as the driver reports them, matched in full: an RTX 4090 D or a laptop part is another chip. Data sheets
+# often print the rate "with sparsity"; these are the dense halves.
+PEAKS: tuple[tuple[str, PeakFlops], ...] = (
+    (r"NVIDIA B200", _peak(2250, 75)),  # DGX B200 data sheet: 36 Pflop/s fp16 sparse over 8 cards
+    (r"NVIDIA H200", _peak(989.4, 67)),  # H200 data sheet, SXM: 1,979 sparse
+    (r"NVIDIA H200 NVL", _peak(835.5, 60)),  # H200 data sheet, NVL: 1,671 sparse
+    (r"NVIDIA H100 80GB HBM3", _peak(989.4, 67)),  # H100 data sheet, SXM5: 1,979 sparse
+    (r"NVIDIA H100 PCIe", _peak(756, 51)),  # H100 data sheet, PCIe: 1,513 sparse
+    (r"NVIDIA H100 NVL", _peak(835.5, 60)),  # H100 data sheet, NVL: 1,671 sparse
+    (r"(NVIDIA )?A100.*", _peak(312, 19.5)),  # A100 data sheet: 312 dense, PCIe and SXM, 40 and 80 GB
+    (r"NVIDIA A10", _peak(125, 31.2)),  # A10 data sheet: 125 dense
+    (r"NVIDIA L40S", _peak(362, 91.6)),  # L40S data sheet: 362.05 dense
+    (r"NVIDIA L4", _peak(121, 30.3)),  # L4 data sheet: 242 sparse
+    (r"NVIDIA GeForce RTX 5090", _peak(209.5, 104.8)),  # RTX Blackwell whitepaper: fp32 accumulate, dense
+    (r"NVIDIA GeForce RTX 4090", _peak(165.2, 82.6)),  # Ada whitepaper: fp32 accumulate, dense
+    (r"NVIDIA GeForce RTX 3090", _peak(71, 35.6)),  # GA102 whitepaper: fp32 accumulate, dense
+    (r"(NVIDIA |Tesla )+V100-SXM2.*", _peak(None, 15.7, fp16=125)),  # V100 data sheet, SXM2; no bf16 units
+    (r"(NVIDIA |Tesla )+V100-PCIE.*", _peak(None, 14, fp16=112)),  # V100 data sheet, PCIe; no bf16 units
+    (r"(NVIDIA |Tesla )*T4", _peak(None, 8.1, fp16=65)),  # T4 data sheet; no bf16 units
+)
+
+
+def peak_flops(device_name: str) -> PeakFlops | None:
+    """The card's dense peak, or None for a card that is not in the table and for a CPU."""
+    return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, device_name)), None)
+
+
+# --- profiles ----------------------------------------------------------------------------------------------------
+
+# A PCI Express x16 link in one direction after 128b/130b encoding: gen 4 is 16 GT/s, gen 5 is 32 GT/s per lane.
+# 0.85 of it is assumed for large copies of pinned memory: packet headers alone cost 8 to 10 %, flow control and
+# the host's side the rest. Copies below a few MiB, pageable memory and a shared switch all reach less.
+PCIE4_BYTES_PER_S = 16e9 * 16 * 128 / 130 / 8
+PCIE5_BYTES_PER_S = 32e9 * 16 * 128 / 130 / 8
+LINK_EFFICIENCY = 0.85
+
+CONTEXT_BYTES = 600 * 1024**2  # what a CUDA context and its libraries take before the first tensor, about
+
+
+def _card(device: str, device_gib: float, pcie_bytes_per_s: float, host_gib: int, num_cores: int) -> Machine:
+    """One card in a typical host. ``device_gib`` is what torch reports, less than the name on the box."""
+    total_bytes, host_bytes = int(device_gib * GIB), host_gib * GIB
+    return Machine(
+        name=device,
+        origin="profile",
+        device_kind="cuda",
+        num_devices=1,
+        device_total_bytes=total_bytes,
+        device_free_bytes=total_bytes - CONTEXT_BYTES,
+        peak_flops=peak_flops(device),
+        link_up_bytes_per_s=pcie_bytes_per_s * LINK_EFFICIENCY,
+        link_down_bytes_per_s=pcie_bytes_per_s * LINK_EFFICIENCY,
+        host_total_bytes=host_bytes,
+        host_available_bytes=host_bytes * 9 // 10,  # a tenth for the system and other processes
+        physical_cores=num_cores,
+        usable_cores=num_cores,
+        shm_free_bytes=host_bytes // 2,  # the kernel's default size of /dev/shm
+        disk_free_bytes=1000 * GIB,
+    )
+
+
+_CPU = Machine(
+    name="cpu",
+    origin="profile",
+    device_kind="cpu",
+    num_devices=0,
+    device_total_bytes=0,
+    device_free_bytes=0,
+    peak_flops=None,
+    link_up_bytes_per_s=None,
+    link_down_bytes_per_s=None,
+    host_total_bytes=16 * GIB,
+    host_available_bytes=14 * GIB,
+    physical_cores=8,
+    usable_cores=8,
+    shm_free_bytes=8 * GIB,
+    disk_free_bytes=100 * GIB,
+)
+
+PROFILES: dict[str, Machine] = {
+    "cpu": _CPU,
+    "h100-pcie5": _card("NVIDIA H100 PCIe", 79.1, PCIE5_BYTES_PER_S, host_gib=256, num_cores=32),
+    "h100-sxm-pcie5": _card("NVIDIA H100 80GB HBM3", 79.1, PCIE5_BYTES_PER_S, host_gib=256, num_cores=24),
+    "a100-40g-pcie4": _card("NVIDIA A100-PCIE-40GB", 39.4, PCIE4_BYTES_PER_S, host_gib=128, num_cores=16),
+    "a100-80g-pcie4": _card("NVIDIA A100 80GB PCIe", 79.3, PCIE4_BYTES_PER_S, host_gib=256, num_cores=16),
+    "rtx5090-pcie5": _card("NVIDIA GeForce RTX 5090", 31.4, PCIE5_BYTES_PER_S, host_gib=128, num_cores=16),
+    "rtx4090-pcie4": _card("NVIDIA GeForce RTX 4090", 23.6, PCIE4_BYTES_PER_S, host_gib=128, num_cores=16),
+    "rtx3090-pcie4": _card("NVIDIA GeForce RTX 3090", 23.7, PCIE4_BYTES_PER_S, host_gib=64, num_cores=12),
+    "l4-pcie4": _card("NVIDIA L4", 22.0, PCIE4_BYTES_PER_S / 2, host_gib=48, num_cores=6),  # the L4 has 8 lanes
+}
+
+
+def profile(name: str) -> Machine:
+    """A named machine, so that plans can be made for one that is not here. Its numbers are assumptions.
+
+    Raises:
+        ConfigError: no such profile; the line lists them and names the nearest.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    near = difflib.get_close_matches(name.lower(), PROFILES, n=1, cutoff=0.3)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown machine profile {name!r}: known are {', '.join(PROFILES)}{hint}")
+
+
+# --- probing -----------------------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    total_bytes: int
+    available_bytes: int
+
+
+class Device(NamedTuple):
+    name: str
+    kind: Literal["cpu", "cuda"]
+    num_devices: int
+    memory: Memory
+
+
+def probe(folder: Path = Path(), root: Path = ROOT) -> Machine:
+    """This machine, with the disk that holds ``folder`` (which need not exist yet).
+
+    On CUDA this creates a context on the current device. ``root`` is where ``proc``, ``sys`` and ``dev`` lie.
+    """
+    device = _device()
+    host = host_memory(root)
+    physical, usable = cores(root)
+    return Machine(
+        name=device.name,
+        origin="probed",
+        device_kind=device.kind,
+        num_devices=device.num_devices,
+        device_total_bytes=device.memory.total_bytes,
+        device_free_bytes=device.memory.available_bytes,
+        peak_flops=peak_flops(device.name),
+        link_up_bytes_per_s=None,
+        link_down_bytes_per_s=None,
+        host_total_bytes=host.total_bytes,
+        host_available_bytes=host.available_bytes,
+        physical_cores=physical,
+        usable_cores=usable,
+        shm_free_bytes=disk_free_bytes(root / "dev/shm") if (root / "dev/shm").is_dir() else 0,
+        disk_free_bytes=disk_free_bytes(folder),
+    )
+
+
+def _device() -> Device:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Device("cpu", "cpu", 0, Memory(0, 0))
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    name = torch.cuda.get_device_name()
+    return Device(name, "cuda", torch.cuda.device_count(), Memory(total_bytes, free_bytes))
+
+
+def host_memory(root: Path = ROOT) -> Memory:
+    """Host memory that this process may use: the box's, cut down to what its cgroup leaves."""
+    import psutil
+
+    box = psutil.virtual_memory()
+    group = cgroup_memory(root)
+    if group is None:
+        return Memory(box.total, box.available)
+    return Memory(min(box.total, group.total_bytes), min(box.available, group.available_bytes))
+
+
+def cores(root: Path = ROOT) -> tuple[int, int]:
+    """(physical cores of the box, cores this process may keep busy: affinity cut down to the cgroup's quota)."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0))
+    quota = cgroup_cores(root)
+    usable = allowed if quota is None else max(1, min(allowed, int(quota)))
+    return psutil.cpu_count(logical=False) or allowed, usable
+
+
+def disk_free_bytes(folder: Path) -> int:
+    """Free bytes of the file system that holds ``folder`` or its nearest existing parent."""
+    folder = folder.resolve()
+    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+
+
+# --- cgroups -----------------------------------------------------------------------------------------------------
+
+
+def cgroup_memory(root: Path = ROOT) -> Memory | None:
+    """The tightest memory limit and the least memory left, over this process's cgroup and its ancestors."""
+    limits = [memory for folder in _cgroup_folders("memory", root) if (memory := _memory_of(folder))]
+    if not limits:
+        return None
+    return Memory(min(each.total_bytes for each in limits), min(each.available_bytes for each in limits))
+
+
+def cgroup_cores(root: Path = ROOT) -> float | None:
+    """The tightest CPU quota in cores, over this process's cgroup and its ancestors; None without one."""
+    quotas = [quota for folder in _cgroup_folders("cpu", root) if (quota := _cores_of(folder))]
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of this process's cgroup for ``controller``, from its own up to the mount.
+
+    ``/proc/self/cgroup`` has lines ``id:controllers:path``; version 2 leaves the controllers empty. Inside a
+    container the path is often the host's and does not exist: then the mount itself is the container's group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    mount = root / "sys/fs/cgroup"
+    if controller in paths:  # version 1
+        mount, path = mount / controller, paths[controller]
+    else:
+        path = paths.get("", "/")
+    here = mount / path.lstrip("/")
+    for folder in (here, *here.parents):
+        if folder.is_dir():
+            yield folder
+        if folder == mount:
+            return
+
+
+def _memory_of(folder: Path) -> Memory | None:
+    """Limit and what is left of it in one cgroup folder, version 2 or 1; None without a limit."""
+    limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+    if limit is None or limit >= 2**60:  # version 1 writes "no limit" as the largest page-aligned integer
+        return None
+    used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+    stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return Memory(limit, max(0, limit - max(0, used - droppable)))
+
+
+def _cores_of(folder: Path) -> float | None:
+    """Quota over period in one cgroup folder, version 2 or 1; None without a quota."""
+    words = _text(folder / "cpu.max").split()
+    if not words:
+        words = [_text(folder / f"cpu.cfs_{word}_us").strip() for word in ("quota", "period")]
+    quota, period = (int(word) if word.isdigit() else 0 for word in words)  # "max" and -1 mean no quota
+    return quota / period if quota and period else None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,130 @@
+"""Numbers people compare runs by, and how they are written. Pure functions: no torch, no clock, no state.
+
+Conventions, because throughput claims are only worth something when they are comparable:
+
+- A token is an input position of a training batch, padding included, counted over all ranks: it is what the
+  hardware computed. Seconds are training seconds; evaluation and saving are not in them.
+- MFU uses the model's own arithmetic (PaLM, arXiv 2204.02311, appendix B): 6N + 12*L*h*s per token, dense
+  attention, no halving for the causal mask, and nothing for recomputation (which would make it HFU).
+- A number that is not known is absent from the line, never shown as 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def tokens_per_second(num_tokens: int, seconds_s: float) -> float | None:
+    """None when no time has passed."""
+    return num_tokens / seconds_s if seconds_s > 0 else None
+
+
+def flops_per_token(num_active_params: int, num_layers: int, hidden_size: int, sequence: int) -> float:
+    """Floating-point operations of forward and backward for one token: ``6N + 12*L*h*s``.
+
+    6N: each weight is multiplied and added once in forward and twice in backward. 12*L*h*s: the two attention
+    products, ``QK^T`` and ``AV``, cost 2*2*h*s per layer in forward and twice that in backward, with h = heads *
+    head size. ``num_active_params`` counts weights that a token is multiplied by: of experts only those routed
+    to, and not an input embedding, which is a lookup, unless it is tied to the head.
+    """
+    return 6.0 * num_active_params + 12.0 * num_layers * hidden_size * sequence
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float | None, num_devices: int) -> float | None:
+    """Model flops utilisation, 0 to 1. ``tokens_per_s`` is over all devices; None when the peak is unknown."""
+    if not peak_flops or num_devices < 1:
+        return None
+    return flops_per_token * tokens_per_s / (peak_flops * num_devices)
+
+
+def eta_s(num_done: int, num_total: int, elapsed_s: float) -> float | None:
+    """Seconds to the end at the mean pace so far; None before the first step or without a known end."""
+    if num_done < 1 or num_total < num_done:
+        return None
+    return elapsed_s / num_done * (num_total - num_done)
+
+
+def perplexity(loss: float) -> float:
+    """``exp(loss)``, infinite where that overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def human_bytes(num_bytes: float) -> str:
+    """``1610612736`` -> ``'1.5 GiB'``. Binary units; whole bytes have no decimals."""
+    value, unit = float(num_bytes), 0
+    while abs(value) >= 1023.95 and unit < len(UNITS) - 1:  # 1023.95 would print as 1024.0 of the smaller unit
+        value /= 1024
+        unit += 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {UNITS[unit]}"
+
+
+def human_duration(seconds_s: float) -> str:
+    """``72`` -> ``'1m12s'``: the two largest units, seconds with a tenth below one second."""
+    if not math.isfinite(seconds_s):
+        return "?"
+    if 0 < seconds_s < 1:
+        return f"{seconds_s:.1f}s"
+    minutes, seconds = divmod(round(seconds_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
+
+
+def human_number(value: float, digits: int) -> str:
+    """``value`` with this many significant digits, trailing zeros kept so that columns stay aligned."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    magnitude = math.floor(math.log10(abs(value)))
+    if not -4 <= magnitude < 6:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def progress_line(step: int, num_steps: int, record: Mapping[str, float]) -> str:
+    """One training record as one line; values that ``record`` lacks are left out.
+
+    ``step 40/200  20%  loss 4.812  lr 9.2e-04  grad 1.35  5,210 tok/s  mfu 41.2%  device 3.1 GiB  ...``
+    """
+    columns = {
+        "loss": lambda value: f"loss {human_number(value, 4)}",
+        "learning_rate": lambda value: f"lr {value:.1e}",
+        "grad_norm": lambda value: f"grad {human_number(value, 3)}",
+        "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
+        "mfu": lambda value: f"mfu {value:.1%}",
+        "device_peak_bytes": lambda value: f"device {human_bytes(value)}",
+        "host_peak_bytes": lambda value: f"host {human_bytes(value)}",
+        "eta_s": lambda value: f"eta {human_duration(value)}",
+    }
+    head = [f"step {step}/{num_steps}", f"{step / num_steps:.0%}"] if num_steps > 0 else [f"step {step}"]
+    return "  ".join(head + [show(float(record[key])) for key, show in columns.items() if key in record])
+
+
+def eval_lines(step: int, record: Mapping[str, float]) -> list[str]:
+    """One line per evaluated set: ``eval at step 200: loss 3.91  perplexity 49.9``.
+
+    The keys are transformers': ``eval_loss``, or ``eval_<name>_loss`` when there are several sets.
+    """
+    lines = []
+    for key, value in record.items():
+        if key.startswith("eval_") and key.endswith("_loss"):
+            name = key.removeprefix("eval").removesuffix("_loss").strip("_")
+            label = f"eval {name}" if name else "eval"
+            loss, odds = human_number(value, 3), human_number(perplexity(value), 3)
+            lines.append(f"{label} at step {step}: loss {loss}  perplexity {odds}")
+    return lines
+
+
+def final_line(step: int, record: Mapping[str, float]) -> str:
+    """The record that transformers logs once at the end: ``finished at step 200: mean loss 4.1  in 3m12s``."""
+    loss = f"mean loss {human_number(record['train_loss'], 4)}"
+    return f"finished at step {step}: {loss}  in {human_duration(record.get('train_runtime', math.nan))}"

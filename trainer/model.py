@@ -1,0 +1,167 @@
+"""The model: from the hub or a folder, or from a config with random weights.
+
+Memory. Weights exist once. A model with random weights is built on the meta device and then filled in place; a
+saved one is built on the meta device by Transformers and its safetensors are streamed into it file by file. Under
+ZeRO stage 3 the modules are built partitioned: each parameter is split over the ranks as soon as its module is
+made, and filled while it is gathered, one module at a time.
+
+Invariant. Random weights depend on the seed alone, not on the strategy: construction draws no random numbers, so
+the one place that does (``initialize_weights``) starts from the seed under every stage.
+
+Refused: remote code, unless ``model.trust_remote_code`` is set; a tokenizer that knows more tokens than the
+embedding has rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from trainer.sections import LoraSection, ModelSection
+
+logger = logging.getLogger(__name__)
+REMOTE_CODE = (
+    "model.trust_remote_code = true: Python files that come with the model will be executed on this machine, with "
+    "your rights; set it only for repositories you have read"
+)
+
+
+def load_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
+    """The Hugging Face config of the model; ``vocab_size`` fills in the embedding rows where the user gave none.
+
+    Raises:
+        ConfigError: unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
+    """
+    from transformers import AutoConfig
+
+    try:
+        if section.config is not None:
+            options = dict(section.config)
+            if vocab_size is not None:
+                options.setdefault("vocab_size", vocab_size)
+            config = AutoConfig.for_model(options.pop("model_type"), **options)
+        else:
+            config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
+    except (ValueError, OSError, TypeError) as error:
+        raise ConfigError(_refused(section, error)) from None
+    config.use_cache = False  # a key-value cache is of no use in training and costs its size
+    return config
+
+
+def _refused(section: ModelSection, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0]
+    if section.config is not None:
+        from difflib import get_close_matches
+
+        from transformers import CONFIG_MAPPING
+
+        name = section.config.get("model_type")
+        if name not in CONFIG_MAPPING:
+            near = get_close_matches(str(name), list(CONFIG_MAPPING.keys()), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            return f"model.config.model_type = {name!r}: not a model type that Transformers knows{hint}"
+        return f"model.config = {section.config!r}: {first}"
+    if "trust_remote_code" in str(error):
+        return (
+            f"model.name_or_path = {section.name_or_path!r}: this model brings its own Python code, which is not run "
+            f"unless you set model.trust_remote_code: true"
+        )
+    path = Path(str(section.name_or_path))
+    if path.exists():
+        return f"model.name_or_path = {section.name_or_path!r}: the folder holds no model ({first})"
+    made_by = "; `make train` makes it" if str(path).startswith("runs/quickstart") else ""
+    return (
+        f"model.name_or_path = {section.name_or_path!r}: there is no such folder here, and no such model on the "
+        f"Hugging Face hub can be reached{made_by} ({first})"
+    )
+
+
+def build(
+    section: ModelSection,
+    config: PretrainedConfig,
+    *,
+    seed: int,
+    partitioned: bool,
+    resized_vocab: int | None = None,
+) -> PreTrainedModel:
+    """The model with its weights, in ``section.dtype``, on the CPU (or partitioned over the ranks).
+
+    Args:
+        seed: of random weights; the same bits whatever the strategy.
+        partitioned: ZeRO stage 3 is on; Transformers then builds under ``deepspeed.zero.Init``.
+        resized_vocab: grow the embedding to this many rows before anything is partitioned or wrapped.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, section.dtype)
+    attention = {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
+    torch.manual_seed(seed)
+    if section.name_or_path is not None:
+        if section.trust_remote_code:
+            logger.warning(REMOTE_CODE)
+        model = AutoModelForCausalLM.from_pretrained(
+            section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **attention
+        )
+        model.config.use_cache = False
+    elif partitioned:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+    else:
+        model = _random_weights(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, **attention), seed)
+    if resized_vocab is not None and resized_vocab > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(resized_vocab)
+    return with_lora(model, section.lora) if section.lora is not None else model
+
+
+def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
+    """Built without memory, then materialised and initialised in place: one copy, one stream of random numbers."""
+    import torch
+
+    with torch.device("meta"):
+        model = make()
+    model.to_empty(device="cpu")
+    model.tie_weights()  # to_empty gives tied parameters storage of their own
+    torch.manual_seed(seed)
+    # Modules were marked as initialised on the meta device, where nothing was drawn.
+    for module in model.modules():
+        if hasattr(module, "_is_hf_initialized"):
+            del module._is_hf_initialized
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if hasattr(tensor, "_is_hf_initialized"):
+            del tensor._is_hf_initialized
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
+    """``model`` with low-rank adapters; its own weights are frozen.
+
+    Raises:
+        ConfigError: ``peft`` is not installed, or no module matches ``target_modules``.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError("model.lora: needs the package peft; install it with: pip install 'deepstow[lora]'") from None
+
+    options: dict[str, Any] = section.model_dump(exclude_none=True)
+    try:
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+    except ValueError as error:
+        linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
+        raise ConfigError(
+            f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
+            f"The model's linear layers are: {', '.join(linear)}"
+        ) from None
+
+
+def _is_linear(module: object) -> bool:
+    return type(module).__name__ in ("Linear", "Conv1D")

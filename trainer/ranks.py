@@ -1,0 +1,111 @@
+"""Ranks and process groups: who am I among the ranks of this job, and a way out that always closes the groups.
+
+All launchers (``deepspeed``, ``torchrun``, ``accelerate launch``) describe a job in the same five environment
+variables; without a launcher a job has one rank, and the variables are set to say so, because Accelerate and
+DeepSpeed read them.
+
+[Note: closing gloo] Why closing is not left to the interpreter. A gloo group owns worker threads. A worker drops a
+finished collective, and with it possibly the last reference to a tensor that Python knows, for which it needs the
+interpreter lock. If the interpreter is already shutting down, Python ends the thread inside a C++ destructor that
+must not throw, and the process dies with "terminate called without an active exception" after its work is done
+(seen in one run of eight). So the workers must be joined while Python is whole: every reference to a group is
+dropped first (the engine and the trainer die with the frames of the run, DeepSpeed's own references go with
+``deepspeed.comm.destroy_process_group``), and destroying the last reference joins the threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among its job. ``local`` counts within one machine."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Prints, writes metrics, exports."""
+        return self.rank == 0
+
+    @property
+    def is_first_local(self) -> bool:
+        """Prepares files that every rank of this machine reads."""
+        return self.local_rank == 0
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """The ranks that a launcher described, or the single rank of a job without one."""
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    rank = int(environment.get("RANK", "0"))
+    return Ranks(
+        rank=rank,
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        world_size=world_size,
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size)))),
+    )
+
+
+def describe(ranks: Ranks) -> dict[str, str]:
+    """The launchers' five variables for a job that was started without a launcher."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "RANK": str(ranks.rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+@contextmanager
+def process_group(ranks: Ranks, timeout_s: int, *, single: bool) -> Iterator[None]:
+    """The job's default group, NCCL on GPUs and gloo elsewhere, closed on every way out.
+
+    Args:
+        timeout_s: how long a collective may wait for a peer.
+        single: open a group for one rank too (DeepSpeed's engine needs one).
+    """
+    if ranks.world_size == 1 and not single:
+        yield
+        return
+    import torch
+    import torch.distributed
+
+    if "MASTER_ADDR" not in os.environ:
+        os.environ.update(describe(ranks))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(ranks.local_rank)
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        _close()
+
+
+def _close() -> None:
+    """See [Note: closing gloo]. Cycles are collected first: an engine that is still alive keeps its groups."""
+    import torch.distributed
+
+    gc.collect()
+    deepspeed_comm = sys.modules.get("deepspeed.comm")
+    if deepspeed_comm is not None and deepspeed_comm.is_initialized():
+        deepspeed_comm.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    gc.collect()

@@ -1,0 +1,102 @@
+"""A whole run: prepare, train, finish. Returns an exit code; leaves nothing behind that holds a process group."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strategies.core.render import human
+from trainer import build
+from trainer.callbacks import write_line
+from trainer.errors import ExitCode, UserError
+from trainer.export import export
+from trainer.ranks import Ranks, process_group
+
+if TYPE_CHECKING:
+    from trainer.build import Run
+    from trainer.sections import RunConfig
+
+NEXT_STEPS = {"runs/quickstart": "make finetune"}
+
+
+def run(config: RunConfig, ranks: Ranks) -> int:
+    """Train as ``config`` says, on this rank. All process groups are closed on every way out."""
+    timeout_s = config.training.ddp_timeout or 1800
+    with process_group(ranks, timeout_s, single="zero" in config.strategies):
+        return _guarded(config, ranks)
+
+
+def _guarded(config: RunConfig, ranks: Ranks) -> int:
+    """The run, with every error turned into lines and a code here, inside the process group.
+
+    A traceback holds its frames, the frames hold the engine, and the engine holds its groups; so the frames are
+    cleared before the groups are closed (see [Note: closing gloo] in ``trainer/ranks.py``).
+    """
+    try:
+        train(build.prepare(config, ranks))
+        return ExitCode.FINISHED
+    except UserError as error:
+        if ranks.is_first:
+            print("\n".join(error.lines), file=sys.stderr, flush=True)
+        code = error.code
+        traceback.clear_frames(error.__traceback__)
+        return code
+    except Exception as error:
+        traceback.print_exc()
+        traceback.clear_frames(error.__traceback__)
+        return ExitCode.FAILED
+
+
+def show_sample(config: RunConfig) -> None:
+    """Print one tokenised row of the training data, with what is trained on and what is masked."""
+    from trainer import sample
+
+    words, prepared = build.read_data(config, Path(config.training.output_dir), quiet=True)
+    print(sample.render(prepared, words, colour=sys.stdout.isatty()))
+
+
+def train(run: Run) -> None:
+    """Train and finish. The trainer is a local, so that it dies with this frame."""
+    trainer = build.make_trainer(run)
+    if run.resume is not None:
+        run.say(f"resuming from {run.resume}")
+    try:
+        trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
+        finish(run, trainer)
+    finally:
+        trainer.accelerator.free_memory()  # ends DeepSpeed's engine
+        run.trainer = None
+        del trainer
+        gc.collect()
+
+
+def finish(run: Run, trainer: build.Trainer) -> None:
+    """Evaluate once more if the last step was not, export, check, and say where everything is."""
+    history = [record for record in trainer.state.log_history if "eval_loss" in record]
+    if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
+        trainer.evaluate()
+        history = [record for record in trainer.state.log_history if "eval_loss" in record]
+    merge = run.config.model.lora is not None and run.config.model.name_or_path is None
+    receipt = export(trainer, run.tokenizer, run.folder / "export", merge=merge)
+    if not run.ranks.is_first:
+        return
+    if len(history) > 1:
+        first, last = history[0], history[-1]
+        write_line(
+            f"perplexity {first['eval_perplexity']:.1f} at step {first['step']} -> {last['eval_perplexity']:.1f} "
+            f"at step {last['step']}"
+        )
+    assert receipt is not None
+    write_line(
+        f"export: {receipt.folder} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "
+        f"shapes equal, largest difference of a logit {receipt.largest_difference:.1e}"
+    )
+    folder = run.folder
+    write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
+    write_line(f"curves:     tensorboard --logdir {folder}")
+    following = NEXT_STEPS.get(str(folder))
+    if following:
+        write_line(f"next:       {following}")

@@ -1,0 +1,89 @@
+"""One row as the model will see it: which tokens are trained on, which are masked, where documents begin.
+
+What goes wrong with data goes wrong silently: a template that doubles its newlines, a mask one token off, a
+prompt that is trained on. All of it is visible in one printed row. Tokens are separated by ``|``; characters
+that span tokens stay together; a newline is shown and taken. Long stretches are cut in the middle: the ends,
+where masks begin, are what one looks at.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data import Prepared
+from trainer.packing import MASKED
+
+_HEAD, _TAIL = 40, 20  # tokens shown at either end of a long stretch
+_GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 0, colour: bool = False) -> str:
+    """Row ``index`` of the training data as text: a heading, its tokens document by document, a legend.
+
+    Args:
+        colour: ANSI colours; without them masked stretches stand in ``[masked: ...]``.
+    """
+    row: dict[str, Any] = next(islice(iter(prepared.train), index, None), {})
+    ids, labels = row.get("input_ids", []), row.get("labels", [])
+    positions = row.get("position_ids") or list(range(len(ids)))
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    trained = sum(label != MASKED for label in labels)
+    documents = f", documents packed: {len(starts)}" if "position_ids" in row else ""
+    lines = [f"row {index} ({prepared.format}): {len(ids)} tokens, {trained} trained on{documents}"]
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        if "position_ids" in row:
+            lines.append(f"--- document at token {start}, positions 0 to {stop - start - 1}")
+        lines.append(_document(ids[start:stop], labels[start:stop], tokenizer, colour))
+    lines.append(_legend(colour))
+    return "\n".join(lines)
+
+
+def _document(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
+    parts = []
+    for start, stop in _runs([label == MASKED for label in labels]):
+        text = _text(list(ids[start:stop]), tokenizer)
+        masked = labels[start] == MASKED
+        if colour:
+            parts.append(f"{_DIM if masked else _GREEN}{text}{_PLAIN}")
+        else:
+            parts.append(f"[masked: {text}]" if masked else text)
+    return "".join(parts) if colour else " ".join(parts)
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for stop in range(1, len(flags) + 1):
+        if stop == len(flags) or flags[stop] != flags[start]:
+            yield start, stop
+            start = stop
+
+
+def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    hidden = len(ids) - _HEAD - _TAIL
+    if hidden > 0:
+        head, tail = _pieces(ids[:_HEAD], tokenizer), _pieces(ids[-_TAIL:], tokenizer)
+        pieces = [*head, f" ... {hidden} more tokens ... ", *tail]
+    else:
+        pieces = _pieces(ids, tokenizer)
+    return "|".join(pieces).replace("\n", "\\n\n")
+
+
+def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each token; tokens that hold part of a character are joined until it is whole."""
+    pieces: list[str] = []
+    pending: list[int] = []
+    for token in ids:
+        pending.append(token)
+        text = str(tokenizer.decode(pending, clean_up_tokenization_spaces=False))
+        if "\ufffd" not in text or len(pending) == 4:
+            pieces.append(text)
+            pending = []
+    return [*pieces, str(tokenizer.decode(pending))] if pending else pieces
+
+
+def _legend(colour: bool) -> str:
+    if colour:
+        return f"{_GREEN}trained on{_PLAIN}, {_DIM}masked{_PLAIN}; | ends a token"
+    return "outside brackets: trained on; [masked: ...]: read, not trained on; | ends a token"

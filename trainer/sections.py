@@ -1,0 +1,156 @@
+"""The config as types: what may stand in ``model``, ``data``, ``training`` and ``strategies``.
+
+The problem: the same fact (name, type, range, default, meaning of a key) is needed by the loader, by the error
+lines, by editors and by the manual, and four copies drift apart.
+
+The rule: it is stated here and in ``trainer.arguments``, once. Everything else is derived: the error lines
+(``trainer.wording``), the JSON schema (``trainer.config``) and ``docs/config.md`` (``trainer.configdoc``).
+A strategy brings its own section: the fields of the class in its file.
+
+What we refuse: unknown keys, conversions (the text "8" is not a number), and combinations listed in
+``trainer.conflicts``. Only what the file alone can show is checked here; whether a path exists or a model has a
+certain module is for later stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from strategies.core.protocol import Strategy
+from trainer.arguments import Count, Section, Text, TrainingSection
+from trainer.conflicts import conflicts
+from trainer.wording import MISSING, Allowed
+from trainer.yamlfile import dotted, write
+
+Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]
+
+
+class TrainTokenizer(Section):
+    """A tokenizer trained on the run's own data before the first step."""
+
+    train: Literal["bpe"] = Field(description="Kind of tokenizer: byte-level BPE.")
+    vocab_size: Annotated[int, Field(ge=300)] = Field(description="Entries of the vocabulary.")
+
+
+class LoraSection(Section):
+    """Low-rank adapters; names as in peft.LoraConfig (task_type is always CAUSAL_LM)."""
+
+    r: Count = Field(8, description="Rank of the adapters.")
+    lora_alpha: Count = Field(16, description="Scale of the adapters; they are multiplied by lora_alpha / r.")
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout before the adapters.")
+    target_modules: Annotated[
+        list[Text] | Text | None, Allowed("a list of module names, or a pattern, or all-linear")
+    ] = Field(None, description="Modules that get adapters; not set means peft's choice for the model.")
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained.")
+    modules_to_save: list[Text] | None = Field(None, description="Modules trained in full besides.")
+    use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
+    use_dora: bool = Field(False, description="Train magnitude and direction apart (DoRA).")
+
+
+class ModelSection(Section):
+    """Which model is trained: exactly one of name_or_path and config."""
+
+    name_or_path: Text | None = Field(None, description="Folder or hub name of a pretrained model.")
+    config: dict[str, Any] | None = Field(
+        None, description="Hugging Face model config (model_type, hidden_size, ...): random weights."
+    )
+    tokenizer: Annotated[
+        Text | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
+    ] = Field(None, description="Name or folder, or one to train; not set means the model's own.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Type in which the weights are loaded; see also training.bf16."
+    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = (
+        Field(None, description="Attention kernel; not set means the model's default.")
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the model. It can do anything you can."
+    )
+    lora: LoraSection | None = Field(None, description="Train low-rank adapters instead of all weights; needs peft.")
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    path: Text = Field(description="A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
+    name: Text | None = Field(None, description="Subset of a hub data set; for pydoc: text or pairs.")
+    split: Text = Field("train", description="Split to train on.")
+    eval_path: Text | None = Field(None, description="Evaluation data apart from path, in the same forms.")
+    eval_split: Text | None = Field(None, description="Split to evaluate on.")
+    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        0.0, description="Share of the training data set aside for evaluation."
+    )
+    columns: Annotated[
+        dict[Columns, Text], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
+    ] = Field(default={}, description="Our field -> their column, where the two differ.")
+    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Tokens per sample; longer ones are cut.")
+    packing: bool = Field(False, description="Fill each sequence with several samples; they do not mix.")
+    completion_only_loss: bool | None = Field(
+        None, description="Loss on the completion only; not set means yes for prompt/completion data."
+    )
+    assistant_only_loss: bool = Field(False, description="Loss on the assistant's turns of messages only.")
+    chat_template_path: Text | None = Field(None, description="Jinja chat template; else the tokenizer's.")
+    streaming: bool = Field(False, description="Read while training; needs training.max_steps.")
+    num_proc: Count | None = Field(None, description="Processes that prepare the data.")
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "training": TrainingSection,
+}
+
+
+class RunConfig(Section):
+    """Everything that decides a run. Built by ``trainer.config.load``; equal configs give equal runs."""
+
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    strategies: dict[str, SerializeAsAny[Strategy]] = Field(
+        default={}, description="Strategy by name; one that is present is on."
+    )
+
+    @model_validator(mode="after")
+    def _no_conflicts(self) -> RunConfig:
+        """The same checks as in ``load``, for configs built in Python."""
+        found = conflicts(flat(self.tree()))
+        if found:
+            raise ValueError("; ".join(f"{dotted(fault.key)}: {fault.what}" for fault in found))
+        return self
+
+    def tree(self) -> dict[str, Any]:
+        """All sections as plain values; keys that are not set are left out."""
+        sections: dict[str, Any] = {name: _without_none(getattr(self, name)) for name in SECTIONS}
+        return sections | {"strategies": {name: _without_none(item) for name, item in self.strategies.items()}}
+
+    def dump(self) -> str:
+        """The config as YAML; ``load`` reads it back to an equal one."""
+        return write(self.tree())
+
+
+def _without_none(section: Section | Strategy) -> dict[str, Any]:
+    """The set fields only. Values inside free mappings (model.config) stay as they are, null included."""
+    plain = section.model_dump()
+    return {
+        name: _without_none(value) if isinstance(value := getattr(section, name), Section) else plain[name]
+        for name in type(section).model_fields
+        if plain[name] is not None
+    }
+
+
+def flat(tree: Mapping[str, Any], invalid: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
+    """Dotted key -> value or default, for the checks; keys under ``invalid`` are left out."""
+    strategies = tree.get("strategies")
+    values: dict[str, Any] = {"strategies": strategies if isinstance(strategies, dict) else {}}
+    for name, model in SECTIONS.items():
+        section = tree.get(name, {})
+        if (name,) in invalid or not isinstance(section, dict):
+            continue
+        for key, field in model.model_fields.items():
+            if not any(bad[:2] == (name, key) for bad in invalid):
+                values[f"{name}.{key}"] = section.get(key, MISSING if field.is_required() else field.default)
+    return values

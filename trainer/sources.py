@@ -1,0 +1,400 @@
+"""Where rows come from, each with a place that can be looked up: ``corpus/a.jsonl:7``.
+
+A source is a local file, a folder of files, Python's own documentation (``pydoc``) or a hub name. Local files
+are read here, row by row, rather than by a table builder: a builder infers one schema for everything, reads
+columns nobody asked for, and reports a broken row by its block. Reading is ten to a hundred times faster than
+tokenising, so nothing is lost, memory stays flat, and the same code serves streaming. What is memory-mapped is
+the *tokenised* data (trainer/data.py). Hub data comes from ``datasets`` itself.
+
+The number in a place is the line for .jsonl and .txt, the row counted from 1 for .json, .csv (without the
+header) and .parquet. A .txt file is one document however many blank lines it has: blank lines separate
+paragraphs, not works. A folder is all its data files in name order; if their names begin with train, test or
+validation, the files of the split asked for. A row that cannot be read is a value (``problem``), so that
+several can be reported at once; a file that cannot be read is a DataError.
+"""
+
+import csv
+import hashlib
+import json
+import keyword
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.errors import DataError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SPLIT_WORD = re.compile(r"(?:^|/)(train|training|test|validation|valid|val|dev|eval)(?:[-_./0-9]|$)")
+_SPLIT_ALIASES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
+
+
+class Row(NamedTuple):
+    """One row of data: ``place`` is ``<file>:<number>``; ``problem`` says why it could not be read."""
+
+    place: str
+    values: Mapping[str, Any]
+    problem: str | None = None
+
+
+class Table(NamedTuple):
+    """The name of one file (or hub split) and its columns."""
+
+    name: str
+    columns: tuple[str, ...]
+
+
+class Source(Protocol):
+    """Rows that can be read any number of times, always in the same order."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tables(self) -> tuple[Table, ...]: ...
+    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
+        """Rows with at least the columns in ``wanted``, where they have them."""
+        ...
+
+    def identity(self, exact: bool) -> list[str]:
+        """What the content is, independent of where it lies; sha256 if ``exact``, else size and mtime."""
+        ...
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` or nothing."""
+    close = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+# Readers: each yields (number, row) where a row is a mapping, or a sentence saying what is wrong with it.
+
+Numbered = Iterator[tuple[int, Mapping[str, Any] | str]]
+
+
+def _utf8(raw: bytes, place: str, first_line: int = 1) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = first_line + raw.count(b"\n", 0, error.start)
+        raise DataError(f"{place}:{line}: byte 0x{raw[error.start]:02x} is not valid UTF-8") from None
+
+
+def _read_txt(path: Path, wanted: Collection[str]) -> Numbered:
+    text = _utf8(path.read_bytes(), str(path))
+    if text.strip():
+        yield 1, {"text": text}
+
+
+def _object(text: str) -> Mapping[str, Any] | str:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"broken JSON: {error.msg} at column {error.colno}"
+    except RecursionError:
+        return "broken JSON: nested too deeply"
+    return row if isinstance(row, dict) else f"a row must be a JSON object, not {kind(row)}"
+
+
+def _read_jsonl(path: Path, wanted: Collection[str]) -> Numbered:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield number, f"byte 0x{raw[error.start]:02x} is not valid UTF-8"
+                continue
+            if text.strip():
+                yield number, _object(text)
+
+
+def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
+    with path.open("rb") as file:
+        head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not head.startswith(b"["):  # the other thing people call .json: one object per line
+        yield from _read_jsonl(path, wanted)
+        return
+    try:
+        rows = json.loads(_utf8(path.read_bytes(), str(path)))
+    except json.JSONDecodeError as error:
+        line = f"broken JSON: {error.msg} at column {error.colno}"
+        raise DataError(f"{path}:{error.lineno}: {line}") from None
+    for number, row in enumerate(rows, start=1):
+        yield number, row if isinstance(row, dict) else f"a row must be a JSON object, not {kind(row)}"
+
+
+def _csv_lines(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            yield _utf8(raw, str(path), number)
+
+
+def _csv_rows(path: Path) -> Iterator[list[str]]:
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB refuses ordinary documents
+    reader = csv.reader(_csv_lines(path), strict=True)
+    try:
+        yield from (row for row in reader if row)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: broken CSV: {error}") from None
+
+
+def _read_csv(path: Path, wanted: Collection[str]) -> Numbered:
+    rows = _csv_rows(path)
+    header = next(rows, [])
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(header):
+            yield number, f"the row has {len(row)} fields, the header has {len(header)}"
+        else:  # CSV cannot write null: an empty cell is one, as it is for pandas and `datasets`
+            yield number, {name: cell or None for name, cell in zip(header, row, strict=True)}
+
+
+def _parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError):
+        raise DataError(f"{path}: not a whole Parquet file: it is truncated or damaged") from None
+
+
+def _read_parquet(path: Path, wanted: Collection[str]) -> Numbered:
+    file = _parquet(path)
+    columns = [name for name in file.schema_arrow.names if name in wanted]
+    done = 0
+    try:
+        for batch in file.iter_batches(batch_size=256, columns=columns):
+            yield from enumerate(batch.to_pylist(), start=done + 1)
+            done += len(batch)
+    except (pa.ArrowException, OSError):
+        raise DataError(f"{path}:{done + 1}: the Parquet data is damaged from here on") from None
+
+
+_READERS: dict[str, Callable[[Path, Collection[str]], Numbered]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+SUFFIXES = tuple(_READERS)
+
+
+def kind(value: object) -> str:
+    """A value's type in the words of the data, not of Python."""
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
+    return "null" if value is None else names.get(type(value), "an object")
+
+
+def _columns(path: Path) -> tuple[str, ...]:
+    """The columns of one file, read from as little of it as possible."""
+    suffix = path.suffix.lower()
+    if suffix == ".csv":
+        return tuple(next(_csv_rows(path), []))
+    if suffix == ".parquet":
+        return tuple(_parquet(path).schema_arrow.names)
+    broken = None
+    for number, row in _READERS[suffix](path, ()):
+        if not isinstance(row, str):
+            return tuple(row)
+        broken = broken or f"{path}:{number}: {row}"
+    if broken:
+        raise DataError(broken)
+    return ()
+
+
+@dataclass(frozen=True)
+class Files:
+    """Local files, read in the order given. ``root`` is what the user wrote: a file or a folder."""
+
+    root: Path
+    paths: tuple[Path, ...]
+    tables: tuple[Table, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
+        empty = [f"{table.name}: the file is empty; it has no rows" for table in tables if not table.columns]
+        if empty:
+            raise DataError(shorten(empty, "empty files"))
+        object.__setattr__(self, "tables", tables)
+
+    @property
+    def name(self) -> str:
+        return str(self.root)
+
+    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
+        for path in self.paths:
+            for number, row in _READERS[path.suffix.lower()](path, wanted):
+                place = f"{path}:{number}"
+                yield Row(place, {}, row) if isinstance(row, str) else Row(place, row)
+
+    def identity(self, exact: bool) -> list[str]:
+        marks = []
+        for path in self.paths:
+            stat = path.stat()
+            mark = _sha256(path) if exact else str(stat.st_mtime_ns)
+            marks.append(f"{path.relative_to(self.root.parent)} {stat.st_size} {mark}")
+        return marks
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def shorten(lines: list[str], what: str, most: int = 5) -> list[str]:
+    """The first ``most`` lines, and how many more there are."""
+    more = len(lines) - most
+    return [*lines[:most], f"... and {more} more {what}"] if more > 0 else lines
+
+
+@dataclass(frozen=True)
+class Pydoc:
+    """``pydoc_data.topics``: real English text that every Python ships, so a first run needs no download."""
+
+    pairs: bool
+
+    name = "pydoc"
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return (Table("pydoc", ("prompt", "completion") if self.pairs else ("text",)),)
+
+    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
+        from pydoc_data.topics import topics
+
+        for topic, text in sorted(topics.items()):
+            yield Row(f"pydoc:{topic}", _pair(topic, text) if self.pairs else {"text": text})
+
+    def identity(self, exact: bool) -> list[str]:
+        digest = hashlib.sha256(repr([row.values for row in self.rows(())]).encode())
+        return [f"pydoc {self.pairs} {digest.hexdigest()}"]
+
+
+def _pair(topic: str, text: str) -> dict[str, str]:
+    """A question made from the heading ('Title', a row of stars, a blank line), and the text below it."""
+    title, _, rest = text.partition("\n")
+    _, _, body = rest.partition("\n\n")
+    if keyword.iskeyword(topic) and "statement" in title:
+        return {"prompt": f"Explain Python's `{topic}` statement.\n", "completion": body.strip()}
+    return {"prompt": f"Explain this part of Python: {title.strip()}.\n", "completion": body.strip()}
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A data set of the ``datasets`` library: from the hub, or a folder written by ``save_to_disk``."""
+
+    name: str
+    dataset: Any  # datasets.Dataset or datasets.IterableDataset; columns are only known at run time
+    marks: tuple[str, ...]
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        columns = self.dataset.column_names or next((list(row) for row in islice(self.dataset, 1)), [])
+        return (Table(self.name, tuple(columns)),)
+
+    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
+        chosen = [name for name in self.tables[0].columns if name in wanted]
+        for number, values in enumerate(self.dataset.select_columns(chosen), start=1):
+            yield Row(f"{self.name}:{number}", values)
+
+    def identity(self, exact: bool) -> list[str]:
+        return list(self.marks)
+
+
+def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
+    """The source that ``path`` names; nothing but headers is read yet.
+
+    Args:
+        path: a file, a folder, ``pydoc``, or a hub name ``owner/name``.
+        name: the hub subset, or ``text`` or ``pairs`` for pydoc.
+        key: what the config keys of this source begin with, for messages.
+
+    Raises:
+        DataError: nothing is there, or it cannot be read.
+    """
+    local = Path(path).expanduser()
+    if path == "pydoc":
+        if name not in (None, "text", "pairs"):
+            raise DataError(f"{key}name: {name!r} is not in pydoc; allowed: text, pairs")
+        return Pydoc(pairs=name == "pairs")
+    if not local.exists() and _is_hub_name(path):
+        return _hub(path, name, split, streaming, key)
+    if name is not None and local.exists():
+        raise DataError(f"{key}name: {name!r} is a hub subset, but {path} is a local path; remove it")
+    if local.is_dir():
+        return _folder(local, split, key)
+    if not local.is_file():
+        raise DataError(_not_found(path, local, key))
+    if local.suffix.lower() not in _READERS:
+        hint = nearest(local.suffix.lower(), SUFFIXES)
+        allowed = ", ".join(SUFFIXES)
+        raise DataError(f"{path}: {local.suffix or 'no suffix'} is not a data format; allowed: {allowed}{hint}")
+    if split != "train":
+        raise DataError(f"{key}split: {split!r}: {path} is one file and has no splits")
+    return Files(local, (local,))
+
+
+def _is_hub_name(path: str) -> bool:
+    # `corpus/train` with a folder `corpus` beside us is a misspelt path, not a hub name.
+    looks = _HUB_NAME.fullmatch(path) and Path(path).suffix.lower() not in _READERS
+    return bool(looks) and not Path(path).parent.is_dir()
+
+
+def _not_found(path: str, local: Path, key: str) -> str:
+    siblings = [p.name for p in local.parent.iterdir()] if local.parent.is_dir() else []
+    hint = nearest(local.name, siblings)
+    return f"{key}path: {path} does not exist{hint or '; a hub name looks like owner/name'}"
+
+
+def _folder(folder: Path, split: str, key: str) -> Source:
+    if any((folder / marker).is_file() for marker in ("dataset_dict.json", "dataset_info.json", "state.json")):
+        return _saved(folder, split, key)
+    files = sorted(path for path in folder.rglob("[!.]*") if path.suffix.lower() in _READERS and path.is_file())
+    if not files:
+        raise DataError(f"{folder}: the folder holds no data file; allowed: {', '.join(SUFFIXES)}")
+    splits = {path: _split_of(path.relative_to(folder)) for path in files}
+    named = [path for path in files if splits[path]]
+    if named and len(named) < len(files):
+        other = next(path for path in files if not splits[path])
+        raise DataError(f"{folder}: {named[0].name} names a split and {other.name} does not; rename or move one")
+    if named:
+        files = [path for path in files if splits[path] == _SPLIT_ALIASES.get(split, split)]
+    if not files:
+        found = ", ".join(sorted({word for word in splits.values() if word}))
+        raise DataError(f"{key}split: {split!r}: no file of {folder} is named so; found: {found}")
+    if not named and split != "train":
+        raise DataError(f"{key}split: {split!r}: no file name in {folder} says which split it is")
+    return Files(folder, tuple(files))
+
+
+def _split_of(path: Path) -> str | None:
+    found = _SPLIT_WORD.search(path.with_suffix("").as_posix().lower())
+    return _SPLIT_ALIASES.get(found[1], found[1]) if found else None
+
+
+def _saved(folder: Path, split: str, key: str) -> Source:
+    from datasets import DatasetDict, load_from_disk
+
+    data = load_from_disk(str(folder))
+    if isinstance(data, DatasetDict):
+        if split not in data:
+            raise DataError(f"{key}split: {split!r} is not in {folder}; found: {', '.join(data)}")
+        data = data[split]
+    arrows = sorted(folder.rglob("*.arrow"))
+    return Arrow(str(folder), data, (split, *(_sha256(path) for path in arrows)))
+
+
+def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:
+    from datasets import load_dataset
+
+    try:
+        data = load_dataset(path, name, split=split, streaming=streaming)
+    except Exception as error:  # the hub client raises a dozen unrelated types; the user needs one line
+        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first}") from None
+    # Download addresses contain the commit, so they say which content this is.
+    urls = sorted(map(str, getattr(data.info, "download_checksums", None) or ()))
+    return Arrow(f"{path}[{split}]", data, (path, str(name), split, *urls))

@@ -1,0 +1,142 @@
+"""The tokenizer: loaded, or trained on the spot from the run's own texts.
+
+A trained one is byte-level BPE: its first 256 tokens are the bytes, so any text has ids and nothing is unknown.
+Training is deterministic (counts, ties by token order), and the result is saved beside the run and reopened, so
+a resumed run and every other rank read the same file. Three special tokens: ``<|pad|>``, ``<|eos|>`` and
+``<|im_start|>``, the last for its chat template, which ends every turn with eos: generation then stops at the
+end of an answer without being told of a second token. The template marks the assistant's words with
+``{% generation %}``, so ``data.assistant_only_loss`` works.
+
+A tokenizer without a pad token gets eos for it. Where labels are derived from ids (``labels[ids == pad] =
+-100``) that would silently unlearn eos; here padding is added by the collator, which knows where it put it.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from trainer.errors import ConfigError, DataError
+
+PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
+SMALLEST_VOCAB = 256 + 3  # every byte, and the special tokens
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class TrainSpec(Protocol):
+    """What it takes to train a tokenizer: how many tokens it shall have."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def load(
+    spec: str | TrainSpec | None,
+    name_or_path: str | None,
+    trust_remote_code: bool,
+    folder: Path,
+    texts: Iterable[str],
+) -> PreTrainedTokenizerBase:
+    """The run's tokenizer, with a pad token.
+
+    Args:
+        spec: a hub name or folder; None for the model's own; or what to train.
+        name_or_path: the model's hub name or folder.
+        folder: where a trained tokenizer is kept, in ``folder/tokenizer``.
+        texts: what to train on; not touched otherwise.
+
+    Raises:
+        ConfigError: there is no such tokenizer. DataError: there is no text to train on.
+    """
+    if spec is not None and not isinstance(spec, str):
+        return trained(spec.vocab_size, folder, texts)
+    name = spec or name_or_path
+    if name is None:
+        raise ConfigError("model.tokenizer: missing; name a tokenizer, or train one with a vocab_size")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # hub, file, format and remote-code errors have no common type
+        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ConfigError(f"model.tokenizer: {name} cannot be loaded: {first}") from None
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(f"model.tokenizer: {name} has neither a pad nor an eos token; padding needs one")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder/tokenizer``; trained first, if it is not there or had another vocab_size.
+
+    Small data may hold fewer merges than asked for: the tokenizer is then smaller than ``vocab_size``.
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise ConfigError(f"model.tokenizer: vocab_size {vocab_size} must be at least {SMALLEST_VOCAB}")
+    home = folder / "tokenizer"
+    if _asked_for(home) != vocab_size:
+        _replace(home, _train(vocab_size, texts), vocab_size)
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
+    return tokenizer
+
+
+def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS, TURN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    num_texts = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal num_texts
+        for num_texts, text in enumerate(texts, start=1):  # noqa: B007 - read after the loop
+            yield text
+
+    bpe.train_from_iterator(counted(), trainer)
+    if num_texts == 0:
+        raise DataError("model.tokenizer: the data holds no text to train a tokenizer on; name a tokenizer")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _asked_for(home: Path) -> int | None:
+    try:
+        return int(json.loads((home / "trained.json").read_text())["vocab_size"])
+    except FileNotFoundError:
+        return None
+
+
+def _replace(home: Path, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+    """Write beside and rename, so that ``home`` is never half a tokenizer; a rank that comes second yields."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=home.parent))
+    tokenizer.save_pretrained(temporary)
+    (temporary / "trained.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    if home.exists() and _asked_for(home) != vocab_size:
+        shutil.rmtree(home)
+    try:
+        temporary.rename(home)
+    except OSError:
+        shutil.rmtree(temporary)
+        if _asked_for(home) != vocab_size:
+            raise

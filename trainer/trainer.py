@@ -1,0 +1,104 @@
+"""The loop is Hugging Face's. This file holds what we change in it, and nothing else.
+
+* the Accelerator is ours (``trainer/accelerator.py``);
+* evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
+* every log record gets our numbers before anyone sees it (``trainer/callbacks.py``);
+* a checkpoint is marked complete by a file written after all ranks have written theirs, and only such a checkpoint
+  is resumed automatically.
+
+``logging_nan_inf_filter`` is off: a loss that is not finite is logged as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from trainer.accelerator import StowAccelerator
+from trainer.callbacks import Meter
+from trainer.checkpoint import mark_complete, prune
+
+if TYPE_CHECKING:
+    import numpy
+    from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
+
+IGNORED = -100
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` with our accelerator, token-weighted evaluation and log records.
+
+    Args:
+        meter: counts tokens and time; fills each record.
+        own_clipping: clip between backward and step (ZeRO stage 0 in fp32, see ``trainer/accelerator.py``).
+    """
+
+    def __init__(self, *args: Any, meter: Meter, own_clipping: bool, **kwargs: Any) -> None:
+        self.meter = meter
+        self._own_clipping = own_clipping
+        self._accelerator_args: dict[str, Any] = {}
+        super().__init__(
+            *args, compute_metrics=_mean_over_tokens, preprocess_logits_for_metrics=_token_losses, **kwargs
+        )
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Build Hugging Face's accelerator, with all its checks, then ours from the same arguments.
+
+        Accelerate keeps its process state, the DeepSpeed plugin included, in one shared place; the second
+        construction takes it from there.
+        """
+        super().create_accelerator_and_postprocess()
+        again = {name: value for name, value in self._accelerator_args.items() if name != "deepspeed_plugin"}
+        self.accelerator = StowAccelerator(**again)
+        self.gather_function = self.accelerator.gather_for_metrics
+        if self._own_clipping:
+            self.accelerator.max_grad_norm = self.args.max_grad_norm
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
+        self.meter.count(inputs["input_ids"].numel())
+        return super().training_step(model, inputs, *rest, **more)
+
+    def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
+        self.meter.add_to(logs, self.state)
+        super().log(logs, *rest, **more)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """As Hugging Face's; the loss is the mean over trained tokens."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        mean = output.metrics.pop(f"{metric_key_prefix}_token_loss", None)
+        if mean is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = mean
+        return output
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """As Hugging Face's, then marked complete; older ones are deleted only after that."""
+        keep, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = keep
+        folder = Path(self.args.output_dir)
+        mark_complete(folder, self.state.global_step, is_first=self.args.process_index == 0)
+        if keep is not None and self.args.process_index == 0:
+            prune(folder, keep, self.state.best_model_checkpoint)
+
+
+def _token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
+    """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2]."""
+    scores = logits[0] if isinstance(logits, tuple) else logits
+    targets = labels[:, 1:]
+    losses = cross_entropy(scores[:, :-1].float().transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    return torch.stack([losses.sum(dim=1), targets.ne(IGNORED).sum(dim=1).float()], dim=1)
+
+
+def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
+    sums: numpy.ndarray[Any, Any] = prediction.predictions.astype("float64").sum(axis=0)
+    return {"token_loss": float(sums[0] / max(sums[1], 1.0)), "tokens": int(sums[1])}

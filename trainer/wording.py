@@ -1,0 +1,181 @@
+"""What is allowed, in words; and pydantic's complaints, in the same words.
+
+The problem: a validation library explains itself ("Input should be a valid integer, unable to parse"), while
+the user asks one thing: what may I write here?
+
+The rule: the answer is computed from the field's declaration by ``allowed``, once, and used for errors and for
+``docs/config.md`` alike, so the two cannot disagree. Of pydantic's report only the place is used, and whether
+the key is unknown or missing. Its own phrasing never reaches the user.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from trainer.yamlfile import Key
+
+MISSING = object()  # the value of a key that is not there
+
+PLAIN: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Any: "anything",
+    type(None): "null",
+}
+BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+
+
+class Allowed(str):
+    """Metadata for a type whose own words would be clumsy: ``Annotated[..., Allowed("...")]``."""
+
+
+class Unknown(tuple[str, ...]):
+    """The verdict on a key that its section does not have: the keys it has. ``trainer.hints`` finds the words."""
+
+
+class Fault(NamedTuple):
+    """A key, its value (or MISSING), and what is wrong with it."""
+
+    key: Key
+    value: object
+    what: str | Unknown
+
+
+def allowed(annotation: Any, metadata: Iterable[object] = ()) -> str:
+    """What may be written for this type, to follow "must be"."""
+    marks = [mark for item in metadata for mark in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    for mark in marks:
+        if isinstance(mark, Allowed):
+            return str(mark)
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return allowed(inner[0], [*inner[1:], *marks])
+    if origin in (Union, types.UnionType):
+        return " or ".join(allowed(part) for part in inner if part is not type(None))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
+    if origin in (list, tuple, set, frozenset):
+        return f"a list, each {allowed(inner[0])}" if inner else "a list"
+    if origin is dict:
+        words = allowed(inner[1])
+        return "a mapping" if words == PLAIN[Any] else f"a mapping, each {words}"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return f"one of {', '.join(str(member.value) for member in annotation)}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with {', '.join(annotation.model_fields)}"
+    if any(getattr(mark, "min_length", None) for mark in marks):
+        return f"non-empty {PLAIN.get(annotation, 'text')}"
+    bounds = [f"{sign} {bound}" for mark in marks for name, sign in BOUNDS if (bound := _bound(mark, name)) != ""]
+    return " ".join(
+        [PLAIN.get(annotation, f"a {getattr(annotation, '__name__', 'value')}"), " and ".join(bounds)]
+    ).rstrip()
+
+
+def _bound(mark: object, name: str) -> str:
+    value = getattr(mark, name, None)
+    return "" if value is None else str(value)
+
+
+def choices(annotation: Any) -> tuple[Any, ...]:
+    """The values a field lists by name, through unions and lists."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(choice for part in get_args(annotation) for choice in choices(part))
+
+
+def inner_model(annotation: Any) -> type[BaseModel] | None:
+    """The model a mapping given for this field is checked against, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return next((found for part in get_args(annotation) if (found := inner_model(part))), None)
+    return None
+
+
+def _must_be(field: FieldInfo, value: object) -> str:
+    words = f"must be {allowed(field.annotation, field.metadata)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{words}, and finite"
+    if isinstance(value, str):
+        names = [choice for choice in choices(field.annotation) if isinstance(choice, str)]
+        near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
+        if near:
+            return f"{words}; did you mean '{near[0]}'?"
+        if _is_number(value) and ("number" in words):
+            return f"{words}; write it plainly, without quotes or underscores"
+    return words
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _locate(
+    model: type[BaseModel], kind: str, location: Iterable[object], data: Any, at: Key
+) -> tuple[Key, Any, object]:
+    """Follow pydantic's location to the innermost field of ours: its key, its value, the field or Unknown."""
+    current: type[BaseModel] | None = model
+    found: object = None
+    for step in map(str, location):
+        if current is None:
+            break
+        if kind == "extra_forbidden" and step in data and step not in current.model_fields:
+            return (*at, step), data[step], Unknown(current.model_fields)
+        if step not in current.model_fields:
+            continue  # the name of a union's member, not a key
+        found = current.model_fields[step]
+        at, data = (*at, step), data.get(step, MISSING)
+        current = inner_model(current.model_fields[step].annotation) if isinstance(data, dict) else None
+    if current is not None and found is not None and isinstance(data, dict):
+        found = None  # the member of a union that is no mapping complains about a mapping: not what was meant
+    return at, data, found
+
+
+def _from_pydantic(model: type[BaseModel], error: ValidationError, data: Any, at: Key) -> Iterator[Fault]:
+    for item in error.errors(include_url=False, include_input=False):
+        key, value, found = _locate(model, item["type"], item["loc"], data, at)
+        if isinstance(found, Unknown):
+            yield Fault(key, value, found)
+        elif item["type"] in ("value_error", "assertion_error"):  # a check of ours: its words are ours already
+            yield Fault(key, value, str(item["ctx"]["error"]))
+        elif isinstance(found, FieldInfo):
+            words = _must_be(found, value)
+            yield Fault(key, value, f"missing; {words}" if value is MISSING else words)
+
+
+def _mistyped_choices(model: type[BaseModel], data: Mapping[str, Any], at: Key) -> Iterator[Fault]:
+    """Literal compares with ==, so pydantic takes true or 1.0 for the choice 1; we do not."""
+    for name, field in model.model_fields.items():
+        value, names = data.get(name), choices(field.annotation)
+        if isinstance(value, bool | float) and value in names and type(value) not in map(type, names):
+            yield Fault((*at, name), value, _must_be(field, value))
+
+
+def faults(model: type[BaseModel], data: object, at: Key) -> list[Fault]:
+    """Everything wrong with ``data`` as a ``model`` written under the key ``at``; empty if nothing is."""
+    if not isinstance(data, dict):
+        return [Fault(at, data, "must be a section: indented 'key: value' lines")]
+    try:
+        model.model_validate(data)
+        found: list[Fault] = []
+    except ValidationError as error:
+        found = list(_from_pydantic(model, error, data, at))
+    found += _mistyped_choices(model, data, at)
+    first: dict[Key, Fault] = {}
+    for fault in found:  # one line per key: a union complains once per member
+        first.setdefault(fault.key, fault)
+    return list(first.values())

@@ -1,0 +1,274 @@
+"""Reading YAML so that it means what it says, and remembering the line of every key.
+
+The problem: PyYAML reads ``1e-4`` as text, ``no`` as false, ``010`` as eight, and of two equal keys silently
+keeps the last. Each of these has cost somebody a training run.
+
+The rule: the YAML 1.2 core schema. ``1e-4``, ``1E5``, ``.5`` and ``1.`` are numbers; only true and false are
+booleans (``yes`` and ``on`` stay text and then fail the type check, where the message can name the key).
+
+What we refuse, each with its line: duplicate keys, tags (``!!python/...`` included), aliases (a value stands
+where it is used, and no small file expands into a huge one), keys that are not text, integers beyond 64 bits,
+more than one document. Problems that leave the rest of the file readable are collected, so that one run shows
+them all; a syntax error ends the reading.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Key = tuple[str, ...]
+COMMAND_LINE = "command line"
+LONGEST_VALUE = 60  # characters of a value that an error line repeats
+LARGEST_INTEGER = 2**63
+
+SCHEMA: tuple[tuple[str, str, str], ...] = (
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+)
+
+# What PyYAML's scanner and parser say, and what a person needs to hear.
+SYNTAX: tuple[tuple[str, str], ...] = (
+    ("'\\t'", "a tab in the indentation; use spaces"),
+    ("alias", "aliases (*name) are not read; write the value where it is used"),
+    ("mapping values are not allowed", "a ':' where none can be; check the indentation, or quote the text"),
+    ("could not find expected ':'", "a key without ': ' after it"),
+    ("expected <block end>", "the indentation does not match the lines above"),
+    ("end of stream", "a quote or bracket is never closed"),
+    ("node content", "a value is missing, or a bracket is never closed"),
+    ("expected ',' or", "a bracket is never closed, or a comma is missing"),
+    ("single document", "more than one document; a config is one"),
+    ("start any token", "text that begins with a special character; put it in quotes"),
+    ("undeclared tag handle", "tags (!name) are not read"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a key was written: a file and its line, or the command line (line 0)."""
+
+    file: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finished complaint; about the value of ``key``, if that could not be read at all."""
+
+    place: Place
+    text: str
+    key: Key = ()
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+@dataclass
+class Document:
+    """A file as nested plain values, the place of every key in it, and what was wrong on the way."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def printable(text: str) -> str:
+    """``text`` on one line and without control characters, whatever a file put into it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def dotted(key: Key) -> str:
+    return printable(".".join(key))
+
+
+def shown(key: Key, value: object) -> str:
+    """``value`` for an error line: as in the file, shortened, and never a secret."""
+    if re.search(r"(token|password|secret|api_key)$", key[-1] if key else ""):
+        return "(hidden)"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ("-.inf" if value < 0 else ".inf")
+    text = printable(json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def complaint(key: Key, value: object, what: str) -> str:
+    """``dotted.key = value: what``, the one grammar of all config errors."""
+    return f"{dotted(key)} = {shown(key, value)}: {what}"
+
+
+class _Schema:
+    """The resolvers that make plain scalars numbers, booleans or null."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+for _tag, _pattern, _first in SCHEMA:
+    for _char in [*_first, ""] if _tag.endswith("null") else _first:
+        _Schema.yaml_implicit_resolvers.setdefault(_char, []).append((_tag, re.compile(f"(?:{_pattern})\\Z")))
+
+
+class _Loader(_Schema, yaml.SafeLoader):
+    """Text to nodes; nodes become values in ``_Reading``, which knows the keys above them."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="alias", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that our loader, or a YAML 1.1 reader, would otherwise take for something else."""
+
+    yaml_implicit_resolvers = {
+        first: [*_Schema.yaml_implicit_resolvers.get(first, []), *older]
+        for first, older in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _integer(text: str) -> int:
+    number = int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+    if not -LARGEST_INTEGER <= number < LARGEST_INTEGER:
+        raise ValueError(text)
+    return number
+
+
+SCALARS: Mapping[str, Callable[[str], object]] = {
+    "tag:yaml.org,2002:null": lambda text: None,
+    "tag:yaml.org,2002:bool": lambda text: text.lower() == "true",
+    "tag:yaml.org,2002:int": _integer,
+    "tag:yaml.org,2002:float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+    "tag:yaml.org,2002:str": str,
+}
+CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+@dataclass
+class _Reading:
+    """One walk over a node tree: values out; places and problems noted in ``document``."""
+
+    file: str
+    document: Document
+    numbered: bool = True  # the command line has no lines
+
+    def build(self, node: yaml.Node, key: Key) -> Any:
+        if node.tag not in (*SCALARS, *CONTAINERS):
+            return self.refuse(node, key, node.tag, "tags (!name) are not read; write a plain value")
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, key)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*key, str(index))) for index, item in enumerate(node.value)]
+        try:
+            value = SCALARS[node.tag](node.value)
+        except (ValueError, KeyError):
+            return self.refuse(node, key, node.value, "not a number that fits into 64 bits")
+        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+            return self.refuse(node, key, value, "half of a character; write the character itself")
+        return value
+
+    def mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name_node, value_node in node.value:
+            name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
+            inner = (*key, name)
+            known = self.document.places.get(inner)
+            place = self.place(name_node)
+            if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
+                self.refuse(name_node, key, name, "a key must be text; put it in quotes")
+                continue
+            if name not in tree:
+                self.document.places[inner] = place
+            value = self.build(value_node, inner)
+            if name in tree:
+                first = f", first on line {known.line}" if known else ""
+                self.document.problems.append(
+                    Problem(place, complaint(inner, value, f"duplicate key{first}; keep one"))
+                )
+            else:
+                tree[name] = value
+        return tree
+
+    def place(self, node: yaml.Node) -> Place:
+        return Place(self.file, node.start_mark.line + 1 if self.numbered else 0)
+
+    def refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
+        text = complaint(key, value, what) if key else f"{shown(key, value)}: {what}"
+        self.document.problems.append(Problem(self.place(node), text, key))
+
+
+def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
+    """The line of a syntax error and plain words for it."""
+    if isinstance(error, yaml.reader.ReaderError):
+        return text.count("\n", 0, error.position) + 1, "a control character; delete it"
+    mark = getattr(error, "problem_mark", None)
+    said = " ".join(str(part) for name in ("context", "problem") if (part := getattr(error, name, None)))
+    words = next((words for sign, words in SYNTAX if sign in said), f"not valid YAML: {printable(said)}")
+    return (mark.line + 1 if mark else 1), words
+
+
+def parse(text: str, file: str, key: Key = (), numbered: bool = True) -> tuple[Any, Document]:
+    """The value written in ``text`` (None if it is empty), with places and problems; never raises."""
+    document = Document()
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        value = None if node is None else _Reading(file, document, numbered).build(node, key)
+    except yaml.YAMLError as error:
+        line, words = _syntax(error, text)
+    except RecursionError:
+        line, words = 1, "nested too deeply"
+    else:
+        return value, document
+    words = complaint(key, text, words) if key else words
+    document.problems.append(Problem(Place(file, line if numbered else 0), words))
+    return None, document
+
+
+def read(path: Path) -> Document:
+    """The mapping in the file at ``path``. Raises OSError only; all else is in ``problems``."""
+    raw = path.read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        return Document(problems=[Problem(Place(str(path), line), "not UTF-8; save the file as UTF-8")])
+    value, document = parse(text, str(path))
+    if document.problems or isinstance(value, dict):
+        document.tree = value if isinstance(value, dict) else {}
+        return document
+    what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
+    sections = "a config has the sections model, data, training, strategies"
+    document.problems.append(Problem(Place(str(path), 1), f"{what}; {sections}"))
+    return document
+
+
+def write(tree: Mapping[str, Any]) -> str:
+    """``tree`` as YAML that ``parse`` reads back to an equal value."""
+    return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def leaves(key: Key, value: object) -> Iterator[tuple[Key, object]]:
+    """Every value below ``key`` that is not a mapping with something in it."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves((*key, name), inner)
+    else:
+        yield key, value
