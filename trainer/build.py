@@ -182,6 +182,8 @@ def make_arguments(run: Run) -> TrainingArguments:
     given: dict[str, Any] = dict(run.config.training.arguments())
     if run.prepared.eval is None:
         given["eval_strategy"] = "no"
+    if engine.clips_itself(run.plan):
+        given["max_grad_norm"] = 0.0
     given.setdefault("use_cpu", run.machine.device_kind == "cpu")
     given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
     return TrainingArguments(
@@ -220,7 +222,7 @@ def make_trainer(run: Run) -> Trainer:
         processing_class=run.tokenizer,
         data_collator=Collator(run.tokenizer.pad_token_id, run.config.data.packing),
         meter=meter,
-        own_clipping=engine.clips_itself(run.plan),
+        own_clipping=run.config.training.max_grad_norm if engine.clips_itself(run.plan) else None,
         callbacks=[ProgressLine(), MetricsFile(run.folder / "metrics.jsonl"), SampleText(sample_prompt(run)), meter],
     )
     from transformers.trainer_callback import PrinterCallback

@@ -86,7 +86,8 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
     strangers = [name for name in tree if name not in RunConfig.model_fields]
     found = [fault for name in strangers for fault in _unknown((name,), tree[name], TOP)]
     # A misspelt section is one mistake: that its keys are missing under the right name is not said as well.
-    absent = {near for name in strangers for near in difflib.get_close_matches(name, SECTIONS.keys() - tree, n=1)}
+    gaps = [name for name in SECTIONS if name not in tree]
+    absent = {near for name in strangers for near in difflib.get_close_matches(name, gaps, n=1)}
     for name, model in SECTIONS.items():
         if name not in absent:
             found += _explained(faults(model, tree.get(name, {}), (name,)))
@@ -184,8 +185,9 @@ def _overrides(arguments: Sequence[str]) -> Document:
 
 def _set(tree: dict[str, Any], key: Key, value: object) -> None:
     for name in key[:-1]:
-        inner = tree.get(name)
-        tree[name] = tree = inner if isinstance(inner, dict) else {}
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
     tree[key[-1]] = value
 
 

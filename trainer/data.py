@@ -42,7 +42,7 @@ from trainer.collate import Collator, packing_supported
 from trainer.errors import DataError
 from trainer.formats import Document, Encoded, Encoder, detect, make_encoder
 from trainer.packing import MASKED, Span, Tokens
-from trainer.sources import Row, Source, open_source, shorten
+from trainer.sources import Row, Source, open_source
 
 if TYPE_CHECKING:
     from trainer.sections import DataSection
@@ -105,11 +105,9 @@ def prepare(
     elif held_out or not section.streaming:
         with _draft(folder, key) as draft:
             job = _Job(section, draft, say)
-            if held_out and eval_encoder:
-                documents = job.documents(held_out, eval_encoder)
-                job.rows("eval", documents, documents.spans, eval_encoder)
+            num_held = job.evaluation(held_out, eval_encoder) if held_out and eval_encoder else 0
             if not section.streaming:
-                job.train(train, encoder, 0.0 if held_out else section.eval_fraction, seed)
+                job.train(train, encoder, seed, num_held)
     if not section.streaming:
         return open_prepared(folder, key)
     evaluation = _open(folder / key / "eval.arrow") if held_out else None
@@ -117,18 +115,21 @@ def prepare(
 
 
 def open_prepared(folder: Path, key: str) -> Prepared:
-    """What ``prepare`` saved under this fingerprint (map-style data only)."""
+    """What ``prepare`` saved under this fingerprint (map-style data only).
+
+    Raises:
+        DataError: it is not there, or not whole.
+    """
     home = folder / key
-    facts = json.loads((home / "facts.json").read_text())
-    evaluation = home / "eval.arrow"
-    return Prepared(
-        train=_open(home / "train.arrow"),
-        eval=_open(evaluation) if evaluation.exists() else None,
-        fingerprint=key,
-        format=facts["format"],
-        num_tokens=facts["tokens"],
-        num_trained_tokens=facts["trained"],
-    )
+    try:
+        facts = json.loads((home / "facts.json").read_text())
+        train = _open(home / "train.arrow")
+        evaluation = _open(home / "eval.arrow") if facts["eval_rows"] else None
+    except (OSError, ValueError, KeyError):
+        raise DataError(f"{home}: the prepared data is missing or damaged; remove the folder") from None
+    if len(train) != facts["rows"] or (evaluation is not None and len(evaluation) != facts["eval_rows"]):
+        raise DataError(f"{home}: the prepared data is damaged; remove the folder")
+    return Prepared(train, evaluation, key, facts["format"], facts["tokens"], facts["trained"])
 
 
 def open_train(section: DataSection) -> Source:
@@ -239,16 +240,21 @@ class _Job:
         self.say(f"data: {side}: {counts.rows:,} rows of up to {limit:,} tokens; {share}")
         return counts
 
-    def train(self, source: Source, encoder: Encoder, eval_fraction: float, seed: int) -> None:
+    def evaluation(self, source: Source, encoder: Encoder) -> int:
+        documents = self.documents(source, encoder)
+        return self.rows("eval", documents, documents.spans, encoder).rows
+
+    def train(self, source: Source, encoder: Encoder, seed: int, num_held: int) -> None:
+        """The training rows; and those for evaluation, if a share was asked for and none are there yet."""
         documents = self.documents(source, encoder)
         spans = documents.spans
-        if eval_fraction:
+        if self.section.eval_fraction and not num_held:
             if len(spans) == 1 and (encoder.format.name != "text" or spans[0].stop < 4):
                 raise DataError(f"data.eval_fraction: {source.name} has one row; use data.eval_path")
-            spans, held = packing.split(spans, eval_fraction, seed)
-            self.rows("eval", documents, held, encoder)
+            spans, held = packing.split(spans, self.section.eval_fraction, seed)
+            num_held = self.rows("eval", documents, held, encoder).rows
         counts = self.rows("train", documents, spans, encoder)
-        facts = {"format": encoder.format.name, **counts._asdict()}
+        facts = {"format": encoder.format.name, "eval_rows": num_held, **counts._asdict()}
         (self.draft / "facts.json").write_text(json.dumps(facts))
 
 
@@ -336,7 +342,7 @@ def _good(results: Iterable[Encoded], source: Source, say: Say) -> Iterator[Docu
             spoken = time.monotonic()
             say(f"data: {source.name}: {num_good:,} rows tokenised")
     if bad:
-        raise DataError(shorten(bad, "bad rows"))
+        raise DataError(bad if len(bad) <= 5 else [*bad[:5], f"... and {len(bad) - 5:,} more bad rows"])
     if num_good == 0:
         reason = f"all {num_empty} rows are empty text" if num_empty else "there are no rows"
         raise DataError(f"{source.name}: {reason}")

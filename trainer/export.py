@@ -53,6 +53,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     probe, logits = probe_logits(trainer, model)
+    expected = shapes(model)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return None
@@ -65,11 +66,15 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     tokenizer.save_pretrained(draft)
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
-    return check(folder, {} if hasattr(model, "peft_config") else shapes(state or model.state_dict()), probe, logits)
+    return check(folder, {} if hasattr(model, "peft_config") else expected, probe, logits)
 
 
-def shapes(state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name to full shape of everything a state dict holds; a parameter split by stage 3 knows its full shape."""
+    return {
+        name: tuple(getattr(tensor, "ds_shape", tensor.shape))
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
 
 
 def probe_logits(trainer: Trainer, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,10 +102,12 @@ def check(folder: Path, expected: dict[str, tuple[int, ...]], probe: torch.Tenso
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    unset_hf_deepspeed_config()  # under stage 3 from_pretrained would split the copy over ranks that are not here
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
-    found = shapes(model.state_dict())
+    found = shapes(model)
     if expected:
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
         wrong += [f"{name} is new" for name in found.keys() - expected.keys()]

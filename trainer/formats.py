@@ -168,6 +168,8 @@ class Encoder:
                 return f"{label} is missing; found: {', '.join(row.values) or 'nothing'}"
             if not isinstance(value, wanted):
                 return f"{label} is {kind(value)}; every row needs {kind(wanted())}"
+            if isinstance(value, str) and not _is_text(value):
+                return f"{label} {_SURROGATE}"
             values[name] = value
         return values
 
@@ -240,6 +242,18 @@ class Encoder:
         return " (every label is -100)" if "labels" in self.columns else ""
 
 
+_SURROGATE = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+
+
+def _is_text(value: str) -> bool:
+    """JSON can spell strings that are not Unicode; a tokenizer cannot take them."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 # The functions from a row's fields to segments. ``prompted`` says whether prompts are trained on too.
 
 
@@ -283,6 +297,8 @@ def _message_fault(messages: list[Any]) -> str | None:
             return f"{where} has role {message['role']!r}; allowed: {', '.join(ROLES)}{hint}"
         if not isinstance(message["content"], str) and not message.get("tool_calls"):
             return f"{where} has content that is {kind(message['content'])}; every message needs a string"
+        if isinstance(message["content"], str) and not _is_text(message["content"]):
+            return f"{where} {_SURROGATE}"
     return None
 
 

@@ -127,7 +127,6 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
     with torch.device("meta"):
         model = make()
     model.to_empty(device="cpu")
-    model.tie_weights()  # to_empty gives tied parameters storage of their own
     torch.manual_seed(seed)
     # Modules were marked as initialised on the meta device, where nothing was drawn.
     for module in model.modules():
@@ -136,6 +135,8 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
     for tensor in [*model.parameters(), *model.buffers()]:
         if hasattr(tensor, "_is_hf_initialized"):
             del tensor._is_hf_initialized
+    # to_empty gave tied parameters storage of their own. They are tied after the draws, as Transformers does it, so
+    # that the embedding keeps its own draw (with a zero row for padding) and not the head's.
     model.initialize_weights()
     model.tie_weights()
     return model

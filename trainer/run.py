@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import logging
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +16,8 @@ from trainer import build
 from trainer.callbacks import write_line
 from trainer.errors import ExitCode, UserError
 from trainer.export import export
-from trainer.ranks import Ranks, process_group
+from trainer.machine import cores
+from trainer.ranks import Ranks, process_group, share_cores
 
 if TYPE_CHECKING:
     from trainer.build import Run
@@ -24,9 +28,28 @@ NEXT_STEPS = {"runs/quickstart": "make finetune"}
 
 def run(config: RunConfig, ranks: Ranks) -> int:
     """Train as ``config`` says, on this rank. All process groups are closed on every way out."""
+    share_cores(ranks, cores()[1])
+    quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
     with process_group(ranks, timeout_s, single="zero" in config.strategies):
         return _guarded(config, ranks)
+
+
+def quiet_libraries() -> None:
+    """Silence what libraries say about themselves; warnings about the run stay.
+
+    DeepSpeed reports its choice of accelerator while it is imported, and torch that DeepSpeed calls functions by
+    names that will go.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    logging.disable(logging.WARNING)
+    from transformers.utils import logging as transformers_logging
+
+    if importlib.util.find_spec("deepspeed") is not None:
+        importlib.import_module("deepspeed")
+    logging.disable(logging.NOTSET)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
 
 
 def _guarded(config: RunConfig, ranks: Ranks) -> int:

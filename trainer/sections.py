@@ -25,6 +25,7 @@ from trainer.conflicts import conflicts
 from trainer.wording import MISSING, Allowed
 from trainer.yamlfile import dotted, write
 
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]
 
 
@@ -38,63 +39,65 @@ class TrainTokenizer(Section):
 class LoraSection(Section):
     """Low-rank adapters; names as in peft.LoraConfig (task_type is always CAUSAL_LM)."""
 
-    r: Count = Field(8, description="Rank of the adapters.")
-    lora_alpha: Count = Field(16, description="Scale of the adapters; they are multiplied by lora_alpha / r.")
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout before the adapters.")
+    r: Count = Field(default=8, description="Rank of the adapters.")
+    lora_alpha: Count = Field(default=16, description="Scale of the adapters; they are multiplied by lora_alpha / r.")
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout before the adapters.")
     target_modules: Annotated[
         list[Text] | Text | None, Allowed("a list of module names, or a pattern, or all-linear")
-    ] = Field(None, description="Modules that get adapters; not set means peft's choice for the model.")
-    bias: Literal["none", "all", "lora_only"] = Field("none", description="Which biases are trained.")
-    modules_to_save: list[Text] | None = Field(None, description="Modules trained in full besides.")
-    use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
-    use_dora: bool = Field(False, description="Train magnitude and direction apart (DoRA).")
+    ] = Field(default=None, description="Modules that get adapters; not set means peft's choice for the model.")
+    bias: Literal["none", "all", "lora_only"] = Field(default="none", description="Which biases are trained.")
+    modules_to_save: list[Text] | None = Field(default=None, description="Modules trained in full besides.")
+    use_rslora: bool = Field(default=False, description="Scale by lora_alpha / sqrt(r).")
+    use_dora: bool = Field(default=False, description="Train magnitude and direction apart (DoRA).")
 
 
 class ModelSection(Section):
     """Which model is trained: exactly one of name_or_path and config."""
 
-    name_or_path: Text | None = Field(None, description="Folder or hub name of a pretrained model.")
+    name_or_path: Text | None = Field(default=None, description="Folder or hub name of a pretrained model.")
     config: dict[str, Any] | None = Field(
-        None, description="Hugging Face model config (model_type, hidden_size, ...): random weights."
+        default=None, description="Hugging Face model config (model_type, hidden_size, ...): random weights."
     )
     tokenizer: Annotated[
         Text | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
-    ] = Field(None, description="Name or folder, or one to train; not set means the model's own.")
+    ] = Field(default=None, description="Name or folder, or one to train; not set means the model's own.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Type in which the weights are loaded; see also training.bf16."
+        default="float32", description="Type in which the weights are loaded; see also training.bf16."
     )
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | None = (
-        Field(None, description="Attention kernel; not set means the model's default.")
+    attn_implementation: Attention | None = Field(
+        default=None, description="Attention kernel; not set means the model's default."
     )
     trust_remote_code: bool = Field(
-        False, description="Run Python code that comes with the model. It can do anything you can."
+        default=False, description="Run Python code that comes with the model. It can do anything you can."
     )
-    lora: LoraSection | None = Field(None, description="Train low-rank adapters instead of all weights; needs peft.")
+    lora: LoraSection | None = Field(
+        default=None, description="Train low-rank adapters instead of all weights; needs peft."
+    )
 
 
 class DataSection(Section):
     """What it is trained on."""
 
     path: Text = Field(description="A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
-    name: Text | None = Field(None, description="Subset of a hub data set; for pydoc: text or pairs.")
-    split: Text = Field("train", description="Split to train on.")
-    eval_path: Text | None = Field(None, description="Evaluation data apart from path, in the same forms.")
-    eval_split: Text | None = Field(None, description="Split to evaluate on.")
+    name: Text | None = Field(default=None, description="Subset of a hub data set; for pydoc: text or pairs.")
+    split: Text = Field(default="train", description="Split to train on.")
+    eval_path: Text | None = Field(default=None, description="Evaluation data apart from path, in the same forms.")
+    eval_split: Text | None = Field(default=None, description="Split to evaluate on.")
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = Field(
-        0.0, description="Share of the training data set aside for evaluation."
+        default=0.0, description="Share of the training data set aside for evaluation."
     )
     columns: Annotated[
         dict[Columns, Text], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
     ] = Field(default={}, description="Our field -> their column, where the two differ.")
-    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Tokens per sample; longer ones are cut.")
-    packing: bool = Field(False, description="Fill each sequence with several samples; they do not mix.")
+    max_length: Annotated[int, Field(ge=8)] = Field(default=1024, description="Tokens per sample; longer ones are cut.")
+    packing: bool = Field(default=False, description="Fill each sequence with several samples; they do not mix.")
     completion_only_loss: bool | None = Field(
-        None, description="Loss on the completion only; not set means yes for prompt/completion data."
+        default=None, description="Loss on the completion only; not set means yes for prompt/completion data."
     )
-    assistant_only_loss: bool = Field(False, description="Loss on the assistant's turns of messages only.")
-    chat_template_path: Text | None = Field(None, description="Jinja chat template; else the tokenizer's.")
-    streaming: bool = Field(False, description="Read while training; needs training.max_steps.")
-    num_proc: Count | None = Field(None, description="Processes that prepare the data.")
+    assistant_only_loss: bool = Field(default=False, description="Loss on the assistant's turns of messages only.")
+    chat_template_path: Text | None = Field(default=None, description="Jinja chat template; else the tokenizer's.")
+    streaming: bool = Field(default=False, description="Read while training; needs training.max_steps.")
+    num_proc: Count | None = Field(default=None, description="Processes that prepare the data.")
 
 
 SECTIONS: Mapping[str, type[Section]] = {

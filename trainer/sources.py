@@ -59,11 +59,9 @@ class Source(Protocol):
     def tables(self) -> tuple[Table, ...]: ...
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         """Rows with at least the columns in ``wanted``, where they have them."""
-        ...
 
     def identity(self, exact: bool) -> list[str]:
         """What the content is, independent of where it lies; sha256 if ``exact``, else size and mtime."""
-        ...
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -91,13 +89,20 @@ def _read_txt(path: Path, wanted: Collection[str]) -> Numbered:
         yield 1, {"text": text}
 
 
+_TOO_DEEP = "broken JSON: nested too deeply"
+
+
+def _broken(error: json.JSONDecodeError) -> str:
+    return f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+
+
 def _object(text: str) -> Mapping[str, Any] | str:
     try:
-        row = json.loads(text)
+        row = json.loads(text.rstrip())
     except json.JSONDecodeError as error:
-        return f"broken JSON: {error.msg} at column {error.colno}"
+        return _broken(error)
     except RecursionError:
-        return "broken JSON: nested too deeply"
+        return _TOO_DEEP
     return row if isinstance(row, dict) else f"a row must be a JSON object, not {kind(row)}"
 
 
@@ -122,8 +127,9 @@ def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
     try:
         rows = json.loads(_utf8(path.read_bytes(), str(path)))
     except json.JSONDecodeError as error:
-        line = f"broken JSON: {error.msg} at column {error.colno}"
-        raise DataError(f"{path}:{error.lineno}: {line}") from None
+        raise DataError(f"{path}:{error.lineno}: {_broken(error)}") from None
+    except RecursionError:
+        raise DataError(f"{path}:1: {_TOO_DEEP}") from None
     for number, row in enumerate(rows, start=1):
         yield number, row if isinstance(row, dict) else f"a row must be a JSON object, not {kind(row)}"
 
@@ -195,13 +201,13 @@ def _columns(path: Path) -> tuple[str, ...]:
         return tuple(next(_csv_rows(path), []))
     if suffix == ".parquet":
         return tuple(_parquet(path).schema_arrow.names)
-    broken = None
+    broken = []
     for number, row in _READERS[suffix](path, ()):
         if not isinstance(row, str):
             return tuple(row)
-        broken = broken or f"{path}:{number}: {row}"
+        broken.append(f"{path}:{number}: {row}")
     if broken:
-        raise DataError(broken)
+        raise DataError(broken[:5])
     return ()
 
 
@@ -215,9 +221,9 @@ class Files:
 
     def __post_init__(self) -> None:
         tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
-        empty = [f"{table.name}: the file is empty; it has no rows" for table in tables if not table.columns]
-        if empty:
-            raise DataError(shorten(empty, "empty files"))
+        for table in tables:
+            if not table.columns:
+                raise DataError(f"{table.name}: the file is empty; it has no rows")
         object.__setattr__(self, "tables", tables)
 
     @property
@@ -227,27 +233,19 @@ class Files:
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         for path in self.paths:
             for number, row in _READERS[path.suffix.lower()](path, wanted):
-                place = f"{path}:{number}"
-                yield Row(place, {}, row) if isinstance(row, str) else Row(place, row)
+                values, problem = ({}, row) if isinstance(row, str) else (row, None)
+                yield Row(f"{path}:{number}", values, problem)
 
     def identity(self, exact: bool) -> list[str]:
-        marks = []
-        for path in self.paths:
-            stat = path.stat()
-            mark = _sha256(path) if exact else str(stat.st_mtime_ns)
-            marks.append(f"{path.relative_to(self.root.parent)} {stat.st_size} {mark}")
-        return marks
+        names = [str(path.relative_to(self.root.parent)) for path in self.paths]
+        stats = [(path, path.stat()) for path in self.paths]
+        marks = [_sha256(path) if exact else f"{stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+        return [f"{name} {mark}" for name, mark in zip(names, marks, strict=True)]
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def shorten(lines: list[str], what: str, most: int = 5) -> list[str]:
-    """The first ``most`` lines, and how many more there are."""
-    more = len(lines) - most
-    return [*lines[:most], f"... and {more} more {what}"] if more > 0 else lines
 
 
 @dataclass(frozen=True)
@@ -269,8 +267,8 @@ class Pydoc:
             yield Row(f"pydoc:{topic}", _pair(topic, text) if self.pairs else {"text": text})
 
     def identity(self, exact: bool) -> list[str]:
-        digest = hashlib.sha256(repr([row.values for row in self.rows(())]).encode())
-        return [f"pydoc {self.pairs} {digest.hexdigest()}"]
+        content = repr([row.values for row in self.rows(())])
+        return ["pydoc", hashlib.sha256(content.encode()).hexdigest()]
 
 
 def _pair(topic: str, text: str) -> dict[str, str]:
@@ -339,8 +337,8 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
 
 def _is_hub_name(path: str) -> bool:
     # `corpus/train` with a folder `corpus` beside us is a misspelt path, not a hub name.
-    looks = _HUB_NAME.fullmatch(path) and Path(path).suffix.lower() not in _READERS
-    return bool(looks) and not Path(path).parent.is_dir()
+    known = Path(path).suffix.lower() in _READERS or Path(path).parent.is_dir()
+    return not known and _HUB_NAME.fullmatch(path) is not None
 
 
 def _not_found(path: str, local: Path, key: str) -> str:

@@ -34,10 +34,11 @@ class Trainer(transformers.Trainer):
 
     Args:
         meter: counts tokens and time; fills each record.
-        own_clipping: clip between backward and step (ZeRO stage 0 in fp32, see ``trainer/accelerator.py``).
+        own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
+            ``trainer/accelerator.py``); ``args.max_grad_norm`` is then 0, so that nobody clips twice.
     """
 
-    def __init__(self, *args: Any, meter: Meter, own_clipping: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, meter: Meter, own_clipping: float | None, **kwargs: Any) -> None:
         self.meter = meter
         self._own_clipping = own_clipping
         self._accelerator_args: dict[str, Any] = {}
@@ -59,8 +60,7 @@ class Trainer(transformers.Trainer):
         again = {name: value for name, value in self._accelerator_args.items() if name != "deepspeed_plugin"}
         self.accelerator = StowAccelerator(**again)
         self.gather_function = self.accelerator.gather_for_metrics
-        if self._own_clipping:
-            self.accelerator.max_grad_norm = self.args.max_grad_norm
+        self.accelerator.max_grad_norm = self._own_clipping
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self.meter.count(inputs["input_ids"].numel())

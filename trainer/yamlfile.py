@@ -143,6 +143,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Unusual line breaks (U+0085, U+2028) survive as escapes only, and those need double quotes.
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 def _integer(text: str) -> int:
     number = int(text, 0) if text.startswith(("0o", "0x")) else int(text)

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer import data, sources
 from trainer import tokenizer as tokenizers
@@ -87,6 +89,10 @@ CASES = [
     Case("wrong type", {"d.jsonl": jsonl(OK, {"text": 7})}, {}, [
         "d.jsonl:2: field 'text' is an integer; every row needs a string",
     ]),
+    Case("half a surrogate pair", {"d.jsonl": '{"text": "a \\ud800"}\n'}, {}, [
+        "d.jsonl:1: field 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
+    ]),
+    Case("nested too deeply", {"d.json": "[" * 100_000}, {}, ["d.json:1: broken JSON: nested too deeply"]),
     Case("messages is a string", {"d.jsonl": jsonl({"messages": "hi"})}, {}, [
         "d.jsonl:1: field 'messages' is a string; every row needs a list",
     ]),
@@ -99,7 +105,7 @@ CASES = [
         "d.jsonl: all 2 rows are empty text",
     ]),
     Case("broken line", {"d.jsonl": jsonl(OK, OK, '{"text": "a')}, {}, [
-        "d.jsonl:3: broken JSON: Unterminated string starting at at column 10",
+        "d.jsonl:3: broken JSON: Unterminated string starting at column 10",
     ]),
     Case("only broken lines", {"d.jsonl": "nonsense\n"}, {}, [
         "d.jsonl:1: broken JSON: Expecting value at column 1",
@@ -183,7 +189,7 @@ CASES = [
         "d.jsonl:1: field 'messages' is an empty list; a conversation has at least one message",
     ]),
     Case("no assistant turn", {"d.jsonl": jsonl(chat(("user", "a")))}, {"assistant_only_loss": True}, [
-        "d.jsonl:1: every token is masked: nothing to train on in 14 tokens (no assistant turn)",
+        "d.jsonl:1: every token is masked: nothing to train on in 8 tokens (no assistant turn)",
     ]),
     Case("template without marks",
         {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "{{ messages[0].content }}"},
@@ -237,6 +243,23 @@ CASES = [
     ]),
 ]  # fmt: skip
 
+# What files are made of, to be put together at random.
+PIECES = [
+    *(b"[", b"]", b"{", b"}", b'"text"', b'"input_ids"', b":", b",", b'"a b"', b'"', b"\n", b"text", b"5", b"-1"),
+    *(
+        b'{"text": "a b"}\n',
+        b'{"text": "a b"},',
+        b"null",
+        b"1.5",
+        b'"\\ud800"',
+        b"true",
+        b"PAR1",
+        b"text,id\n",
+        b"x,1\n",
+    ),
+    *(b'{"input_ids": [5, 6]}\n', b'{"messages": [{"role": "user", "content": "a"}]}\n', b"\r", b" "),
+]
+
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bad_data(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
@@ -258,12 +281,29 @@ def test_bad_data(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
     assert not prepared.exists() or not list(prepared.iterdir()), "a refused data set leaves nothing behind"
 
 
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(
+    st.sampled_from(sources.SUFFIXES),
+    st.lists(st.sampled_from([*PIECES, b"\xff", b"\x00", b"\xef\xbb\xbf"]), max_size=30).map(b"".join),
+)
+def test_any_bytes_are_data_or_a_data_error(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, suffix: str, content: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    path = folder / f"d{suffix}"
+    path.write_bytes(content)
+    try:
+        data.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, folder / "p", lambda line: None)
+    except DataError as error:
+        assert all(line.startswith((str(path), "... and", "data.columns")) for line in error.lines)
+
+
 def test_streaming_names_the_row_when_it_gets_there(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(jsonl(*[OK] * 300, {"text": None}))
     section = DataSection(path=str(path), streaming=True)
     prepared = data.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
-    with pytest.raises(DataError, match="d.jsonl:301: field 'text' is null; every row needs a string"):
+    with pytest.raises(DataError, match=r"d\.jsonl:301: field 'text' is null; every row needs a string"):
         list(prepared.train)
 
 

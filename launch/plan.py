@@ -1,0 +1,78 @@
+"""Show the plan of a run: who holds what, where, how many bytes, who decided it and why.
+
+    python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
+
+Needs no GPU, no weights and no data. A plan whose training state does not fit ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import load
+from trainer.errors import ConfigError, UserError
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
+    parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
+    parser.add_argument("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
+    parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
+    parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    arguments = parser.parse_args(argv)
+    if arguments.world_size < 1:
+        parser.error(f"--world-size {arguments.world_size}: must be at least 1")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command. Returns the exit code."""
+    arguments = parse(argv)
+    try:
+        show(arguments)
+    except UserError as error:
+        print("\n".join(error.lines), file=sys.stderr)
+        return error.code
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print what was asked for.
+
+    Raises:
+        ConfigError: in the config, or the plan does not fit.
+    """
+    config = load(arguments.config, arguments.overrides)
+    from trainer.machine import probe, profile
+
+    machine = profile(arguments.profile) if arguments.profile else probe()
+    from strategies.core.render import table, to_json
+    from trainer import build, engine
+    from trainer.ranks import Ranks
+
+    local = arguments.ranks_per_machine or min(arguments.world_size, 8)
+    plan = build.plan_of(config, Ranks(world_size=arguments.world_size, local_world_size=local), machine)
+    print(table(plan))
+    if arguments.explain:
+        units = [unit.name for unit in plan.facts.units]
+        if arguments.explain not in units:
+            raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(units)}")
+        print(f"\n{plan.explain(arguments.explain)}")
+    if arguments.deepspeed:
+        print(f"\n{json.dumps(engine.ds_config(plan), indent=1)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(to_json(plan), indent=1))
+    build.refuse_impossible(plan)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""Loading: what a good config becomes, where its values come from, and that nothing ever escapes as a traceback."""
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from trainer.arguments import REFUSED, RENAMED, TrainingSection
+from trainer.config import json_schema, load, merged
+from trainer.configdoc import render
+from trainer.conflicts import conflicts
+from trainer.errors import ConfigError
+from trainer.hints import known_keys
+from trainer.sections import DataSection, ModelSection, RunConfig
+from trainer.yamlfile import parse, write
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = """
+model:      {name_or_path: m}
+data:       {path: pydoc, max_length: 512, packing: true}
+training:   {output_dir: runs/quickstart, learning_rate: 1e-3, per_device_train_batch_size: 8, max_steps: 200}
+strategies: {zero: {stage: 2}}
+"""
+FUZZ = settings(
+    max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "x.yaml"
+    path.write_text(QUICKSTART)
+    return path
+
+
+def test_quickstart(file: Path) -> None:
+    config = load(file)
+    assert config.model == ModelSection(name_or_path="m")
+    assert config.data == DataSection(path="pydoc", max_length=512, packing=True)
+    assert (config.training.learning_rate, config.training.max_steps) == (1e-3, 200)
+    assert config.strategies["zero"].model_dump() == {"stage": 2}
+    assert config.training.arguments() == {
+        "output_dir": "runs/quickstart",
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "num_train_epochs": 3.0,
+        "max_steps": 200,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch",
+        "seed": 42,
+        "bf16": False,
+        "fp16": False,
+        "logging_steps": 10,
+        "report_to": ["tensorboard"],
+        "eval_strategy": "no",
+        "save_strategy": "steps",
+        "save_steps": 500,
+    }
+
+
+def test_arguments_use_names_every_release_knows_and_leave_resuming_to_train() -> None:
+    section = TrainingSection(output_dir="r", activation_checkpointing=True, resume_from_checkpoint="auto")
+    assert section.arguments()["gradient_checkpointing"] is True
+    assert not {"activation_checkpointing", "resume_from_checkpoint"} & section.arguments().keys()
+
+
+def test_every_name_of_training_arguments_is_a_field_or_refused() -> None:
+    """Read from the installed source, so that torch need not be imported."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        pytest.skip("transformers is not installed")
+    tree = ast.parse((Path(found.origin).parent / "training_args.py").read_text())
+    (theirs,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
+    names = {
+        node.target.id for node in theirs.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    ours = set(TrainingSection.model_fields)
+    assert ours & set(REFUSED) == set()
+    assert names - ours - set(REFUSED) == set(), "new names: give each a field or a reason"
+    assert (ours | set(REFUSED)) - names <= set(RENAMED), "names that TrainingArguments does not have"
+
+
+def test_hugging_face_accepts_what_we_hand_over(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    section = TrainingSection(output_dir=str(tmp_path), use_cpu=True, warmup_steps=0.1, report_to="none")
+    theirs = transformers.TrainingArguments(**section.arguments())
+    assert theirs.warmup_steps == 0.1
+    assert theirs.report_to == []
+
+
+VALUES: tuple[tuple[str, object], ...] = (
+    ("1e-4", 1e-4),
+    ("1E5", 1e5),
+    (".5", 0.5),
+    ("1.", 1.0),
+    ("+3", 3),
+    ("-1_000", "-1_000"),
+    ("010", 10),
+    ("0x1F", 31),
+    ("0o17", 15),
+    ("12:30", "12:30"),
+    ("2020-01-01", "2020-01-01"),
+    ("yes", "yes"),
+    ("no", "no"),
+    ("On", "On"),
+    ("true", True),
+    ("False", False),
+    ("null", None),
+    ("~", None),
+    ("", None),
+    ("-.inf", float("-inf")),
+    ("'1e-4'", "1e-4"),
+    ("!!str 1", "1"),
+    ("[1, 1.0]", [1, 1.0]),
+)
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
+def test_yaml_1_2(text: str, value: object) -> None:
+    read, document = parse(text, "x")
+    assert (read, type(read), document.problems) == (value, type(value), [])
+
+
+def test_extends_merges_one_level(tmp_path: Path, file: Path) -> None:
+    child = tmp_path / "configs" / "child.yaml"
+    child.parent.mkdir()
+    child.write_text("extends: ../x.yaml\ntraining: {max_steps: null, seed: 7}\nstrategies: {zero: null}\n")
+    config = load(child)
+    assert (config.training.learning_rate, config.training.seed, config.training.max_steps) == (1e-3, 7, -1)
+    assert config.strategies == {}
+
+
+def test_overrides_win_and_the_last_counts(file: Path) -> None:
+    config = load(file, ["training.learning_rate=1e-4", "training.seed=1", "training.seed=2", "model.lora.r=4"])
+    assert (config.training.learning_rate, config.training.seed) == (1e-4, 2)
+    assert config.model.lora is not None and config.model.lora.r == 4
+    assert load(file, ["strategies.zero=null"]).strategies == {}
+    assert load(file, ["strategies.zero.stage=3"]).strategies["zero"].model_dump() == {"stage": 3}
+    assert load(file, ["data.columns.text=body", "training.report_to=[wandb]"]).data.columns == {"text": "body"}
+
+
+def test_merged_leaves_its_arguments_alone() -> None:
+    under, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}
+    assert merged(under, over) == {"a": {"c": 2, "d": 3}}
+    assert (under, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}})
+
+
+def test_empty_strategies_section_means_none(file: Path) -> None:
+    file.write_text(QUICKSTART.replace("{zero: {stage: 2}}", ""))
+    assert load(file).strategies == {}
+
+
+def test_frozen_and_checked_in_python_too(file: Path) -> None:
+    config = load(file)
+    with pytest.raises(ValidationError):
+        config.training.seed = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError, match=r"training\.fp16: cannot go with training\.bf16"):
+        training = config.training.model_copy(update={"bf16": True, "fp16": True})
+        RunConfig(model=config.model, data=config.data, training=training)
+
+
+def test_recompute_is_decided_once() -> None:
+    values = {"training.gradient_checkpointing": True, "training.activation_checkpointing": None}
+    assert [fault.key for fault in conflicts({**values, "strategies": {"recompute": {}}})] == [
+        ("training", "gradient_checkpointing")
+    ]
+    assert conflicts({**values, "strategies": {}}) == []
+
+
+def test_dump_quotes_what_older_yaml_would_misread(file: Path) -> None:
+    text = load(file, ["training.run_name='1e-4'"]).dump()
+    assert "eval_strategy: 'no'" in text
+    assert "run_name: '1e-4'" in text
+    assert yaml.safe_load(text)["training"]["eval_strategy"] == "no"
+
+
+def test_schema_describes_every_key() -> None:
+    schema = json_schema()
+    json.dumps(schema)
+    sections = schema["$defs"]
+    assert set(schema["properties"]) == {"extends", *RunConfig.model_fields}
+    assert set(sections["TrainingSection"]["properties"]) == set(TrainingSection.model_fields)
+    assert "zero" in sections["Strategies"]["properties"]
+    assert not any("required" in section for section in [schema, *sections.values()])
+    for name in ("ModelSection", "DataSection", "TrainingSection", "LoraSection"):
+        assert all(field.get("description") for field in sections[name]["properties"].values()), name
+
+
+def test_manual_is_current() -> None:
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert written == render(), "run: python -m trainer.configdoc > docs/config.md"
+
+
+def test_loading_imports_nothing_heavy(file: Path) -> None:
+    program = f"""
+import sys
+from trainer.config import json_schema, load
+load({str(file)!r}).dump()
+json_schema()
+heavy = {{"torch", "transformers", "deepspeed", "datasets", "numpy", "accelerate", "peft"}}
+print(sorted(heavy & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout == "[]\n", done.stderr
+
+
+# ---- fuzzing: any tree gives a config or a ConfigError, and a config survives dump and load ------------------------
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-10, 10),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["no", "steps", "epoch", "bpe", "pydoc", "text", "1e-4", "true", "all", "best"]),
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def values_for(key: str) -> st.SearchStrategy[Any]:
+    good = {"model.config": st.fixed_dictionaries({"model_type": st.just("llama"), "vocab_size": scalars})}
+    return good.get(key, st.nothing()) | scalars | trees
+
+
+@st.composite
+def config_trees(draw: st.DrawFn) -> dict[str, Any]:
+    """Mostly valid sections with a few keys of ours set to anything, and now and then a stranger."""
+    tree: dict[str, Any] = {
+        "model": {"name_or_path": "m"},
+        "data": {"path": "pydoc"},
+        "training": {"output_dir": "r"},
+        "strategies": {},
+    }
+    for key in draw(st.lists(st.sampled_from(known_keys()), max_size=4)):
+        at: Any = tree
+        *sections, name = key.split(".")
+        for section in sections:
+            at = at.setdefault(section, {}) if isinstance(at, dict) else {}
+        if isinstance(at, dict):
+            at[name] = draw(values_for(key))
+    if draw(st.booleans()):
+        tree[draw(st.text(max_size=6))] = draw(trees)
+    return tree
+
+
+def config_or_lines(path: Path) -> None:
+    try:
+        config = load(path)
+    except ConfigError as error:
+        assert error.lines
+        assert all(line.startswith(f"{path}:") and line.isprintable() for line in error.lines)
+        return
+    again = path.with_name("again.yaml")
+    again.write_text(config.dump(), encoding="utf-8")
+    assert load(again) == config
+
+
+@FUZZ
+@given(tree=config_trees())
+def test_any_tree(tree: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8")
+    config_or_lines(path)
+
+
+@FUZZ
+@given(content=st.one_of(st.binary(max_size=40), st.text("ab:{}[]-'\"\n\t &*!|>#%@,?1.e", max_size=40).map(str.encode)))
+def test_any_bytes(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_bytes(content)
+    config_or_lines(path)
+
+
+@FUZZ
+@given(overrides=st.lists(st.text(max_size=12) | st.sampled_from(known_keys()).map("{}=1".format), max_size=3))
+def test_any_overrides(overrides: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_text(QUICKSTART)
+    try:
+        load(path, overrides)
+    except ConfigError as error:
+        assert all(line.isprintable() for line in error.lines)
+
+
+@FUZZ
+@given(tree=st.dictionaries(st.text(max_size=4), trees, max_size=3))
+def test_written_yaml_is_read_back(tree: dict[str, Any]) -> None:
+    value, document = parse(write(tree), "x")
+    if not document.problems:  # integers beyond 64 bits are refused
+        assert repr(value) == repr(tree)

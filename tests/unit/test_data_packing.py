@@ -1,0 +1,231 @@
+"""Packing: no token lost, none twice, never too long; and on real models, packed equals unpacked.
+
+Models are tiny and random, in fp32. Equality is to 1e-5 and not bitwise: see [Rounding] in trainer/collate.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+
+from trainer.collate import Collator, packing_supported
+from trainer.packing import MASKED, Span, chunk, pack, rows, split, whole
+
+VOCAB = 64
+exact = settings(derandomize=True, max_examples=100, deadline=None)
+lengths_and_capacity = st.integers(3, 40).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=60), st.just(capacity))
+)
+document_lengths = st.lists(st.integers(2, 100), min_size=1, max_size=30)
+
+
+@exact
+@given(lengths_and_capacity)
+def test_pack_places_every_span_once_and_never_overfills(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
+    packed = pack(lengths, capacity)
+    assert sorted(index for row in packed for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= capacity for row in packed)
+    assert packed == pack(lengths, capacity)
+
+
+@exact
+@given(lengths_and_capacity)
+def test_pack_is_near_the_least_number_of_rows(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
+    least = -(-sum(lengths) // capacity)
+    assert least <= len(pack(lengths, capacity)) <= 2 * least  # any two rows together overfill one
+
+
+def test_pack_fills_gaps_best() -> None:
+    assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+    assert pack([5] * 6, 10) == [[0, 1], [2, 3], [4, 5]]
+    assert pack([], 10) == []
+
+
+@exact
+@given(document_lengths, st.integers(3, 40))
+def test_chunk_loses_nothing_and_leaves_no_lone_token(lengths: list[int], max_length: int) -> None:
+    pieces = chunk(whole(lengths), max_length)
+    for document, length in enumerate(lengths):
+        mine = [piece for piece in pieces if piece.document == document]
+        assert [piece.start for piece in mine] == [0, *(piece.stop for piece in mine[:-1])]
+        assert mine[-1].stop == length
+    assert all(2 <= piece.stop - piece.start <= max_length for piece in pieces)
+
+
+@exact
+@given(document_lengths, st.floats(0.01, 0.5), st.integers(0, 5))
+def test_split_is_a_partition_that_follows_from_the_seed(lengths: list[int], fraction: float, seed: int) -> None:
+    spans = whole([length + 2 for length in lengths])
+    train, held = split(spans, fraction, seed)
+    assert train and held
+    assert (train, held) == split(spans, fraction, seed)
+    if len(spans) > 1:
+        assert sorted([*train, *held]) == spans
+        assert len(held) == max(1, round(len(spans) * fraction))
+    else:
+        assert (train[0].stop, train[0].start, held[0].stop) == (held[0].start, 0, spans[0].stop)
+        assert held[0].stop - held[0].start >= 2
+
+
+def test_split_depends_on_the_seed() -> None:
+    spans = whole([5] * 100)
+    assert split(spans, 0.1, 1) != split(spans, 0.1, 2)
+    assert split([Span(0, 0, 100)], 0.1, 1) == ([Span(0, 0, 90)], [Span(0, 90, 100)])
+
+
+@exact
+@given(document_lengths, st.integers(3, 40), st.booleans())
+def test_rows_keep_every_token_and_reset_positions(lengths: list[int], max_length: int, packing: bool) -> None:
+    starts = np.cumsum([0, *lengths])
+    tokens = [np.arange(starts[i], starts[i + 1], dtype=np.int32) for i in range(len(lengths))]
+    spans = chunk(whole(lengths), max_length)
+    made = list(rows(spans, lambda document: (tokens[document], tokens[document]), max_length, packing))
+    seen = np.concatenate([row["input_ids"] for row in made])
+    assert sorted(seen.tolist()) == list(range(starts[-1]))
+    first_tokens = {starts[span.document] + span.start for span in spans}
+    for row in made:
+        ids, labels = row["input_ids"], row["labels"]
+        assert len(ids) == len(labels) <= max_length
+        masked = np.isin(ids, list(first_tokens))
+        assert (labels == np.where(masked, MASKED, ids)).all()
+        if packing:
+            assert ((row["position_ids"] == 0) == masked).all()
+            assert (np.diff(row["position_ids"])[~masked[1:]] == 1).all()
+        else:
+            assert "position_ids" not in row
+
+
+# ------------------------------------------------------------------------------------------- collator
+
+
+def row_of(*documents: Sequence[int], packing: bool) -> dict[str, list[int]]:
+    ids = [token for document in documents for token in document]
+    labels = [token for document in documents for token in (MASKED, *document[1:])]
+    row = {"input_ids": ids, "labels": labels}
+    if packing:
+        row["position_ids"] = [i for document in documents for i in range(len(document))]
+    return row
+
+
+def test_collator_unpacked() -> None:
+    batch = Collator(0, packing=False, pad_to_multiple_of=4)(
+        [row_of([5, 6, 7], packing=False), row_of([8, 9, 1, 2, 3], packing=False)]
+    )
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0, 0, 0, 0, 0], [8, 9, 1, 2, 3, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, *[-100] * 5], [-100, 9, 1, 2, 3, *[-100] * 3]]
+    assert batch["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 5 + [0] * 3]
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_collator_keeps_eos_when_it_is_the_pad_token() -> None:
+    batch = Collator(9, packing=False)([row_of([5, 6, 9], packing=False)])
+    assert batch["labels"].tolist() == [[-100, 6, 9, -100, -100, -100, -100, -100]]
+
+
+def test_collator_packed() -> None:
+    made = [row_of([5, 6], [7, 8, 9], packing=True), row_of([1, 2, 3], packing=True)]
+    batch = Collator(0, packing=True, pad_to_multiple_of=8)(made)
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4]]
+    flat = Collator(0, packing=True, pad_to_multiple_of=8, flatten=True)(made)
+    assert flat["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]]
+
+
+# --------------------------------------------------------------------------------------------- models
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "mistral, a window shorter than a document": MistralConfig(**SIZES, sliding_window=6),
+    "gpt2": GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+}
+
+
+def tiny(config: Any, attention: str = "eager") -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    with torch.no_grad():  # larger weights than the initial ones, so that a leak is loud
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.config.use_cache = False
+    return model.train()
+
+
+def loss_and_gradient(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    loss = model(**batch, num_items_in_batch=torch.tensor(1)).loss  # a sum over trained tokens
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["rows", "flattened"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_equals_unpacked(name: str, attention: str, flatten: bool) -> None:
+    model = tiny(CONFIGS[name], attention)
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (9, 4, 12, 7, 2, 13)]
+    groups = pack([len(document) for document in documents], 24)
+    assert len(groups) == 2 and sum(map(len, groups)) == 6
+    packed = Collator(0, packing=True, flatten=flatten)(
+        [row_of(*(documents[index] for index in group), packing=True) for group in groups]
+    )
+    unpacked = Collator(0, packing=False)([row_of(document, packing=False) for document in documents])
+    assert (packed["labels"] != MASKED).sum() == (unpacked["labels"] != MASKED).sum()
+
+    loss, gradient = loss_and_gradient(model, packed)
+    expected_loss, expected_gradient = loss_and_gradient(model, unpacked)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    scale = float(expected_gradient.abs().max())
+    torch.testing.assert_close(gradient / scale, expected_gradient / scale, rtol=0, atol=1e-5)
+
+    with torch.no_grad():
+        logits = model(**packed).logits.reshape(2, -1, VOCAB)
+        alone = model(**unpacked).logits
+    for row, group in enumerate(groups):
+        start = 0
+        for index in group:
+            stop = start + len(documents[index])
+            expected = alone[index, : stop - start]
+            torch.testing.assert_close(logits[row, start:stop], expected, rtol=1e-5, atol=1e-5)
+            start = stop
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packing_supported(name: str, attention: str) -> None:
+    assert packing_supported(tiny(CONFIGS[name], attention)) is None
+
+
+def test_packing_refused_without_position_ids() -> None:
+    model = tiny(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=VOCAB))
+    assert packing_supported(model) == "BloomForCausalLM takes no position_ids"
+
+
+def test_packing_refused_where_documents_leak() -> None:
+    """Mamba-like layers carry a state across the whole row, whatever the positions say."""
+    from transformers import JambaConfig
+
+    config = JambaConfig(
+        **SIZES, mamba_d_state=4, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, num_experts=1,
+        expert_layer_period=2, num_experts_per_tok=1, use_mamba_kernels=False, pad_token_id=0,
+    )  # fmt: skip
+    reason = packing_supported(tiny(config))
+    assert reason is not None and reason.startswith("JambaForCausalLM lets packed documents see each other")
