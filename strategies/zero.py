@@ -24,17 +24,20 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, Precision, Unit
+from strategies.core.facts import Facts, Precision, Unit, UnitKind
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share, When
 from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 
+if TYPE_CHECKING:
+    from torch import nn
+
 MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
 _CLIP = "each rank sums the squares of its own partition, and DeepSpeed multiplies by 1/norm instead of dividing"
-_BF16 = "DeepSpeed rounds weights and gradients to bf16 between steps; plain training autocasts fp32 weights"
+_BF16 = "DeepSpeed computes with weights and gradients rounded to bf16; plain training autocasts fp32 weights"
 
 
 class Zero(Strategy):
@@ -61,6 +64,20 @@ class Zero(Strategy):
             yield from self._shares(facts, unit)
         yield from self._engine(facts)
         yield from self._reserves(facts)
+
+    def apply(self, model: nn.Module, plan: Plan) -> None:
+        """Stage 3: blocks are gathered whole, and DeepSpeed's backward hooks stand at their borders only.
+
+        [Note: order of sums] Its hooks are autograd nodes around every module that holds weights. Around the norm of
+        a residual block such a node adds the norm's two contributions to the gradient first and the residual's
+        afterwards; plain autograd adds them in another order, and the last bits differ. With the block as the unit no
+        node stands between contributions, and the bits are those of plain training.
+        """
+        if self.stage != 3:
+            return
+        from deepspeed.utils import set_z3_leaf_modules_by_name
+
+        set_z3_leaf_modules_by_name(model, [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK])
 
     def _shares(self, facts: Facts, unit: Unit) -> Iterator[Share]:
         run = facts.run

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from strategies.core.compose import compose
+from strategies.core.compose import compose, in_order
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human, table, to_json
@@ -77,6 +77,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe(folder if folder.is_dir() else Path())
     plan = plan_of(config, ranks, machine)
+    check_packing(config)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
     if ranks.is_first:
         write_plan(run)
@@ -203,32 +204,76 @@ def make_model(run: Run) -> PreTrainedModel:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
-    return model.build(section, hf_config, seed=seed, partitioned=engine.stage(run.plan) == 3)
+    weights = model.build(section, hf_config, seed=seed, partitioned=engine.stage(run.plan) == 3)
+    apply_strategies(weights, run)
+    return weights
+
+
+def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
+    """Let each strategy change the model, in the order of deciding; names must survive."""
+    for name, strategy in in_order(run.config.strategies):
+        before = names_of(weights)
+        strategy.apply(weights, run.plan)
+        assert names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"
+
+
+def names_of(weights: PreTrainedModel) -> list[str]:
+    """Every module, parameter and buffer, in order."""
+    kinds = (weights.named_modules(), weights.named_parameters(remove_duplicate=False), weights.named_buffers())
+    return [name for kind in kinds for name, _ in kind]
 
 
 def make_trainer(run: Run) -> Trainer:
     """The loop, with its callbacks in the order in which they see an event; the meter is last."""
+    from transformers.trainer_callback import PrinterCallback
+
     from trainer.data import Collator
     from trainer.trainer import Trainer
 
     run.arguments = make_arguments(run)
-    weights = make_model(run)
     meter = make_meter(run)
+    prompt = sample_prompt(run)
+    sample = [SampleText(prompt)] if prompt else []
+    packing = run.config.data.packing
     trainer = Trainer(
-        model=weights,
+        model=make_model(run),
         args=run.arguments,
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,
-        data_collator=Collator(run.tokenizer.pad_token_id, run.config.data.packing),
+        data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=packing and uses_flash(run.config)),
         meter=meter,
         own_clipping=run.config.training.max_grad_norm if engine.clips_itself(run.plan) else None,
-        callbacks=[ProgressLine(), MetricsFile(run.folder / "metrics.jsonl"), SampleText(sample_prompt(run)), meter],
+        callbacks=[ProgressLine(), MetricsFile(run.folder / "metrics.jsonl"), *sample, meter],
     )
-    from transformers.trainer_callback import PrinterCallback
-
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer
+
+
+def uses_flash(config: RunConfig) -> bool:
+    """Flash attention takes packed documents as one long row; other kernels take them as rows of a batch."""
+    return str(config.model.attn_implementation).startswith("flash_attention")
+
+
+def check_packing(config: RunConfig) -> None:
+    """Try packing on a small copy of the architecture: documents in one row must not see each other.
+
+    Raises:
+        ConfigError: they do, or the model takes no positions.
+    """
+    if not config.data.packing:
+        return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.data import packing_supported
+    from trainer.shrink import VOCAB, shrink_model
+
+    small = shrink_model(model.load_config(config.model, VOCAB))
+    attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
+    copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
+    reason = packing_supported(copy)
+    if reason is not None:
+        raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")
 
 
 def make_meter(run: Run) -> Meter:

@@ -25,6 +25,11 @@ ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
 ORDER = tuple(Phase)
 
 
+def in_order(strategies: Mapping[str, Strategy]) -> list[tuple[str, Strategy]]:
+    """By phase, then by name: the order of deciding."""
+    return sorted(strategies.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
+
+
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """The plan of ``strategies`` (by config name) for ``facts``.
 
@@ -34,7 +39,7 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """
     plan = Plan.baseline(facts)
     idle: dict[str, str] = {}
-    for name, strategy in sorted(strategies.items(), key=lambda item: (ORDER.index(item[1].phase), item[0])):
+    for name, strategy in in_order(strategies):
         try:
             decisions = list(strategy.decide(facts, plan))
         except Idle as nothing_to_do:

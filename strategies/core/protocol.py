@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from strategies.core.facts import Facts
     from strategies.core.plan import Decision, Plan
 
@@ -70,6 +72,12 @@ class Strategy(BaseModel, ABC):
         Raises:
             Refusal: the options cannot work with these facts; the message says what would.
             Idle: there is nothing to decide for these facts; the message says why.
+        """
+
+    def apply(self, model: nn.Module, plan: Plan) -> None:
+        """Change the built model as the plan says, before any engine sees it. Nothing to do by default.
+
+        May not rename, reorder or drop a parameter, buffer or module; the caller checks.
         """
 
 

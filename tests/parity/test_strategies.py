@@ -1,0 +1,98 @@
+"""Every strategy found by file, on two real gloo ranks, against plain training with the same kernels.
+
+A strategy declares how it must compare (``parity``) and small options (``examples``); this file knows neither its
+name nor what it does. Bits are compared where BITWISE is declared; otherwise the declared tolerance is the bound.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.protocol import Parity
+from strategies.core.registry import available, find
+from trainer.sections import RunConfig
+from trainer.verify import compare, digest, shrink, train_weights, without_strategies
+from trainer.worlds import run_world
+
+RANKS, STEPS = 2, 4
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+GPT2 = {"model_type": "gpt2", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}  # tied, Conv1D, dropout
+
+# name -> (model, training); the key of the declared parity stands before the slash
+CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32/llama": (LLAMA, {"max_grad_norm": 0.0}),
+    "fp32/llama, clipping that never triggers": (LLAMA, {"max_grad_norm": 1e6}),
+    "fp32/llama tied, accumulation 3": (
+        LLAMA | {"tie_word_embeddings": True},
+        {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3},
+    ),
+    "fp32/gpt2 with dropout, checkpointing": (GPT2, {"max_grad_norm": 0.0, "gradient_checkpointing": True}),
+    "fp32+clip/llama": (LLAMA, {"max_grad_norm": 0.05}),
+    "bf16/llama": (LLAMA, {"max_grad_norm": 0.0, "bf16": True}),
+}
+plain_results: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConfig:
+    model, training = CASES[case]
+    config = RunConfig.model_validate(
+        {
+            "model": {"config": model, "tokenizer": "none"},
+            "data": {"path": "random tokens"},
+            "training": {"output_dir": "unused", "learning_rate": 1e-2, **training},
+            "strategies": strategies,
+        }
+    )
+    return shrink(config, folder, STEPS)
+
+
+def plain(case: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Plain training of this case, run once."""
+    if case not in plain_results:
+        config = without_strategies(config_of(case, {}, folder))
+        plain_results[case] = run_world(RANKS, train_weights, config)
+    return plain_results[case]
+
+
+def alone() -> Iterator[Any]:
+    for name in available():
+        for options in find(name).examples:
+            for case in CASES:
+                yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}")
+
+
+def declared(name: str, case: str) -> Parity:
+    parity = find(name).parity
+    precision = case.split("/")[0]
+    return parity[precision] if precision in parity else parity[precision.split("+")[0]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "options", "case"), alone())
+def test_alone(name: str, options: Mapping[str, Any], case: str, tmp_path: Path) -> None:
+    strategy = find(name).model_validate(options)
+    expected = plain(case, tmp_path)
+    found = run_world(RANKS, train_weights, config_of(case, {name: strategy}, tmp_path))
+    parity = declared(name, case)
+    if parity.tolerance == 0.0:
+        assert compare(expected, found) == []
+        assert digest(expected) == digest(found)
+    else:
+        worst = max((difference.relative for difference in compare(expected, found)), default=0.0)
+        assert worst <= parity.tolerance, parity.reason
+
+
+@pytest.mark.ranks
+def test_training_moves_every_weight(tmp_path: Path) -> None:
+    """Equality of weights that never moved would prove nothing."""
+    trained = plain("fp32/llama", tmp_path)
+    untrained = run_world(1, train_weights, _no_steps(config_of("fp32/llama", {}, tmp_path)))
+    assert {name for name, weight in trained.items() if torch.equal(weight, untrained[name])} == set()
+
+
+def _no_steps(config: RunConfig) -> RunConfig:
+    training = config.training.model_copy(update={"learning_rate": 1e-30, "max_steps": 1})
+    return config.model_copy(update={"training": training})
