@@ -45,6 +45,7 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     """Train twice, compare, print."""
     import torch
 
+    from trainer.facts import run_facts
     from trainer.verify import verify
 
     num_ranks = ranks or torch.cuda.device_count() or 2
@@ -56,22 +57,14 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
         return 0
     for found in differences:
         print(f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}")
-    tolerance, reasons = declared(config)
+    declared = [strategy.parity(run_facts(config, num_ranks)) for strategy in config.strategies.values()]
+    tolerance = max(parity.tolerance for parity in declared)
     worst = differences[0].relative
     if worst <= tolerance:
-        print(f"equal within the declared {tolerance:.0e}: {'; '.join(reasons)}")
+        print(f"equal within the declared {tolerance:.0e}: {'; '.join(p.reason for p in declared if p.reason)}")
         return 0
     print(f"NOT equal: {worst:.1e} of the largest weight, {tolerance:.0e} is declared")
     return 1
-
-
-def declared(config: RunConfig) -> tuple[float, list[str]]:
-    """The largest tolerance that a strategy declares for this precision and clipping, and the reasons."""
-    precision = "bf16" if config.training.bf16 else "fp16" if config.training.fp16 else "fp32"
-    clipped = f"{precision}+clip" if config.training.max_grad_norm else precision
-    found = [strategy.parity.get(clipped) or strategy.parity.get(precision) for strategy in config.strategies.values()]
-    known = [parity for parity in found if parity is not None]
-    return max((parity.tolerance for parity in known), default=0.0), [p.reason for p in known if p.reason]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Facts, MachineFacts, Precision, RunFacts, Unit, UnitKind
@@ -63,8 +63,19 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
         ConfigError: the model cannot be described.
     """
     count = count_model(config)
+    run = replace(
+        run_facts(config, world_size),
+        hidden_size=count.hidden_size,
+        largest_param=count.largest_param,
+        forward_flops=count.forward_flops,
+    )
+    return Facts(count.units, run, machine_facts(machine, local_world_size))
+
+
+def run_facts(config: RunConfig, world_size: int) -> RunFacts:
+    """What the config alone says about the work."""
     training = config.training
-    run = RunFacts(
+    return RunFacts(
         micro_batch=training.per_device_train_batch_size,
         sequence=config.data.max_length,
         accumulation=training.gradient_accumulation_steps,
@@ -72,11 +83,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
         precision=precision_of(config),
         world_size=world_size,
         moments=MOMENTS.get(training.optim, 2),
-        hidden_size=count.hidden_size,
-        largest_param=count.largest_param,
-        forward_flops=count.forward_flops,
     )
-    return Facts(count.units, run, machine_facts(machine, local_world_size))
 
 
 def machine_facts(machine: Machine, local_world_size: int) -> MachineFacts:

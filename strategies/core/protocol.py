@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 if TYPE_CHECKING:
     from torch import nn
 
-    from strategies.core.facts import Facts
+    from strategies.core.facts import Facts, RunFacts
     from strategies.core.plan import Decision, Plan
 
 
@@ -62,8 +62,11 @@ class Strategy(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     phase: ClassVar[Phase]
-    parity: ClassVar[Mapping[str, Parity]]  # by precision: "fp32", "bf16"
     examples: ClassVar[tuple[Mapping[str, Any], ...]]
+
+    @abstractmethod
+    def parity(self, run: RunFacts) -> Parity:
+        """How a run of this kind (precision, clipping, accumulation) must compare with the same run, plain."""
 
     @abstractmethod
     def decide(self, facts: Facts, plan: Plan) -> Iterable[Decision]:
