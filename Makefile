@@ -1,12 +1,46 @@
-# Two commands do everything on a fresh machine: `make train` and `make test`.
+# Two commands do everything on a fresh machine with Python 3.11 or 3.12:   make train    make test
 PYTHON ?= python3
 VENV   := .venv
-BIN    := $(VENV)/bin
+# The launchers (deepspeed, torchrun) and ninja are found on the path.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 READY  := $(VENV)/.ready
+RANKS  ?= 1
 
-.PHONY: setup train test lint format docs clean
-setup: $(READY)
+.PHONY: help setup train finetune test lint format docs gpu-check thirty clean
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
+setup: $(READY) ## create .venv with everything in it, at the pinned versions
 $(READY): pyproject.toml constraints.txt .ci/setup
 	PYTHON=$(PYTHON) bash .ci/setup $(VENV)
-	touch $@
+	@touch $@
+
+train: $(READY) ## the quickstart: a small Llama from scratch, on text that ships with Python
+	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/quickstart.yaml
+
+finetune: $(READY) ## fine-tune what `make train` exported
+	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/finetune.yaml
+
+test: $(READY) ## all tests
+	python -m pytest
+
+lint: $(READY) ## format, lint and type checks
+	ruff format --check .
+	ruff check .
+	mypy
+
+format: $(READY) ## format the code
+	ruff format .
+	ruff check --fix .
+
+docs: $(READY) ## write docs/config.md from the config models
+	python -m trainer.configdoc > docs/config.md
+
+gpu-check: $(READY) ## on a machine with a GPU: parity there, then the quickstart
+	bash benchmarks/gpu_check.sh
+
+thirty: $(READY) ## thirty runs of two ranks in a row; each must end with exit code 0
+	python -m pytest tests/e2e/test_thirty.py
+
+clean: ## delete the environment and caches; runs/ stays
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where th
 from trainer.errors import ExitCode
 from trainer.machine import GIB, Memory, cores, disk_free_bytes, host_memory
 from trainer.metrics import human_bytes, human_duration
+from trainer.ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder
 
 REPO = Path(__file__).resolve().parent.parent
 INSTALL = "make setup"
@@ -185,34 +186,8 @@ def find_devices() -> Iterator[Row]:
 # --- compiled operations -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """A DeepSpeed extension that is compiled at first use."""
-
-    name: str
-    builder: str
-    takes: str
-    use: str
-
-
-SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
-CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
-FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the GPU")
-
-
 def needed_ops(has_device: bool) -> tuple[Op, ...]:
     return (CPU_ADAM, FUSED_ADAM) if has_device else (SHM, CPU_ADAM)
-
-
-def cache_folder() -> Path:
-    """Where torch keeps compiled extensions; the same rule as torch.utils.cpp_extension, which names no function."""
-    import torch
-    from torch.utils.cpp_extension import get_default_build_root
-
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
-        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_{kind}"
 
 
 def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = False) -> Row:

@@ -28,7 +28,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
     return arguments
@@ -70,7 +70,10 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.deepspeed:
         print(f"\n{json.dumps(engine.ds_config(plan), indent=1)}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(to_json(plan), indent=1))
+        try:
+            arguments.json.write_text(json.dumps(to_json(plan), indent=1))
+        except OSError as error:
+            raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     build.refuse_impossible(plan)
 
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from trainer.config import json_schema, load
 from trainer.errors import UserError
-from trainer.ranks import Ranks, from_environment
+from trainer.machine import cores
+from trainer.ranks import Ranks, from_environment, settle_environment
 
 # A launcher ends all ranks as soon as one has failed, and reports that one's code. Only the first rank speaks, so
 # the others let it go first.
@@ -31,7 +32,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files and stop")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the launcher
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if not arguments.config and not arguments.schema:
         parser.error("--config FILE is required; try --config configs/quickstart.yaml")
     return arguments
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         config = load(arguments.config, arguments.overrides)
+        settle_environment(ranks, cores()[1])
         from trainer import run
 
         if arguments.show_sample:

@@ -27,7 +27,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, metavar="N", help="default: the GPUs of this machine, or 2 without one")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (default 4)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -141,12 +141,13 @@ class Zero(Strategy):
                 owner="zero: gathered weights",
                 num_bytes=min(self._live(facts), facts.num_params) * run.precision.element_bytes,
             )
-        if self.stage > 0 and run.precision is not Precision.FP32:
+        if run.precision is not Precision.FP32 or self.stage == 3:  # stage 3 flattens into a copy in fp32, too
+            ways = run.world_size if self.stage > 0 else 1
             yield Reserve(
                 unit=RUN,
                 reason="the optimizer reads its share of the gradients in fp32",
                 owner="zero: fp32 gradients",
-                num_bytes=4 * -(-facts.num_trainable // run.world_size),
+                num_bytes=4 * -(-facts.num_trainable // ways),
                 when=When.STEP,
             )
 

@@ -20,7 +20,7 @@ from strategies.core.compose import compose, in_order
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human, table, to_json
-from trainer import checkpoint, engine, facts, model
+from trainer import checkpoint, engine, facts, model, ops
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
@@ -230,6 +230,7 @@ def make_trainer(run: Run) -> Trainer:
     from trainer.data import Collator
     from trainer.trainer import Trainer
 
+    announce_builds(run)
     run.arguments = make_arguments(run)
     meter = make_meter(run)
     prompt = sample_prompt(run)
@@ -248,6 +249,15 @@ def make_trainer(run: Run) -> Trainer:
     )
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer
+
+
+def announce_builds(run: Run) -> None:
+    """DeepSpeed compiles at first use; say so before the silence."""
+    if engine.uses_engine(run.plan):
+        ops.find_build_tools()
+        note = ops.announcement()
+        if note:
+            run.say(note)
 
 
 def uses_flash(config: RunConfig) -> bool:

@@ -28,6 +28,7 @@ import json
 import math
 import os
 import resource
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -280,12 +281,22 @@ class SampleText(TrainerCallback):
         else:
             text = continuation(model, processing_class, self._prompt, self._max_new_tokens)
         if state.is_world_process_zero:
-            self._write(f"sample at step {state.global_step}: {self._prompt!r} -> {text!r}")
+            self._write(sample_block(state.global_step, self._prompt, text))
+
+
+def sample_block(step: int, prompt: str, text: str) -> str:
+    """Prompt and continuation as a reader wants them: indented, wrapped, the prompt in brackets."""
+    lines = f"[{prompt.strip()}]{text.rstrip()}".splitlines()
+    folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
+    return "\n".join([f"sample at step {step}, the prompt in brackets:", *(f"    {line}".rstrip() for line in folded)])
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
     """Greedy continuation of ``prompt``, without the prompt. Leaves the model's mode as it was."""
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if longest is not None:
+        max_new_tokens = max(1, min(max_new_tokens, longest - inputs["input_ids"].shape[1]))
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     was_training = model.training
     model.eval()

@@ -37,6 +37,16 @@ def mark_complete(output_dir: Path, step: int, *, is_first: bool) -> None:
         partial.rename(folder / MARK)
 
 
+def unmark(output_dir: Path, step: int, *, is_first: bool) -> None:
+    """Called by every rank before it writes into a folder that an earlier run may have completed."""
+    import torch.distributed
+
+    if is_first:
+        (output_dir / f"checkpoint-{step}" / MARK).unlink(missing_ok=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
 def complete(output_dir: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
     found = [

@@ -9,12 +9,17 @@ Blocks are found by structure: the outermost ``nn.ModuleList`` children are bloc
 first block belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
 
 What is counted as saved: storages that autograd keeps, each once, parameters excluded, plus each block's input.
+
+[Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take
+any float dtype, its fake version takes bf16 only and its flop counter does not know the operation, so both answers
+are given here: the output's shape, and two flop per row of tokens, column and summed element.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +28,9 @@ from trainer.errors import ConfigError
 from trainer.model import load_config, with_lora
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from trainer.machine import Machine
     from trainer.sections import RunConfig
@@ -99,32 +106,20 @@ def count_model(config: RunConfig) -> ModelCount:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoModelForCausalLM
 
     hf_config = load_config(config.model, vocab_size_of(config))
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and "zero" in config.strategies
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
-    # A flash kernel that is not installed here keeps what torch's fused attention keeps.
-    chosen = config.model.attn_implementation
-    attention = {"attn_implementation": "eager" if chosen == "eager" else "sdpa"}
-    flops = FlopCounterMode(display=False, custom_mapping=_attention_flops())
-    with FakeTensorMode():
-        try:
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                hf_config,
-                dtype=compute if casts else getattr(torch, config.model.dtype),
-                trust_remote_code=config.model.trust_remote_code,
-                **attention,
-            )
-        except ValueError as error:
-            if "does not support" not in str(error):
-                raise ConfigError(f"model: {str(error).splitlines()[0]}") from None
-            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
+    dtype = compute if casts else getattr(torch, config.model.dtype)
+    flops = FlopCounterMode(display=False, custom_mapping=_flops())
+    with FakeTensorMode(), _grouped_matmul():
+        model = _fake_model(config, hf_config, dtype)
         if config.model.lora is not None:
             model = with_lora(model, config.model.lora)
         if config.training.gradient_checkpointing or config.training.activation_checkpointing:
-            model.gradient_checkpointing_enable()
+            # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
         counter = _SavedBytes(model)
         shape = (config.training.per_device_train_batch_size, config.data.max_length)
@@ -140,16 +135,59 @@ def count_model(config: RunConfig) -> ModelCount:
     )
 
 
-def _attention_flops() -> dict[Any, Callable[..., int]]:
-    """Torch counts its CUDA attention kernels; the CPU's fused one, which a fake run meets, has the same cost."""
+def _fake_model(config: RunConfig, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The configured model; inside a fake mode, so without storage.
+
+    Raises:
+        ConfigError: Transformers cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # A flash kernel that is not installed here keeps what torch's fused attention keeps.
+    chosen = config.model.attn_implementation
+    options = {"dtype": dtype, "trust_remote_code": config.model.trust_remote_code}
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            hf_config, attn_implementation="eager" if chosen == "eager" else "sdpa", **options
+        )
+    except ValueError as error:
+        if "does not support" not in str(error):
+            raise ConfigError(f"model: {str(error).splitlines()[0]}") from None
+        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", **options)
+    return model
+
+
+def _flops() -> dict[Any, Callable[..., int]]:
+    """What torch's counter lacks: the CPU's fused attention, which a fake run meets, and the grouped matmul."""
     import torch
 
-    def cost(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
+    def attention(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
         batch, heads, queries, width = query
         keys = key[2]
         return int(2 * batch * heads * queries * keys * (width + value[3]))
 
-    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: cost}
+    def grouped(rows: Any, weight: Any, *_: object, out_shape: object = None, **__: object) -> int:
+        return int(2 * rows[0] * rows[1] * weight[2])  # each row of tokens meets one expert: [S, K] x [E, K, N]
+
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        torch.ops.aten._grouped_mm: grouped,
+    }
+
+
+def _grouped_matmul() -> AbstractContextManager[object]:
+    """A mode in which fake grouped matmuls take any dtype; see [Note: grouped matmul]. It stands below autograd."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class AnyDtype(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._grouped_mm.default:
+                rows, weight = args[:2]
+                return rows.new_empty(rows.shape[0], weight.shape[2])
+            return func(*args, **(kwargs or {}))
+
+    return AnyDtype()
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import ConfigError
 
@@ -48,6 +48,7 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
                 options.setdefault("vocab_size", vocab_size)
             config = AutoConfig.for_model(options.pop("model_type"), **options)
         else:
+            assert section.name_or_path is not None, "exactly one of config and name_or_path is set"
             config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
     except (ValueError, OSError, TypeError) as error:
         raise ConfigError(_refused(section, error)) from None
@@ -107,7 +108,7 @@ def build(
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **attention
         )
         model.config.use_cache = False
@@ -115,7 +116,8 @@ def build(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
     else:
         model = _random_weights(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, **attention), seed)
-    if resized_vocab is not None and resized_vocab > model.get_input_embeddings().num_embeddings:
+    rows: Any = getattr(model.get_input_embeddings(), "num_embeddings", 0)
+    if resized_vocab is not None and resized_vocab > rows:
         model.resize_token_embeddings(resized_vocab)
     return with_lora(model, section.lora) if section.lora is not None else model
 
@@ -155,13 +157,14 @@ def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
 
     options: dict[str, Any] = section.model_dump(exclude_none=True)
     try:
-        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+        adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     except ValueError as error:
         linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
         raise ConfigError(
             f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
             f"The model's linear layers are: {', '.join(linear)}"
         ) from None
+    return cast("PreTrainedModel", adapted)  # peft's wrapper answers everything that the model in it does
 
 
 def _is_linear(module: object) -> bool:

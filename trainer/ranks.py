@@ -16,13 +16,16 @@ dropped first (the engine and the trainer die with the frames of the run, DeepSp
 from __future__ import annotations
 
 import gc
+import io
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,25 @@ def share_cores(ranks: Ranks, usable_cores: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
 
 
+def settle_environment(ranks: Ranks, usable_cores: int) -> None:
+    """What libraries read from the environment when they are loaded; call it before torch is imported.
+
+    * cores are shared, see above;
+    * torch's C++ speaks of errors only: under plain training it would warn that every parameter was used;
+    * what `accelerate launch` asks of the Accelerator is dropped: ranks come from the launcher, all else from the
+      config (`--cpu` alone would have Accelerate wrap a model that ZeRO has split already);
+    * programs that pip installed beside this interpreter are found: torch calls ``ninja`` to build DeepSpeed's C++,
+      and two versions of ninja in turn (this one and the system's) would compile it anew each time.
+    """
+    share_cores(ranks, usable_cores)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if programs not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
+
+
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int, *, single: bool) -> Iterator[None]:
     """The job's default group, NCCL on GPUs and gloo elsewhere, closed on every way out.
@@ -95,16 +117,30 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool) -> Iterator[Non
     import torch
     import torch.distributed
 
-    if "MASTER_ADDR" not in os.environ:
-        os.environ.update(describe(ranks))
+    for name, value in describe(ranks).items():
+        os.environ.setdefault(name, value)  # `accelerate launch` names the master of one rank, but not the rank
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
+        if single:
+            _open_deepspeed(ranks)
         yield
     finally:
         _close()
+
+
+def _open_deepspeed(ranks: Ranks) -> None:
+    """DeepSpeed's own door to the group, which on CPUs it compiles at first use, for a minute and without a word."""
+    import deepspeed.comm
+
+    note = threading.Timer(3.0, print, ("DeepSpeed compiles its collectives for CPUs; only once, 20 to 100 s",))
+    if ranks.is_first:
+        note.start()
+    with redirect_stdout(io.StringIO()):  # each rank prints that it has found them
+        deepspeed.comm.init_distributed(verbose=False)
+    note.cancel()
 
 
 def _close() -> None:

@@ -16,19 +16,18 @@ from trainer import build
 from trainer.callbacks import write_line
 from trainer.errors import ExitCode, UserError
 from trainer.export import export
-from trainer.machine import cores
-from trainer.ranks import Ranks, process_group, share_cores
+from trainer.ranks import Ranks, process_group
 
 if TYPE_CHECKING:
     from trainer.build import Run
     from trainer.sections import RunConfig
+    from trainer.trainer import Trainer
 
 NEXT_STEPS = {"runs/quickstart": "make finetune"}
 
 
 def run(config: RunConfig, ranks: Ranks) -> int:
     """Train as ``config`` says, on this rank. All process groups are closed on every way out."""
-    share_cores(ranks, cores()[1])
     quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
     with process_group(ranks, timeout_s, single="zero" in config.strategies):
@@ -49,6 +48,7 @@ def quiet_libraries() -> None:
         importlib.import_module("deepspeed")
     logging.disable(logging.NOTSET)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("transformers.distributed.tensor_parallel").setLevel(logging.ERROR)  # nothing is sharded so here
     transformers_logging.disable_progress_bar()
 
 
@@ -96,7 +96,7 @@ def train(run: Run) -> None:
         gc.collect()
 
 
-def finish(run: Run, trainer: build.Trainer) -> None:
+def finish(run: Run, trainer: Trainer) -> None:
     """Evaluate once more if the last step was not, export, check, and say where everything is."""
     history = [record for record in trainer.state.log_history if "eval_loss" in record]
     if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):

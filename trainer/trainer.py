@@ -20,10 +20,9 @@ from torch.nn.functional import cross_entropy
 
 from trainer.accelerator import StowAccelerator
 from trainer.callbacks import Meter
-from trainer.checkpoint import mark_complete, prune
+from trainer.checkpoint import mark_complete, prune, unmark
 
 if TYPE_CHECKING:
-    import numpy
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
 IGNORED = -100
@@ -42,9 +41,8 @@ class Trainer(transformers.Trainer):
         self.meter = meter
         self._own_clipping = own_clipping
         self._accelerator_args: dict[str, Any] = {}
-        super().__init__(
-            *args, compute_metrics=_mean_over_tokens, preprocess_logits_for_metrics=_token_losses, **kwargs
-        )
+        kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
+        super().__init__(*args, **kwargs)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_args = super()._build_accelerator_args(**kwargs)
@@ -72,22 +70,24 @@ class Trainer(transformers.Trainer):
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """As Hugging Face's; the loss is the mean over trained tokens."""
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        mean = output.metrics.pop(f"{metric_key_prefix}_token_loss", None)
-        if mean is not None:
-            output.metrics[f"{metric_key_prefix}_loss"] = mean
+        kwargs["metric_key_prefix"] = metric_key_prefix
+        output = super().evaluation_loop(*args, **kwargs)
+        metrics = output.metrics or {}
+        if f"{metric_key_prefix}_token_loss" in metrics:
+            metrics[f"{metric_key_prefix}_loss"] = metrics.pop(f"{metric_key_prefix}_token_loss")
         return output
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """As Hugging Face's, then marked complete; older ones are deleted only after that."""
+        folder, is_first = Path(str(self.args.output_dir)), self.args.process_index == 0
+        unmark(folder, self.state.global_step, is_first=is_first)
         keep, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = keep
-        folder = Path(self.args.output_dir)
-        mark_complete(folder, self.state.global_step, is_first=self.args.process_index == 0)
-        if keep is not None and self.args.process_index == 0:
+        mark_complete(folder, self.state.global_step, is_first=is_first)
+        if keep is not None and is_first:
             prune(folder, keep, self.state.best_model_checkpoint)
 
 
@@ -100,5 +100,6 @@ def _token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch
 
 
 def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
-    sums: numpy.ndarray[Any, Any] = prediction.predictions.astype("float64").sum(axis=0)
-    return {"token_loss": float(sums[0] / max(sums[1], 1.0)), "tokens": int(sums[1])}
+    rows: Any = prediction.predictions  # what _token_losses made of each sequence: [N, 2]
+    loss, tokens = rows.astype("float64").sum(axis=0)
+    return {"token_loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}

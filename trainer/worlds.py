@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer.ranks import Ranks, describe, from_environment, process_group, share_cores
+from trainer.ranks import Ranks, describe, from_environment, process_group, settle_environment
 
 PRELOAD = ["torch", "deepspeed", "transformers", "datasets", "accelerate", "trainer.build", "trainer.trainer"]
 
@@ -35,6 +35,8 @@ def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: f
     Raises:
         WorldError: a rank ended with an error, by a signal, or not in time.
     """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="deepstow-world-") as name:
@@ -80,7 +82,7 @@ def _rank(ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update({**describe(ranks), "MASTER_PORT": port})
-    share_cores(ranks, len(os.sched_getaffinity(0)))
+    settle_environment(ranks, len(os.sched_getaffinity(0)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from trainer.run import quiet_libraries
 

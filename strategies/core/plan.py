@@ -190,7 +190,10 @@ class Plan:
             Conflict: another strategy already answered one of these questions differently.
         """
         answers = dict(self.answers)
+        given: set[Slot] = set()
         for decision in decisions:
+            assert decision.slot not in given, f"{by} decides {' '.join(decision.slot)} twice"
+            given.add(decision.slot)
             held = answers.get(decision.slot)
             if held is not None and held[1] not in (BASELINE, by) and _answer(held[0]) != _answer(decision):
                 raise Conflict(decision.slot, held[1], by)

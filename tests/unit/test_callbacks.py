@@ -151,13 +151,13 @@ def test_sample_runs_on_every_rank_and_is_shown_by_one() -> None:
 
     def generate() -> str:
         called.append(1)
-        return "a time"
+        return " a time\n\nThe end.\n"
 
     sample = SampleText("Once upon", generate=generate, at_evaluations=True, write=lines.append)
     fire(sample, "on_evaluate", state(5, rank_zero=False), model=None, processing_class=None)
     fire(sample, "on_train_end", state(9), model=None, processing_class=None)
     fire(SampleText("x", generate=generate, write=lines.append), "on_evaluate", state(5))
-    assert lines == ["sample at step 9: 'Once upon' -> 'a time'"]
+    assert lines == ["sample at step 9, the prompt in brackets:\n    [Once upon] a time\n\n    The end."]
     assert len(called) == 2
 
 

@@ -1,0 +1,261 @@
+"""Start the commands as a user does, or faster on ranks that are forked, and look at what they leave behind."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPO = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+PYTHON = str(BIN / "python")
+TRAIN = "launch/train.py"
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "attention_dropout": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command said, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+    def lines(self, beginning: str) -> list[str]:
+        return [line for line in self.text.splitlines() if line.startswith(beginning)]
+
+    def check(self, code: int = 0) -> "Result":
+        """This result, if the command ended with ``code`` and without a death in its output."""
+        assert self.code == code, f"exit code {self.code}, not {code}\n--- out\n{self.out}\n--- err\n{self.err}"
+        assert "terminate called" not in self.text, self.text
+        return self
+
+    def quiet(self) -> "Result":
+        assert "Traceback" not in self.text, self.text
+        return self
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours without what a launcher or another test may have left in it."""
+    dropped = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    dropped |= {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    path = f"{BIN}{os.pathsep}{kept.get('PATH', os.defpath)}"
+    return {**kept, "PATH": path, "HF_HUB_OFFLINE": "1", **more}
+
+
+class Job:
+    """A command that runs in a session of its own, so that all of it can be killed at once."""
+
+    def __init__(self, pid: int, out: Path, err: Path) -> None:
+        self.pid, self._out, self._err, self._began_s = pid, out, err, time.monotonic()
+
+    def poll(self) -> int | None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """SIGKILL for every process of the session's group, as a machine that goes down."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait_gone(10.0)
+
+    def orphans(self) -> list[str]:
+        """Living processes of the job's group."""
+        found = subprocess.run(["ps", "-eo", "pgid=,pid=,stat=,args="], capture_output=True, text=True, check=True)
+        rows = [line.split(None, 3) for line in found.stdout.splitlines()]
+        return [" ".join(row) for row in rows if row[0] == str(self.pid) and not row[2].startswith("Z")]
+
+    def wait_gone(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self.orphans():
+            assert time.monotonic() < deadline_s, f"still there after {timeout_s} s: {self.orphans()}"
+            self.poll()
+            time.sleep(0.05)
+
+    def wait(self, timeout_s: float = 180.0) -> Result:
+        deadline_s = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline_s:
+                self.kill()
+                raise AssertionError(f"not over after {timeout_s} s\n{self._out.read_text()}\n{self._err.read_text()}")
+            time.sleep(0.02)
+        seconds = time.monotonic() - self._began_s
+        self.wait_gone(10.0)
+        return Result(code, self._out.read_text(), self._err.read_text(), seconds)
+
+
+class Command(Job):
+    """Any program."""
+
+    def __init__(self, command: Sequence[str], folder: Path, **variables: str) -> None:
+        out, err = _outputs(folder)
+        with out.open("w") as stdout, err.open("w") as stderr:
+            self._process = subprocess.Popen(
+                list(command), stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, cwd=REPO,
+                env=environment(**variables), start_new_session=True,
+            )  # fmt: skip
+        super().__init__(self._process.pid, out, err)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+
+class Forked(Job):
+    """``launch/train.py`` on ranks of the server."""
+
+    def __init__(self, pid: int, out: Path, err: Path, code: Path) -> None:
+        super().__init__(pid, out, err)
+        self._code = code
+
+    def poll(self) -> int | None:
+        return int(self._code.read_text()) if self._code.exists() else None
+
+
+class Server:
+    """See ``ranks_server.py``."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [PYTHON, str(Path(__file__).with_name("ranks_server.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO, start_new_session=True,
+            env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", DS_ACCELERATOR="cpu"),
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        while (line := self._process.stdout.readline()) != "ready\n":
+            assert line, "the server of ranks did not start"
+
+    def start(self, num_ranks: int, arguments: Sequence[str], folder: Path) -> Forked:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        out, err = _outputs(folder)
+        code, port = out.with_name("code"), str(free_port())
+        rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
+        ranks = [rank | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"} for i in range(num_ranks)]
+        job = {"environments": ranks, "arguments": list(arguments), "out": str(out), "err": str(err), "code": str(code)}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return Forked(int(self._process.stdout.readline()), out, err, code)
+
+    def run(self, num_ranks: int, config: Path, *overrides: str) -> Result:
+        return self.start(num_ranks, ["--config", str(config), *overrides], config.parent).wait()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10.0)
+
+
+def _outputs(folder: Path) -> tuple[Path, Path]:
+    own = folder / "output" / f"{time.monotonic_ns()}"
+    own.mkdir(parents=True)
+    for name in ("out", "err"):
+        (own / name).touch()
+    return own / "out", own / "err"
+
+
+def run(command: Sequence[str], folder: Path, timeout_s: float = 180.0, **variables: str) -> Result:
+    """A program, to its end."""
+    return Command(command, folder, **variables).wait(timeout_s)
+
+
+def launcher(name: str, num_ranks: int) -> list[str]:
+    """What stands before ``launch/train.py`` on the command line."""
+    port, script = str(free_port()), str(BIN / name)
+    if name == "deepspeed":
+        return [script, "--master_port", port, "--num_gpus", str(num_ranks)]
+    if name == "torchrun":
+        return [script, "--master-port", port, "--nproc-per-node", str(num_ranks)]
+    if name == "accelerate":
+        # Without a GPU, Accelerate starts several ranks only when told that there are several GPUs.
+        kind = "--cpu" if num_ranks == 1 else "--multi_gpu"
+        return [script, "launch", kind, "--main_process_port", port, "--num_processes", str(num_ranks)]
+    assert name == "python" and num_ranks == 1
+    return [script]
+
+
+def write_text_data(path: Path, num_rows: int = 40) -> Path:
+    """Sentences of chosen words, always the same ones."""
+    draw = random.Random(0)
+    words = "the a model trains on text and learns what comes next in every line of data it reads from disk".split()
+    rows = [" ".join(draw.choice(words) for _ in range(draw.randint(20, 40))) for _ in range(num_rows)]
+    return write_jsonl(path, [{"text": row} for row in rows])
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
+    """A tiny pretraining run in ``folder/run``; each section is merged into the one here, None takes a key back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config: dict[str, dict[str, Any]] = {
+        "model": {"config": MODEL, "tokenizer": {"train": "bpe", "vocab_size": 512}},
+        "data": {"path": str(folder / "text.jsonl"), "max_length": 64},
+        "training": {
+            "output_dir": str(folder / "run"),
+            "learning_rate": 1e-2,
+            "per_device_train_batch_size": 2,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+        },
+        "strategies": {},
+    }
+    for name, section in sections.items():
+        config[name] |= section
+        config[name] = {key: value for key, value in config[name].items() if value is not None}
+    if config["data"]["path"] == str(folder / "text.jsonl"):
+        write_text_data(folder / "text.jsonl")
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def digest(export: Path) -> str:
+    """sha256 over all tensors of an export: names, shapes, bytes."""
+    from safetensors.torch import load_file
+
+    total = hashlib.sha256()
+    for path in sorted(export.glob("*.safetensors")):
+        for name, tensor in sorted(load_file(path).items()):
+            total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            total.update(tensor.contiguous().view(-1).numpy().tobytes())
+    return total.hexdigest()

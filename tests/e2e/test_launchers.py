@@ -1,0 +1,150 @@
+"""`python`, `deepspeed`, `torchrun` and `accelerate launch` start the same run, on one rank and on two.
+
+Every line of the output is accounted for: what we print, what the launcher prints, and nothing else.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.e2e.commands import TRAIN, Result, digest, launcher, metrics, run, write_config
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+RUNS = [
+    ("python", 1, None),
+    ("deepspeed", 1, 2),
+    ("deepspeed", 2, 2),
+    ("torchrun", 1, 0),
+    ("torchrun", 2, None),
+    ("accelerate", 1, 3),
+    ("accelerate", 2, 1),
+]
+IDS = [f"{name}-{num_ranks}" for name, num_ranks, _ in RUNS]
+
+LAUNCHERS_OWN = {
+    "python": r"$^",
+    "deepspeed": r"\[\d{4}-\d\d-\d\d .*\] \[(INFO|WARNING)\] \[(real_accelerator|runner|launch)\.py:",
+    "torchrun": r"W\d{4} .* torch/distributed/run\.py:",
+    "accelerate": r"The following values were not passed|\t`--|To avoid this warning pass|W\d{4} .*distributed/run\.py:",
+}
+OURS = [
+    r"data: .*",
+    r"plan: 0\.1 M parameters, 0\.1 M trainable, fp32, (1 rank|2 ranks) on cpu, \d+ tokens per optimizer step",
+    r"unit +tensors .*",
+    r"-{50,}",
+    r"(embedding|model\.layers\.0 x2|head|zero: [a-z ]+?)  .*",
+    r"predicted peak per rank, .*",
+    r"step \d/4  \d+%  loss \d.*  lr .*  grad .* tok/s  host .* MiB  eta .*",
+    r"eval at step \d: loss .*  perplexity .*",
+    r"finished at step 4: mean loss .*",
+    r"sample at step 4, the prompt in brackets:",
+    r"    .*",
+    r"perplexity .* at step 0 -> .* at step 4",
+    r"export: .*",
+    r"run folder: .*",
+    r"curves:     tensorboard --logdir .*",
+    r"",
+    r"DeepSpeed compiles its collectives for CPUs; only once, .*",
+]
+
+
+class Finished(NamedTuple):
+    launcher: str
+    num_ranks: int
+    result: Result
+    folder: Path
+
+    @property
+    def lines(self) -> list[str]:
+        return self.result.out.splitlines()
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=IDS)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    name, num_ranks, stage = request.param
+    folder = tmp_path_factory.mktemp(f"{name}-{num_ranks}")
+    config = write_config(
+        folder,
+        data={"eval_fraction": 0.1},
+        training={
+            "max_grad_norm": 0.0,
+            "save_strategy": "steps",
+            "save_steps": STEPS,
+            "eval_strategy": "steps",
+            "eval_steps": STEPS,
+            "eval_on_start": True,
+            "report_to": "tensorboard",
+        },
+        strategies={} if stage is None else {"zero": {"stage": stage}},
+    )
+    result = run([*launcher(name, num_ranks), TRAIN, "--config", str(config)], folder).check().quiet()
+    yield Finished(name, num_ranks, result, folder / "run")
+
+
+def test_every_line_is_ours_or_the_launchers(finished: Finished) -> None:
+    known = re.compile("|".join(f"(?:{pattern})$" for pattern in OURS))
+    own = re.compile(LAUNCHERS_OWN[finished.launcher])
+    strange = [line for line in finished.result.text.splitlines() if not known.match(line) and not own.match(line)]
+    assert strange == []
+
+
+def test_the_plan_comes_first_and_once_and_the_end_says_where_things_are(finished: Finished) -> None:
+    begins = [line.split(" ")[0] for line in finished.lines]
+    assert begins.count("plan:") == 1 and begins.index("plan:") < begins.index("step")
+    assert [line.split("  ")[0] for line in finished.lines if line.startswith("step ")] == [
+        f"step {step}/{STEPS}" for step in range(1, STEPS + 1)
+    ]
+    ours = [line for line in finished.lines if line.startswith(("export:", "run folder:", "curves:"))]
+    assert [line.split()[0] for line in ours] == ["export:", "run", "curves:"]
+    assert str(finished.folder) in ours[-1]
+
+
+def test_the_run_folder(finished: Finished) -> None:
+    folder = finished.folder
+    for name in ("config.yaml", "facts.json", "plan.json", "plan.txt", "ds_config.json", "metrics.jsonl"):
+        assert (folder / name).is_file(), name
+    assert (folder / f"checkpoint-{STEPS}" / "complete.json").is_file()
+    assert list((folder / "runs").glob("*/events.out.tfevents.*"))
+    assert (folder / "plan.txt").read_text().strip() in finished.result.out
+    assert {path.name for path in (folder / "export").iterdir()} >= {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+
+
+def test_the_metrics(finished: Finished) -> None:
+    records = metrics(finished.folder)
+    training = [record for record in records if "loss" in record]
+    assert [record["step"] for record in training] == list(range(1, STEPS + 1))
+    for record in training:
+        for key in ("loss", "learning_rate", "grad_norm", "tokens_per_s"):
+            assert isinstance(record[key], float) and math.isfinite(record[key]), (key, record)
+    evaluations = [record for record in records if "eval_loss" in record]
+    assert [record["step"] for record in evaluations] == [0, STEPS]
+    for record in evaluations:
+        assert math.isclose(record["eval_perplexity"], math.exp(record["eval_loss"]))
+    assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
+
+
+def test_the_export_opens(finished: Finished) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(finished.folder / "export")
+    tokenizer: Any = AutoTokenizer.from_pretrained(finished.folder / "export")
+    ids = tokenizer("the model reads", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+
+
+weights: dict[int, dict[str, str]] = {}
+
+
+def test_all_train_the_same_weights(finished: Finished) -> None:
+    """Launcher and stage change no bit; the number of ranks does, for it changes the batch."""
+    seen = weights.setdefault(finished.num_ranks, {})
+    seen[finished.launcher] = digest(finished.folder / "export")
+    assert len(set(seen.values())) == 1, seen

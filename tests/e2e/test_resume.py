@@ -1,0 +1,147 @@
+"""A run that is killed for real and resumed ends with the bits of the run that nobody killed.
+
+Dropout, shuffling over several epochs, accumulation and a schedule with warm-up are on. A kill is SIGKILL for every
+process of the job at once, as when a machine goes down.
+"""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, metrics, write_config, write_text_data
+
+pytestmark = pytest.mark.ranks
+
+STEPS, SAVE = 10, 4
+CASES = [("server", 1, None), ("server", 1, 0), ("deepspeed", 2, 2), ("server", 2, 3)]
+IDS = ["plain", "stage 0", "stage 2 on two ranks", "stage 3 on two ranks"]
+
+
+
+def config_in(folder: Path, stage: int | None) -> Path:
+    write_text_data(folder / "few.jsonl", num_rows=15)  # 1 rank: 3.75 steps an epoch, 2 ranks: 2
+    return write_config(
+        folder,
+        data={"path": str(folder / "few.jsonl")},
+        training={
+            "max_steps": STEPS,
+            "save_strategy": "steps",
+            "save_steps": SAVE,
+            "gradient_accumulation_steps": 2,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 3,
+            "max_grad_norm": 0.5,
+        },
+        strategies={} if stage is None else {"zero": {"stage": stage}},
+    )
+
+
+def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
+    """As soon as ``mark`` is there."""
+    deadline_s = time.monotonic() + timeout_s
+    while not mark.exists():
+        assert job.poll() is None and time.monotonic() < deadline_s, job.wait()
+        time.sleep(0.001)
+    assert job.poll() is None
+    job.kill()
+
+
+@pytest.mark.parametrize(("starter", "num_ranks", "stage"), CASES, ids=IDS)
+def test_killed_and_resumed(
+    starter: str, num_ranks: int, stage: int | None, server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("resume")
+    whole, killed = config_in(folder / "whole", stage), config_in(folder / "killed", stage)
+    expected = server.run(num_ranks, whole).check().quiet()
+    if starter == "server":
+        job: Job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
+    else:
+        job = Command([*launcher(starter, num_ranks), TRAIN, "--config", str(killed)], killed.parent)
+    kill_after(job, killed.parent / "run" / f"checkpoint-{SAVE}" / "complete.json")
+    assert not (killed.parent / "run" / "export").exists(), "the run was over before it was killed"
+    found = server.run(num_ranks, killed, "training.resume_from_checkpoint=auto").check().quiet()
+    assert len(found.lines("resuming from ")) == 1
+    same_history(whole.parent / "run", killed.parent / "run")
+    assert digest(killed.parent / "run" / "export") == digest(whole.parent / "run" / "export")
+    mean_loss = [line.split("  in ")[0] for line in expected.lines("finished ")]
+    assert [line.split("  in ")[0] for line in found.lines("finished ")] == mean_loss
+
+
+def same_history(expected: Path, found: Path) -> None:
+    def numbers(folder: Path) -> list[tuple[Any, ...]]:
+        names = ("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens")
+        return [tuple(record[name] for name in names) for record in metrics(folder) if "loss" in record]
+
+    assert [step for step, *_ in numbers(expected)] == list(range(1, STEPS + 1))
+    assert numbers(found) == numbers(expected)
+
+
+@pytest.fixture(scope="module")
+def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a finished run with two checkpoints."""
+    config = config_in(tmp_path_factory.mktemp("trained"), None)
+    server.run(1, config).check()
+    return config
+
+
+@pytest.fixture
+def half_written(trained: Path, tmp_path: Path) -> Path:
+    """The same run, killed in the middle of its second checkpoint, in ``tmp_path``."""
+    shutil.copytree(trained.parent / "run", tmp_path / "run")
+    checkpoint = tmp_path / "run" / f"checkpoint-{2 * SAVE}"
+    (checkpoint / "complete.json").unlink()
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    shutil.rmtree(tmp_path / "run" / "export")
+    return checkpoint
+
+
+def test_a_half_written_checkpoint_is_skipped(
+    server: Server, trained: Path, half_written: Path, tmp_path: Path
+) -> None:
+    auto = [f"training.output_dir={tmp_path / 'run'}", "training.resume_from_checkpoint=auto"]
+    found = server.run(1, trained, *auto).check().quiet()
+    assert found.lines("resuming from ") == [f"resuming from {tmp_path / 'run' / f'checkpoint-{SAVE}'}"]
+    assert (half_written / "complete.json").is_file()
+    assert digest(tmp_path / "run" / "export") == digest(trained.parent / "run" / "export")
+    same_history(trained.parent / "run", tmp_path / "run")
+
+
+def test_a_half_written_checkpoint_is_refused_by_name(
+    server: Server, trained: Path, half_written: Path, tmp_path: Path
+) -> None:
+    named = [f"training.output_dir={tmp_path / 'run'}", f"training.resume_from_checkpoint={half_written}"]
+    found = server.run(2, trained, *named).check(2).quiet()
+    assert found.text.splitlines() == [
+        f'training.resume_from_checkpoint = "{half_written}": not complete, it has no complete.json (the run was '
+        f"killed while saving it); the newest complete one is {half_written.with_name(f'checkpoint-{SAVE}')}"
+    ]
+
+
+def test_resuming_from_nothing(server: Server, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    wish = [f"training.output_dir={folder}", "training.resume_from_checkpoint=true"]
+    found = server.run(1, trained, *wish).check(2).quiet()
+    assert found.text.splitlines() == [
+        f"training.resume_from_checkpoint = true: {folder} holds no complete checkpoint; "
+        "write auto to start when there is none"
+    ]
+    wish[1] = f"training.resume_from_checkpoint={trained.parent / 'run' / 'checkpoint-5'}"
+    found = server.run(1, trained, *wish).check(2).quiet()
+    newest = trained.parent / "run" / f"checkpoint-{2 * SAVE}"
+    assert found.text.rstrip().endswith(f"there is no such folder; the newest complete one is {newest}")
+
+
+def test_saving_again_at_a_step_takes_the_mark_away_first(tmp_path: Path) -> None:
+    """A fresh run in an old folder, killed while it saves, must not leave the old run's mark on mixed files."""
+    from trainer.checkpoint import complete, mark_complete, unmark
+
+    (tmp_path / "checkpoint-4").mkdir()
+    mark_complete(tmp_path, 4, is_first=True)
+    assert complete(tmp_path) == [tmp_path / "checkpoint-4"]
+    unmark(tmp_path, 4, is_first=True)
+    unmark(tmp_path, 8, is_first=True)
+    assert complete(tmp_path) == []

@@ -1,0 +1,89 @@
+"""Tiny configs: models of a few thousand parameters, and runs on random tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from strategies.core.registry import find
+from trainer.sections import RunConfig
+
+VOCAB = 128
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT2: Mapping[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": VOCAB,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+BLOOM: Mapping[str, Any] = {
+    "model_type": "bloom",
+    "hidden_size": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": VOCAB,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+OPT: Mapping[str, Any] = {
+    "model_type": "opt",
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+QWEN3: Mapping[str, Any] = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+MIXTRAL: Mapping[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "bloom": BLOOM,
+    "opt": OPT,
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+}
+
+
+def run_config(
+    config: Mapping[str, Any] = LLAMA,
+    *,
+    output_dir: object = "unused",
+    stage: int | None = None,
+    model: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+    **training: Any,
+) -> RunConfig:
+    """A run of ``config`` with random weights; ``stage`` switches ZeRO on, ``training`` are its options."""
+    zero = {} if stage is None else {"zero": find("zero").model_validate({"stage": stage})}
+    return RunConfig.model_validate(
+        {
+            "model": {"config": dict(config), "tokenizer": "none", **(model or {})},
+            "data": {"path": "random tokens", "max_length": 16, **(data or {})},
+            "training": {"output_dir": str(output_dir), "save_strategy": "no", "report_to": ["none"], **training},
+            "strategies": zero,
+        }
+    )

@@ -1,0 +1,337 @@
+"""The plan on integers: total, immutable, independent of order, and the bytes that follow from it."""
+
+import itertools
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strategies.core.compose import ANSWERS, compose
+from strategies.core.facts import MachineFacts, Precision
+from strategies.core.plan import (
+    RUN,
+    Conflict,
+    Decision,
+    EngineSet,
+    Home,
+    Impl,
+    Keep,
+    Kind,
+    Plan,
+    Reserve,
+    Rest,
+    Share,
+    Travel,
+    When,
+)
+from strategies.core.protocol import Idle, Phase
+from strategies.core.registry import find
+from strategies.core.render import table, to_json
+from tests.helpers.fakes import block, embedding, facts, fake, head
+
+exact = settings(derandomize=True, max_examples=100, deadline=None)
+sizes = st.lists(st.integers(0, 10_000), min_size=1, max_size=5)
+
+
+def share(unit: str, kind: Kind, ways: int = 2, element_bytes: int = 4, reason: str = "test") -> Share:
+    return Share(unit=unit, reason=reason, kind=kind, ways=ways, element_bytes=element_bytes)
+
+
+def rest(unit: str, kind: Kind, home: Home = Home.HOST) -> Rest:
+    return Rest(unit=unit, reason="test", kind=kind, home=home)
+
+
+def engine_set(key: str, value: int | str, reason: str = "test") -> EngineSet:
+    return EngineSet(unit=RUN, reason=reason, key=key, value=value)
+
+
+# The baseline
+
+
+def test_baseline_answers_every_question_of_every_unit() -> None:
+    plan = Plan.baseline(facts())
+    for unit in plan.facts.units:
+        expected = {("Impl", unit.name), ("Keep", unit.name), ("Travel", unit.name)}
+        expected |= {(question, unit.name, kind.name) for question in ("Share", "Rest") for kind in Kind}
+        assert {slot for slot, (decision, _) in plan.answers.items() if decision.unit == unit.name} == expected
+    assert {by for _, by in plan.answers.values()} == {"baseline"}
+    assert plan.engine() == {}
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_baseline_bytes(precision: Precision) -> None:
+    """Autocast keeps fp32 parameters, so plain training takes the same bytes in every precision."""
+    plan = Plan.baseline(facts(precision=precision))
+    num_params = 10 + 20 + 30 + 40
+    assert plan.total(Kind.PARAM) == 4 * num_params
+    assert plan.total(Kind.GRAD) == 4 * num_params
+    assert plan.total(Kind.MASTER) == 0
+    assert plan.total(Kind.MOMENT) == 8 * num_params
+
+
+def test_moments_follow_the_optimizer() -> None:
+    assert Plan.baseline(facts(moments=0)).total(Kind.MOMENT) == 0
+    assert Plan.baseline(facts(moments=1)).total(Kind.MOMENT) == 4 * 100
+
+
+# Amending
+
+
+def test_amend_leaves_the_plan_as_it_was() -> None:
+    plan = Plan.baseline(facts())
+    before = dict(plan.answers)
+    changed = plan.amend([share("head", Kind.PARAM, ways=4)], by="a")
+    assert plan.answers == before
+    assert (plan.num_bytes("head", Kind.PARAM), changed.num_bytes("head", Kind.PARAM)) == (160, 40)
+    with pytest.raises(TypeError):
+        plan.answers[("Impl", "head")] = changed.answers[("Impl", "head")]  # type: ignore[index]  # must be refused
+    with pytest.raises(FrozenInstanceError):
+        plan.facts = changed.facts  # type: ignore[misc]  # must be refused
+    with pytest.raises(FrozenInstanceError):
+        plan.share("head", Kind.PARAM).ways = 3  # type: ignore[misc]  # must be refused
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (share("head", Kind.PARAM, 2), share("head", Kind.PARAM, 4)),
+        (rest("head", Kind.MOMENT, Home.HOST), rest("head", Kind.MOMENT, Home.DEVICE)),
+        (engine_set("zero_optimization.stage", 1), engine_set("zero_optimization.stage", 2)),
+        (
+            Keep(unit="head", reason="", policy="full", saved_bytes=1),
+            Keep(unit="head", reason="", policy="full", saved_bytes=2),
+        ),
+        (Travel(unit="head", reason="", fetch_ahead=1), Travel(unit="head", reason="", fetch_ahead=2)),
+        (Impl(unit="head", reason="", implementation="x"), Impl(unit="head", reason="", implementation="y")),
+        (Reserve(unit=RUN, reason="", owner="o", num_bytes=1), Reserve(unit=RUN, reason="", owner="o", num_bytes=2)),
+    ],
+    ids=lambda decision: type(decision).__name__,
+)
+def test_different_answers_are_a_conflict_that_names_both(first: Decision, second: Decision) -> None:
+    plan = Plan.baseline(facts()).amend([first], by="abc")
+    with pytest.raises(Conflict, match=r"strategies\.abc and strategies\.xyz both decide .*remove one") as caught:
+        plan.amend([second], by="xyz")
+    assert (caught.value.first, caught.value.second, caught.value.slot) == ("abc", "xyz", first.slot)
+    assert plan.amend([replace(first, reason="the same for another reason")], by="xyz").answers[first.slot][1] == "xyz"
+
+
+def test_answers_to_different_questions_do_not_meet() -> None:
+    plan = Plan.baseline(facts()).amend([share("head", Kind.PARAM)], by="a")
+    plan = plan.amend(
+        [share("head", Kind.GRAD, 4), share("embedding", Kind.PARAM, 8), rest("head", Kind.PARAM)], by="b"
+    )
+    assert [plan.share(*of).ways for of in (("head", Kind.PARAM), ("head", Kind.GRAD), ("embedding", Kind.PARAM))] == [
+        2,
+        4,
+        8,
+    ]
+
+
+def test_one_strategy_that_contradicts_itself_is_refused() -> None:
+    plan = Plan.baseline(facts())
+    with pytest.raises(AssertionError, match="twice"):
+        plan.amend([share("head", Kind.PARAM, 2), share("head", Kind.PARAM, 4)], by="a")
+
+
+# Composing
+
+
+def test_the_order_in_the_config_is_irrelevant() -> None:
+    zero = find("zero").model_validate({"stage": 2})
+    three = {
+        "zero": zero,
+        "keep": fake(Phase.KEEP, [Keep(unit="layers.0", reason="r", policy="full", saved_bytes=7)]),
+        # Sees what the others decided: bytes after sharding.
+        "offload": fake(
+            Phase.WHERE,
+            lambda facts, plan: [
+                rest(u.name, Kind.MOMENT) for u in facts.units if plan.num_bytes(u.name, Kind.MOMENT) > 79
+            ],
+        ),
+    }
+    plans = [compose(dict(order), facts(world_size=2)) for order in itertools.permutations(three.items())]
+    assert len({table(plan) for plan in plans}) == 1
+    assert len({json.dumps(to_json(plan)) for plan in plans}) == 1
+    assert [plans[0].home(u.name, Kind.MOMENT) for u in plans[0].facts.units] == [Home.DEVICE] + 3 * [Home.HOST]
+
+
+def test_of_two_strategies_in_one_phase_the_name_decides() -> None:
+    seen: list[str] = []
+    two = {
+        name: fake(Phase.HOW, lambda facts, plan, name=name: seen.append(name) or [])  # type: ignore[func-returns-value, misc]  # append is the point
+        for name in ("b", "a")
+    }
+    compose(two, facts())
+    assert seen == ["a", "b"]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_strategy_answers_only_its_own_question(phase: Phase) -> None:
+    given: dict[type[Decision], Decision] = {
+        Impl: Impl(unit="head", reason="", implementation="x"),
+        Share: share("head", Kind.PARAM),
+        Keep: Keep(unit="head", reason="", policy="x", saved_bytes=1),
+        Rest: rest("head", Kind.PARAM),
+        Travel: Travel(unit="head", reason="", fetch_ahead=1),
+        Reserve: Reserve(unit=RUN, reason="", owner="x", num_bytes=1),
+        EngineSet: engine_set("a.b", 1),
+    }
+    for kind, decision in given.items():
+        if kind in ANSWERS[phase]:
+            assert compose({"mine": fake(phase, [decision])}, facts()).answers[decision.slot] == (decision, "mine")
+        else:
+            with pytest.raises(AssertionError, match=f"mine may not decide {kind.__name__}"):
+                compose({"mine": fake(phase, [decision])}, facts())
+
+
+def test_idle_strategies_are_listed_with_their_reason() -> None:
+    def nothing_here(*_: object) -> list[Decision]:
+        raise Idle("one rank has nobody to share with")
+
+    plan = compose({"lonely": fake(Phase.WHO, nothing_here), "mute": fake(Phase.HOW, [])}, facts())
+    assert dict(plan.idle) == {"lonely": "one rank has nobody to share with", "mute": "decided nothing"}
+    assert "idle: strategies.lonely: one rank has nobody to share with" in table(plan).splitlines()
+    assert to_json(plan)["idle"] == dict(plan.idle)
+
+
+# Peaks as labelled sums, in bytes
+
+
+def test_peak_without_accumulation() -> None:
+    plan = Plan.baseline(facts())
+    params, moments = 4 * (10 + 20 + 30 + 40), 8 * (10 + 20 + 30 + 40)
+    # When backward stands at the head, all that forward saved is alive, and the head's gradient.
+    saved, head_grad = 1000 + 2000 + 3000 + 4000, 4 * 40
+    assert plan.peak(Home.DEVICE) == params + moments + saved + head_grad
+    assert plan.states(Home.DEVICE) == params + moments + 4 * 100
+    assert plan.peak(Home.HOST) == 0
+
+
+def test_peak_at_the_end_of_backward() -> None:
+    """Where saved tensors are small, the peak is when all gradients are there."""
+    plan = Plan.baseline(facts(embedding(1000, 8), block(0, 10, 4), head(10, 4)))
+    params, moments, grads, saved = 4 * 1020, 8 * 1020, 4 * 1020, 8
+    assert plan.peak(Home.DEVICE) == params + moments + grads + saved
+
+
+def test_peak_in_the_middle_of_backward() -> None:
+    plan = Plan.baseline(facts(embedding(1, 1), block(0, 1, 5000), block(1, 1000, 1), head(1, 10)))
+    params, moments = 4 * 1003, 8 * 1003
+    saved, grads = 1 + 5000, 4 * (1 + 1000 + 1)  # at layers.0: its own gradient and those behind it
+    # One unit earlier: one byte more is saved, one parameter's gradient is not there yet.
+    assert plan.peak(Home.DEVICE) == params + moments + saved + grads
+
+
+def test_peak_with_accumulation() -> None:
+    plan = Plan.baseline(facts(accumulation=3))
+    params, grads, moments, saved = 4 * 100, 4 * 100, 8 * 100, 10_000
+    assert plan.peak(Home.DEVICE) == params + grads + moments + saved
+
+
+def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
+    standing = 4 * 100 + 8 * 100  # parameters and moments
+    backward, grads = 10_000 + 4 * 40, 4 * 100
+
+    def peak(*reserves: Reserve) -> int:
+        return Plan.baseline(facts()).amend(reserves, by="a").peak(Home.DEVICE)
+
+    always = Reserve(unit=RUN, reason="", owner="always", num_bytes=50)
+    small = Reserve(unit=RUN, reason="", owner="small", num_bytes=60, when=When.STEP)
+    large = Reserve(unit=RUN, reason="", owner="large", num_bytes=20_000, when=When.STEP)
+    assert peak(always) == standing + 50 + backward
+    assert peak(always, small) == standing + 50 + backward
+    assert peak(always, small, large) == standing + 50 + grads + 60 + 20_000
+
+
+def test_what_rests_on_the_host_counts_there() -> None:
+    machine = MachineFacts("gpu", 1 << 30, 1 << 30, runtime_host_bytes=7)
+    moved = [rest(name, kind) for name in ("layers.0", "head") for kind in (Kind.MOMENT, Kind.GRAD)]
+    moved.append(Reserve(unit=RUN, reason="", owner="pinned", num_bytes=11, home=Home.HOST))
+    plan = Plan.baseline(facts(machine=machine, accumulation=2)).amend(moved, by="a")
+    moments_there, grads_there = 8 * (20 + 40), 4 * (20 + 40)
+    moments_here, grads_here = 8 * (10 + 30), 4 * (10 + 30)
+    runtime, pinned, params, saved = 7, 11, 4 * 100, 10_000
+    assert plan.peak(Home.HOST) == runtime + pinned + moments_there + grads_there
+    assert plan.peak(Home.DEVICE) == params + moments_here + grads_here + saved
+    assert plan.states(Home.HOST) == moments_there + grads_there
+
+
+# Properties
+
+
+@exact
+@given(sizes, st.sampled_from([0, 1, 2, 3]), st.sampled_from(Precision), st.integers(1, 64), st.integers(1, 64))
+def test_more_ranks_never_hold_more_each(
+    elements: list[int], stage: int, precision: Precision, some: int, more: int
+) -> None:
+    units = [block(index, size) for index, size in enumerate(elements)]
+    zero = find("zero").model_validate({"stage": stage})
+    few, many = (
+        compose({"zero": zero}, facts(*units, precision=precision, world_size=ranks)) for ranks in sorted((some, more))
+    )
+    for unit, kind in itertools.product(units, Kind):
+        assert many.num_bytes(unit.name, kind) <= few.num_bytes(unit.name, kind)
+
+
+@exact
+@given(sizes, st.sampled_from([0, 1, 2, 3]), st.sampled_from(Precision), st.integers(1, 64))
+def test_all_ranks_together_hold_every_element(
+    elements: list[int], stage: int, precision: Precision, world_size: int
+) -> None:
+    units = [block(index, size) for index, size in enumerate(elements)]
+    zero = find("zero").model_validate({"stage": stage})
+    plan = compose({"zero": zero}, facts(*units, precision=precision, world_size=world_size))
+    for unit, kind in itertools.product(units, Kind):
+        answer = plan.share(unit.name, kind)
+        together = plan.num_bytes(unit.name, kind) * world_size
+        assert together >= unit.num_params * answer.element_bytes
+        if answer.ways == world_size:  # rounding costs less than one element per rank
+            assert together < (unit.num_params + world_size) * answer.element_bytes or not answer.element_bytes
+
+
+@exact
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=6), st.integers(1, 2))
+def test_the_peak_is_between_the_parts_and_their_sum(pairs: list[tuple[int, int]], accumulation: int) -> None:
+    units = [block(index, params, saved) for index, (params, saved) in enumerate(pairs)]
+    plan = Plan.baseline(facts(*units, accumulation=accumulation))
+    states, saved = plan.states(Home.DEVICE), sum(unit.saved_bytes for unit in units)
+    without_grads = states - plan.total(Kind.GRAD)
+    assert max(states, without_grads + saved) <= plan.peak(Home.DEVICE) <= states + saved
+
+
+# What it says
+
+
+def test_explain_gives_every_answer_with_who_and_why() -> None:
+    plan = Plan.baseline(facts()).amend([share("head", Kind.PARAM, reason="a half each")], by="zero")
+    lines = plan.explain("head").splitlines()
+    assert len(lines) == sum(decision.unit == "head" for decision, _ in plan.answers.values()) == 11
+    (changed,) = [line for line in lines if line.startswith("Share head PARAM ")]
+    assert changed.endswith("[zero: a half each]")
+    kept = next(line for line in lines if line.startswith("Keep head "))
+    assert kept.endswith("('none', 4000)  [baseline: all kept]")
+
+
+def test_decided_by_names_strategies_or_the_baseline() -> None:
+    plan = (
+        Plan.baseline(facts()).amend([share("head", Kind.PARAM)], by="zero").amend([rest("head", Kind.PARAM)], by="a")
+    )
+    assert plan.decided_by(("Share", "head", "PARAM"), ("Rest", "head", "PARAM")) == "a, zero"
+    assert plan.decided_by(("Share", "head", "GRAD")) == "baseline"
+
+
+def test_json_is_json() -> None:
+    plan = compose({"zero": find("zero").model_validate({"stage": 3})}, facts(world_size=2, precision=Precision.BF16))
+    written = to_json(plan)
+    assert json.loads(json.dumps(written, allow_nan=False)) == written  # no tuple, no enum, no number as a key
+    assert written["facts"]["units"][1] == {
+        "name": "layers.0",
+        "kind": "block",
+        "num_params": 20,
+        "num_trainable": 20,
+        "saved_bytes": 2000,
+    }
+    assert written["totals"]["device"]["parameters"] == plan.total(Kind.PARAM) == 2 * 50
+    assert sum(row["bytes"] for row in written["rows"] if row["tensors"] == "moments") == plan.total(Kind.MOMENT)

@@ -1,0 +1,58 @@
+"""DeepSpeed's compiled extensions: which are needed here, whether they are built, where they are kept.
+
+DeepSpeed compiles its C++ at first use, in the middle of somebody's first run, for a minute or two and without a
+word. So a run says beforehand what will be built, about how long it takes and where it is cached; and the tools that
+the compiler needs are found where this interpreter is installed, although the virtual environment is not activated.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A DeepSpeed extension that is compiled at first use."""
+
+    name: str
+    builder: str
+    takes: str
+    use: str
+
+
+SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
+CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
+FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the GPU")
+
+
+def cache_folder() -> Path:
+    """Where torch keeps compiled extensions; the same rule as torch.utils.cpp_extension, which names no function."""
+    import torch
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_{kind}"
+
+
+def find_build_tools() -> None:
+    """Put this interpreter's folder on the path, where pip has installed ninja, unless ninja is found already."""
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def announcement() -> str | None:
+    """What DeepSpeed is about to compile when its engine starts on this machine; None when nothing."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None  # training through Hugging Face's optimizers needs none of its CUDA extensions
+    folder = cache_folder() / SHM.name
+    if (folder / f"{SHM.name}.so").exists():
+        return None
+    return f"building DeepSpeed's {SHM.name} ({SHM.use}): once, {SHM.takes}, cached in {folder}"
