@@ -153,7 +153,9 @@ class Zero(Strategy):
 
     def _bucket(self, facts: Facts) -> int:
         # One block per reduction keeps the message large; a larger parameter is sent in a bucket of its own.
-        return max(1, min(MAX_BUCKET, self._largest_block(facts), max(1, facts.num_trainable)))
+        # DeepSpeed aligns shares to two elements and refuses an odd bucket.
+        size = min(MAX_BUCKET, self._largest_block(facts), facts.num_trainable)
+        return max(2, size + size % 2)
 
     def _largest_block(self, facts: Facts) -> int:
         return max((unit.num_params for unit in facts.units), default=1)

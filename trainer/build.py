@@ -316,5 +316,7 @@ def sample_prompt(run: Run) -> str:
     row = next(iter(run.prepared.eval or run.prepared.train))
     labels = row["labels"]
     masked = next((i for i, label in enumerate(labels[1:], start=1) if label != MASKED), 0)
-    num_tokens = masked if masked > 1 else 16
-    return str(run.tokenizer.decode(row["input_ids"][:num_tokens], skip_special_tokens=True))
+    if masked > 1:
+        return str(run.tokenizer.decode(row["input_ids"][:masked], skip_special_tokens=True))
+    start = str(run.tokenizer.decode(row["input_ids"][:24], skip_special_tokens=True))
+    return start.rsplit(maxsplit=1)[0] if len(start.split()) > 1 else start  # the last word may be cut

@@ -38,6 +38,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trainer import metrics
 
+MIN_NEW_TOKENS = 20  # a sample that ends at once shows nothing
+
 
 def write_line(line: str) -> None:
     """One whole line to standard output, at once: a log that is followed or cut off stays readable."""
@@ -246,7 +248,7 @@ def _plain(value: Any) -> Any:
 class SampleText(TrainerCallback):
     """Shows what the model writes: the greedy continuation of one prompt, at the end and if asked at evaluations.
 
-    Greedy, because a sample that draws random numbers would change the run it looks at. ``generate`` returns the
+    Greedy (with a penalty on repetition, which small models are prone to), because a sample that draws random numbers would change the run it looks at. ``generate`` returns the
     continuation and is called on every rank, so it may be a collective (sharded weights); the default is the
     model's own ``generate``, right wherever each rank holds all weights. Rank 0 writes.
     """
@@ -301,7 +303,14 @@ def continuation(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -
     was_training = model.training
     model.eval()
     try:
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=padding)
+        output = model.generate(
+            **inputs,
+            do_sample=False,
+            repetition_penalty=1.2,
+            min_new_tokens=min(MIN_NEW_TOKENS, max_new_tokens),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=padding,
+        )
     finally:
         model.train(was_training)
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

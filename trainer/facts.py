@@ -1,6 +1,6 @@
 """Facts of a run, without weights and without a GPU: what the planner may look at.
 
-The model is built from fake tensors (shapes and dtypes, no storage) and run forward once. Torch's own dispatch
+The model is built without storage, given fake tensors (shapes and dtypes) and run forward once. Torch's own dispatch
 decides what is saved for backward and how many floating-point operations there are, so the numbers follow the model
 and not a formula, and an architecture never seen before is counted like any other. A 70 B model takes about two
 seconds and a few hundred megabytes.
@@ -28,9 +28,8 @@ from trainer.errors import ConfigError
 from trainer.model import load_config, with_lora
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from trainer.machine import Machine
     from trainer.sections import RunConfig
@@ -107,16 +106,16 @@ def count_model(config: RunConfig) -> ModelCount:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    hf_config = load_config(config.model, vocab_size_of(config))
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and "zero" in config.strategies
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
-    dtype = compute if casts else getattr(torch, config.model.dtype)
     flops = FlopCounterMode(display=False, custom_mapping=_flops())
+    model = _meta_model(config)
+    if casts:
+        model.to(compute)  # as DeepSpeed does, adapters and buffers included
     with FakeTensorMode(), _grouped_matmul():
-        model = _fake_model(config, hf_config, dtype)
-        if config.model.lora is not None:
-            model = with_lora(model, config.model.lora)
+        model.to_empty(device="cpu")
+        model.tie_weights()  # to_empty has given each name a tensor of its own
         if config.training.gradient_checkpointing or config.training.activation_checkpointing:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -131,30 +130,36 @@ def count_model(config: RunConfig) -> ModelCount:
         units=counter.units(),
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
-        hidden_size=getattr(hf_config.get_text_config(), "hidden_size", 0),
+        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
     )
 
 
-def _fake_model(config: RunConfig, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The configured model; inside a fake mode, so without storage.
+def _meta_model(config: RunConfig) -> PreTrainedModel:
+    """The configured model on the meta device: shapes and dtypes, no storage.
+
+    Not made of fake tensors from the start, because modules of fake tensors cannot be moved or cast, and peft does.
 
     Raises:
         ConfigError: Transformers cannot build it.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
+    section = config.model
+    hf_config = load_config(section, vocab_size_of(config))
+    options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     # A flash kernel that is not installed here keeps what torch's fused attention keeps.
-    chosen = config.model.attn_implementation
-    options = {"dtype": dtype, "trust_remote_code": config.model.trust_remote_code}
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            hf_config, attn_implementation="eager" if chosen == "eager" else "sdpa", **options
-        )
-    except ValueError as error:
-        if "does not support" not in str(error):
-            raise ConfigError(f"model: {str(error).splitlines()[0]}") from None
-        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", **options)
-    return model
+    attention = "eager" if section.attn_implementation == "eager" else "sdpa"
+    with torch.device("meta"):
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                hf_config, attn_implementation=attention, **options
+            )
+        except ValueError as error:
+            if "does not support" not in str(error):
+                raise ConfigError(f"model: {str(error).splitlines()[0]}") from None
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", **options)
+        return with_lora(model, section.lora) if section.lora is not None else model
 
 
 def _flops() -> dict[Any, Callable[..., int]]:

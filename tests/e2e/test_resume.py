@@ -15,7 +15,7 @@ from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, me
 
 pytestmark = pytest.mark.ranks
 
-STEPS, SAVE = 10, 4
+STEPS, SAVE = 8, 4
 CASES = [("server", 1, None), ("server", 1, 0), ("deepspeed", 2, 2), ("server", 2, 3)]
 IDS = ["plain", "stage 0", "stage 2 on two ranks", "stage 3 on two ranks"]
 
