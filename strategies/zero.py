@@ -24,7 +24,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -84,6 +84,13 @@ class Zero(Strategy):
         from deepspeed.utils import set_z3_leaf_modules_by_name
 
         set_z3_leaf_modules_by_name(model, [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK])
+        self._let_gradients_through(model)
+
+    def _let_gradients_through(self, model: Any) -> None:
+        # DeepSpeed reduces a block's gradients in torch's full backward hook. Where a block's input needs no gradient,
+        # as behind a frozen embedding, torch calls that hook before the block's backward instead of after it.
+        if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+            model.enable_input_require_grads()
 
     def _shares(self, facts: Facts, unit: Unit) -> Iterator[Share]:
         run = facts.run

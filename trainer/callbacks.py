@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import textwrap
 import time
@@ -287,8 +288,8 @@ class SampleText(TrainerCallback):
 
 
 def sample_block(step: int, prompt: str, text: str) -> str:
-    """Prompt and continuation as a reader wants them: indented, wrapped, the prompt in brackets."""
-    lines = f"[{prompt.strip()}]{text.rstrip()}".splitlines()
+    """Prompt and continuation as a reader wants them: indented, wrapped, blank lines one at a time, the prompt in brackets."""
+    lines = re.sub(r"\n\s*\n+", "\n\n", f"[{prompt.strip()}]{text.rstrip()}").splitlines()
     folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
     return "\n".join([f"sample at step {step}, the prompt in brackets:", *(f"    {line}".rstrip() for line in folded)])
 

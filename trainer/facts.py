@@ -110,10 +110,10 @@ def count_model(config: RunConfig) -> ModelCount:
     casts = precision is not Precision.FP32 and "zero" in config.strategies
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=_flops())
-    model = _meta_model(config)
+    model: Any = _meta_model(config)
     if casts:
         model.to(compute)  # as DeepSpeed does, adapters and buffers included
-    with FakeTensorMode(), _grouped_matmul():
+    with FakeTensorMode(allow_non_fake_inputs=True), _grouped_matmul():
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty has given each name a tensor of its own
         if config.training.gradient_checkpointing or config.training.activation_checkpointing:

@@ -20,7 +20,6 @@ CASES = [("server", 1, None), ("server", 1, 0), ("deepspeed", 2, 2), ("server", 
 IDS = ["plain", "stage 0", "stage 2 on two ranks", "stage 3 on two ranks"]
 
 
-
 def config_in(folder: Path, stage: int | None) -> Path:
     write_text_data(folder / "few.jsonl", num_rows=15)  # 1 rank: 3.75 steps an epoch, 2 ranks: 2
     return write_config(
@@ -43,9 +42,9 @@ def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
     """As soon as ``mark`` is there."""
     deadline_s = time.monotonic() + timeout_s
     while not mark.exists():
-        assert job.poll() is None and time.monotonic() < deadline_s, job.wait()
+        assert job.poll() is None and time.monotonic() < deadline_s, job.wait().text
         time.sleep(0.001)
-    assert job.poll() is None
+    assert job.poll() is None, job.wait().text
     job.kill()
 
 
@@ -55,7 +54,7 @@ def test_killed_and_resumed(
 ) -> None:
     folder = tmp_path_factory.mktemp("resume")
     whole, killed = config_in(folder / "whole", stage), config_in(folder / "killed", stage)
-    expected = server.run(num_ranks, whole).check().quiet()
+    server.run(num_ranks, whole).check().quiet()
     if starter == "server":
         job: Job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
     else:
@@ -66,8 +65,6 @@ def test_killed_and_resumed(
     assert len(found.lines("resuming from ")) == 1
     same_history(whole.parent / "run", killed.parent / "run")
     assert digest(killed.parent / "run" / "export") == digest(whole.parent / "run" / "export")
-    mean_loss = [line.split("  in ")[0] for line in expected.lines("finished ")]
-    assert [line.split("  in ")[0] for line in found.lines("finished ")] == mean_loss
 
 
 def same_history(expected: Path, found: Path) -> None:

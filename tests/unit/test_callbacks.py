@@ -179,7 +179,8 @@ def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> No
         device = "cpu"
 
         def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-            assert options == {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 9}
+            assert options["do_sample"] is False and options["pad_token_id"] == 9
+            assert options["min_new_tokens"] <= options["max_new_tokens"] == 3
             assert not self.training
             return torch.cat([input_ids, torch.tensor([[7, 8]])], dim=1)
 
