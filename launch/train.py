@@ -17,11 +17,7 @@ from collections.abc import Sequence
 from trainer.config import json_schema, load
 from trainer.errors import UserError
 from trainer.machine import cores
-from trainer.ranks import Ranks, from_environment, settle_environment
-
-# A launcher ends all ranks as soon as one has failed, and reports that one's code. Only the first rank speaks, so
-# the others let it go first.
-GRACE_S = 10.0
+from trainer.ranks import GRACE_S, Ranks, from_environment, settle_environment
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -249,9 +249,9 @@ def _plain(value: Any) -> Any:
 class SampleText(TrainerCallback):
     """Shows what the model writes: the greedy continuation of one prompt, at the end and if asked at evaluations.
 
-    Greedy (with a penalty on repetition, which small models are prone to), because a sample that draws random numbers would change the run it looks at. ``generate`` returns the
-    continuation and is called on every rank, so it may be a collective (sharded weights); the default is the
-    model's own ``generate``, right wherever each rank holds all weights. Rank 0 writes.
+    Greedy, because a sample that draws random numbers would change the run it looks at; with a penalty on repetition,
+    to which small models are prone. ``generate`` returns the continuation and is called on every rank, so it may be a
+    collective (sharded weights); the default is the model's own ``generate``. Rank 0 writes.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class SampleText(TrainerCallback):
 
 
 def sample_block(step: int, prompt: str, text: str) -> str:
-    """Prompt and continuation as a reader wants them: indented, wrapped, blank lines one at a time, the prompt in brackets."""
+    """Prompt (in brackets) and continuation as a reader wants them: indented, wrapped, single blank lines."""
     lines = re.sub(r"\n\s*\n+", "\n\n", f"[{prompt.strip()}]{text.rstrip()}").splitlines()
     folded = [part for line in lines for part in textwrap.wrap(line, width=100) or [""]]
     return "\n".join([f"sample at step {step}, the prompt in brackets:", *(f"    {line}".rstrip() for line in folded)])

@@ -90,14 +90,12 @@ def build(
     *,
     seed: int,
     partitioned: bool,
-    resized_vocab: int | None = None,
 ) -> PreTrainedModel:
     """The model with its weights, in ``section.dtype``, on the CPU (or partitioned over the ranks).
 
     Args:
         seed: of random weights; the same bits whatever the strategy.
         partitioned: ZeRO stage 3 is on; Transformers then builds under ``deepspeed.zero.Init``.
-        resized_vocab: grow the embedding to this many rows before anything is partitioned or wrapped.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -116,9 +114,6 @@ def build(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
     else:
         model = _random_weights(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, **attention), seed)
-    rows: Any = getattr(model.get_input_embeddings(), "num_embeddings", 0)
-    if resized_vocab is not None and resized_vocab > rows:
-        model.resize_token_embeddings(resized_vocab)
     return with_lora(model, section.lora) if section.lora is not None else model
 
 

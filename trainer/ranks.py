@@ -27,6 +27,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+# A launcher ends all ranks as soon as one has failed, and reports that one's code. The rank that knows what is wrong
+# speaks, so the others let it go first.
+GRACE_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:

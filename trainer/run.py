@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import logging
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainer import build
 from trainer.callbacks import write_line
 from trainer.errors import ExitCode, UserError
 from trainer.export import export
-from trainer.ranks import Ranks, process_group
+from trainer.ranks import GRACE_S, Ranks, process_group
 
 if TYPE_CHECKING:
     from trainer.build import Run
@@ -68,9 +69,21 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
         traceback.clear_frames(error.__traceback__)
         return code
     except Exception as error:
+        code = ExitCode.FAILED
+        if lost_peer(error):
+            # The rank that failed first says why, and the launcher ends this one; unless that rank was killed.
+            time.sleep(GRACE_S)
+            code = ExitCode.PEER_DIED
         traceback.print_exc()
         traceback.clear_frames(error.__traceback__)
-        return ExitCode.FAILED
+        return code
+
+
+def lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank has gone: a consequence, not a cause."""
+    import torch.distributed
+
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
 def show_sample(config: RunConfig) -> None:

@@ -112,9 +112,11 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     from trainer import build
     from trainer.data import Prepared
     from trainer.machine import probe
+    from trainer.model import load_config
 
+    rows = load_config(config.model).get_text_config().vocab_size  # a small vocabulary is not shrunk further
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=generator).tolist()
+    ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
     data = Dataset.from_dict({"input_ids": ids, "labels": ids})
     prepared = Prepared(data, None, "random", "input_ids", ROWS * LENGTH, ROWS * LENGTH)
     machine = probe()

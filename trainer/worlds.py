@@ -37,8 +37,9 @@ def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: f
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    # CUDA does not survive a fork, not even of a process that has only asked whether there is a device.
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(PRELOAD)  # no effect on a spawning context
     with tempfile.TemporaryDirectory(prefix="deepstow-world-") as name:
         folder = Path(name)
         port = describe(Ranks())["MASTER_PORT"]

@@ -1,0 +1,130 @@
+"""What is wrong is said once, in a line, by one rank; the code says of which kind it was; nothing stays behind."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import PYTHON, TRAIN, Command, Result, Server, launcher, run, write_config, write_jsonl
+
+pytestmark = pytest.mark.ranks
+
+MEASURED = "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]); \
+print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10); sys.exit(code)"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def without_torch(folder: Path, *arguments: str) -> Result:
+    """The command where importing torch, or anything else that takes a second, is an error."""
+    stubs = folder / "stubs"
+    stubs.mkdir(exist_ok=True)
+    for name in ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy"):
+        (stubs / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')\n")
+    return run([PYTHON, *arguments], folder, PYTHONPATH=str(stubs))
+
+
+def misspelt(config: Path) -> str:
+    """Spoil the file; the line that is due."""
+    config.write_text(config.read_text().replace("learning_rate", "learning_rte"))
+    number = next(i for i, line in enumerate(config.read_text().splitlines(), 1) if "learning_rte" in line)
+    return f"{config}:{number}: training.learning_rte = 0.01: unknown key; did you mean 'learning_rate'?"
+
+
+def test_a_bad_config_is_refused_before_torch_is_imported(config: Path) -> None:
+    line = misspelt(config)
+    found = without_torch(config.parent, TRAIN, "--config", str(config)).check(2)
+    assert found.out == "" and found.err.splitlines() == [line]
+    assert found.seconds < 5.0  # 0.2 on an idle machine
+    for script in ("launch/plan.py", "launch/verify.py"):
+        assert without_torch(config.parent, script, "--config", str(config)).check(2).err.splitlines() == [line]
+
+
+def test_all_errors_of_a_file_at_once(config: Path) -> None:
+    misspelt(config)
+    config.write_text(config.read_text().replace("max_length: 64", "max_length: lots"))
+    found = without_torch(config.parent, TRAIN, "--config", str(config)).check(2)
+    assert len(found.err.splitlines()) == 2 and 'data.max_length = "lots"' in found.err
+
+
+def test_a_bad_config_is_told_once_per_job(config: Path) -> None:
+    line = misspelt(config)
+    found = run([*launcher("deepspeed", 2), TRAIN, "--config", str(config)], config.parent).check(2).quiet()
+    assert found.text.count(line) == 1
+    ours = [each for each in found.text.splitlines() if not each.startswith("[")]
+    assert ours == [line]
+
+
+def test_the_command_line(config: Path) -> None:
+    folder = config.parent
+
+    def refused(*arguments: str) -> str:
+        return without_torch(folder, TRAIN, *arguments).check(2).err
+
+    near = config.with_name("confg.yaml")
+    assert refused("--config", str(near)).splitlines() == [f"{near}: no such file; did you mean '{config}'?"]
+    assert "unrecognized arguments: --confgi" in refused("--config", str(config), "--confgi")
+    assert "unrecognized arguments: --local_rnk=0" in refused("--local_rnk=0", "--config", str(config))
+    assert "--config FILE is required" in refused()
+    assert "training.max_steps = 0: must be a whole number >= 1" in refused("--config", str(config), "training.max_steps=0")
+    # Options and overrides in any order, and what launchers put first.
+    for rank in ("--local_rank=0", "--local-rank=0"):
+        text = refused(rank, "--config", str(config), "data.max_length=1", "--show-sample", "training.seed=-1")
+        assert "data.max_length = 1" in text and "training.seed = -1" in text
+
+
+def test_strategies_that_conflict(config: Path) -> None:
+    conflict = ["strategies.zero.stage=5", "training.bf16=true", "training.fp16=true"]
+    found = without_torch(config.parent, TRAIN, "--config", str(config), *conflict).check(2)
+    assert any("strategies.zero.stage = 5" in line for line in found.err.splitlines())
+    assert any("fp16" in line and "bf16" in line for line in found.err.splitlines())
+
+
+def test_bad_data_on_two_ranks(server: Server, config: Path) -> None:
+    data = config.parent / "text.jsonl"
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines[:6], '{"text": "cut off', *lines[6:]]) + "\n")
+    found = server.run(2, config).check(3).quiet()
+    assert found.err.splitlines() == [f"{data}:7: broken JSON: Unterminated string starting at column 10"]
+    assert found.out == ""
+
+
+def test_bad_data_met_while_training(server: Server, tmp_path: Path) -> None:
+    """A stream is read by the first rank, which knows what is wrong; the second only sees its peer go."""
+    rows = [{"text": f"row {i} of a stream of rows"} for i in range(20)]
+    data = write_jsonl(tmp_path / "stream.jsonl", [*rows[:12], {"text": None}, *rows[12:]])
+    config = write_config(
+        tmp_path,
+        data={"path": str(data), "streaming": True},
+        training={"max_steps": 50},
+        strategies={"zero": {"stage": 1}},
+    )
+    for num_ranks in (1, 2):
+        found = server.run(num_ranks, config).check(3).quiet()
+        assert found.err.splitlines() == [f"{data}:13: field 'text' is null; every row needs a string"]
+        assert found.lines("step 1/50")
+
+
+def test_a_state_larger_than_the_machine_is_never_allocated(config: Path) -> None:
+    large = ["model.config.hidden_size=65536", "model.config.num_hidden_layers=100", "strategies.zero={stage: 2}"]
+    command = [PYTHON, "-c", MEASURED, PYTHON, TRAIN, "--config", str(config), *large]
+    found = run(command, config.parent).check(2).quiet()
+    assert found.lines("plan: 1,") and found.lines("model.layers.")
+    (line,) = found.err.splitlines()
+    assert line.startswith("the training state needs 2") and "too much; use more ranks" in line
+    assert int(found.lines("peak ")[0].split()[1]) < 2000  # MiB, of which the libraries are 500
+    assert (config.parent / "run" / "plan.json").exists()
+
+
+def test_an_error_while_training_ends_all_ranks(config: Path) -> None:
+    """A file stands where the first rank is to write its checkpoint; the second waits for it in a collective."""
+    (config.parent / "run").mkdir()
+    (config.parent / "run" / "checkpoint-2").write_text("in the way")
+    saving = ["training.save_strategy=steps", "training.save_steps=2", "strategies.zero={stage: 1}"]
+    job = Command([*launcher("deepspeed", 2), TRAIN, "--config", str(config), *saving], config.parent)
+    found = job.wait(120.0).check(1)  # and nothing of the job is left 10 s later
+    assert "checkpoint-2" in found.err and "Error: [Errno" in found.err
+    assert found.err.count("Traceback (most recent call last)") == 1 and "gloo" not in found.err
+    assert found.lines("step 2/4") and not found.lines("step 3/4")
