@@ -43,6 +43,8 @@ INSTALL = "make setup"
 
 
 class Status(StrEnum):
+    """How a row ends; FAIL means that training cannot work here."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "FAIL"
@@ -72,6 +74,7 @@ def judge(name: str, value: str, *, cure: str, fail: bool = False, warn: bool = 
 
 
 def python_row(version: tuple[int, ...], requires: str) -> Row:
+    """Whether this interpreter is one that the package supports."""
     from packaging.specifiers import SpecifierSet
 
     text = ".".join(map(str, version))
@@ -110,6 +113,7 @@ def package_row(requirement: str, version: str, *, optional: bool) -> Row:
 
 
 def compiler_row(path: str | None, version: str) -> Row:
+    """Whether a C++ compiler is there and new enough for DeepSpeed's extensions."""
     cure = "apt-get install g++"
     return judge("compiler", f"{version}  {path}" if path else "c++ not found", cure=cure, fail=path is None)
 
@@ -123,12 +127,14 @@ def ninja_row(path: str | None, beside: Path) -> Row:
 
 
 def toolchain_rows() -> Iterator[Row]:
+    """The compiler and ninja."""
     path = shutil.which(os.environ.get("CXX", "c++"))
     yield compiler_row(path, first_line([path, "--version"]) if path else "")
     yield ninja_row(shutil.which("ninja"), Path(sys.executable).parent / "ninja")
 
 
 def first_line(command: list[str]) -> str:
+    """The first line of what a command prints."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     return (done.stdout.splitlines() or [""])[0]
 
@@ -173,6 +179,7 @@ def device_rows(cuda_build: str | None, driver: str | None, names: list[str], me
 
 
 def find_devices() -> Iterator[Row]:
+    """The accelerators, one row each, or the row that says there are none."""
     import torch
 
     version = Path("/proc/driver/nvidia/version")
@@ -187,6 +194,7 @@ def find_devices() -> Iterator[Row]:
 
 
 def needed_ops(has_device: bool) -> tuple[Op, ...]:
+    """The extensions that a run on this kind of machine may compile."""
     return (CPU_ADAM, FUSED_ADAM) if has_device else (SHM, CPU_ADAM)
 
 
@@ -229,6 +237,7 @@ def build_op(op: Op, folder: Path) -> Row | None:
 
 
 def op_rows(*, build: bool) -> Iterator[Row]:
+    """Whether DeepSpeed's extensions are built; with ``build``, building those that are not."""
     import torch
     from deepspeed.git_version_info import installed_ops
 
@@ -245,17 +254,20 @@ def op_rows(*, build: bool) -> Iterator[Row]:
 
 
 def host_row(memory: Memory) -> Row:
+    """Host memory, free and in all."""
     value = f"{human_bytes(memory.available_bytes)} free of {human_bytes(memory.total_bytes)}"
     cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
     return judge("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
 
 
 def shm_row(num_bytes: int) -> Row:
+    """Shared memory, through which ranks and data loaders pass tensors."""
     cure = "mount -o remount,size=8G /dev/shm   # in Docker: docker run --shm-size=8g ..."
     return judge("/dev/shm", f"{human_bytes(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
 
 
 def disk_row(folder: Path, free_bytes: int) -> Row:
+    """Room where the run folder will be."""
     cure = f"df -h {folder}   # or set training.output_dir to a larger disk"
     value = f"{human_bytes(free_bytes)} free for {folder}"
     return judge("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
@@ -269,6 +281,7 @@ def limit_row(name: str, flag: str, limit: int, enough: int) -> Row:
 
 
 def room_rows(folder: Path) -> Iterator[Row]:
+    """Cores, memory and disk."""
     physical, usable = cores()
     yield Row(Status.OK, "cores", f"{usable} usable, {physical} physical")
     yield host_row(host_memory())
@@ -316,6 +329,7 @@ def verdict(rows: Iterable[Row]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The whole command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="doctor.py", description="Is this machine ready to train?")
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's missing extensions now")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")

@@ -108,7 +108,7 @@ REFUSED: Mapping[str, str] = {
     "eval_do_concat_batches": _METRICS,
     "eval_use_gather_object": _METRICS,
     "save_only_model": "a checkpoint must be resumable; the final export holds the weights alone",
-    "enable_jit_checkpoint": "SIGTERM always saves here; remove the line",
+    "enable_jit_checkpoint": "saving when a signal comes is not built yet; write a small training.save_steps",
     "ignore_data_skip": "a resumed run always goes on with the samples not yet seen; remove the line",
     "hub_token": "a secret does not belong into a file; set the environment variable HF_TOKEN",
 }
@@ -164,7 +164,7 @@ class TrainingSection(Section):
         default=None, description="Strength of NEFTune's noise on the embeddings."
     )
     gradient_checkpointing: bool | None = Field(
-        default=None, description="Recompute activations block by block; strategies.recompute is finer."
+        default=None, description="Recompute activations block by block."
     )
     gradient_checkpointing_kwargs: dict[str, Any] | None = Field(
         default=None, description="Options of gradient_checkpointing."

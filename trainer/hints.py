@@ -250,6 +250,9 @@ def foreign(key: Key) -> str | None:
                 answer, _, remark = table[name].partition("; ")
                 if answer.split(".")[0] not in RunConfig.model_fields:
                     return f"that is {whose}'s name; {table[name]}"
+                section, _, name = answer.partition(".")
+                if section == "strategies" and name.split(".")[0] not in available():
+                    return f"that is {whose}'s name; it will be '{answer}', which this version does not have yet"
                 return f"that is {whose}'s name, write '{answer}'" + (f" ({remark})" if remark else "")
     return None
 

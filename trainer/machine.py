@@ -179,11 +179,15 @@ def profile(name: str) -> Machine:
 
 
 class Memory(NamedTuple):
+    """Bytes in all, and free for a new program."""
+
     total_bytes: int
     available_bytes: int
 
 
 class Device(NamedTuple):
+    """The kind of device a run trains on, how many there are, and one's memory."""
+
     name: str
     kind: Literal["cpu", "cuda"]
     num_devices: int

@@ -38,10 +38,11 @@ def run(config: RunConfig, ranks: Ranks) -> int:
 def quiet_libraries() -> None:
     """Silence what libraries say about themselves; warnings about the run stay.
 
-    DeepSpeed reports its choice of accelerator while it is imported, and torch that DeepSpeed calls functions by
-    names that will go.
+    DeepSpeed reports its choice of accelerator while it is imported, torch that DeepSpeed calls functions by names
+    that will go, and Transformers the same of peft.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
     logging.disable(logging.WARNING)
     from transformers.utils import logging as transformers_logging
 

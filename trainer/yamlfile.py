@@ -94,6 +94,7 @@ def printable(text: str) -> str:
 
 
 def dotted(key: Key) -> str:
+    """The key as a user writes it, on one line."""
     return printable(".".join(key))
 
 

@@ -62,7 +62,11 @@ CASES: tuple[tuple[str, object, str], ...] = (
     ("gradient_clipping", 1.0, "that is DeepSpeed's name, write 'training.max_grad_norm'"),
     ("zero_optimization.stage", 3, "that is DeepSpeed's name, write 'strategies.zero.stage'"),
     ("zero_optimization", None, "that is DeepSpeed's name, write 'strategies.zero'"),
-    ("zero_optimization.offload_param.device", "cpu", "that is DeepSpeed's name, write 'strategies.offload'"),
+    (
+        "zero_optimization.offload_param.device",
+        "cpu",
+        "that is DeepSpeed's name; it will be 'strategies.offload', which this version does not have yet",
+    ),
     ("bf16.enabled", True, "that is DeepSpeed's name, write 'training.bf16'"),
     ("fp16.enabled", "auto", "that is DeepSpeed's name, write 'training.fp16'"),
     ("optimizer.params.lr", 1.0, "that is DeepSpeed's name, write 'training.learning_rate'"),

@@ -1,0 +1,87 @@
+"""The commands beside training: plan, verify, doctor, and what any command says about itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import PYTHON, REPO, TRAIN, Result, run, write_config
+from tests.e2e.test_errors import MEASURED, without_torch
+
+LARGE = str(REPO / "configs" / "llama-70b.yaml")
+
+
+def plan(folder: Path, *arguments: str) -> Result:
+    return run([PYTHON, "launch/plan.py", *arguments], folder)
+
+
+def test_help_and_schema_need_no_torch(tmp_path: Path) -> None:
+    for script in (TRAIN, "launch/plan.py", "launch/verify.py", "launch/doctor.py"):
+        found = without_torch(tmp_path, script, "--help").check()
+        assert found.out.startswith("usage: ") and found.err == ""
+    schema = json.loads(without_torch(tmp_path, TRAIN, "--schema").check().out)
+    assert set(schema["properties"]) >= {"model", "data", "training", "strategies"}
+
+
+def test_plan_of_a_70_b_model(tmp_path: Path) -> None:
+    """On any laptop: no weights, no GPU, two gigabytes."""
+    written = tmp_path / "plan.json"
+    arguments = ["--config", LARGE, "--world-size", "64", "--profile", "h100-sxm-pcie5", "--json", str(written)]
+    command = [PYTHON, "-c", MEASURED, PYTHON, "launch/plan.py", *arguments, "--explain", "model.layers.3"]
+    found = run([*command, "--deepspeed"], tmp_path).check().quiet()
+    assert found.err == ""
+    assert int(found.lines("peak ")[0].split()[1]) < 2000  # MiB
+    assert found.lines("plan: 70,553.7 M parameters")
+    (moments,) = [line for line in found.lines("model.layers.0 x80") if " moments " in line]
+    assert moments.split("  ")[1:] and "1/64" in moments and "stage 3" in moments
+    assert json.loads(written.read_text())["deepspeed"]["zero_optimization.stage"] == 3
+    assert any("Share model.layers.3" in line for line in found.out.splitlines())
+    engine = json.loads(found.out[found.out.index("\n{") : found.out.rindex("}") + 1])
+    assert engine["zero_optimization"]["stage"] == 3 and engine["bf16"] == {"enabled": True}
+
+
+def test_plan_that_does_not_fit(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--config", LARGE, "--world-size", "8", "--profile", "h100-pcie5").check(2).quiet()
+    (line,) = found.err.splitlines()
+    assert line.startswith("the training state needs 131.4 GiB on each rank's device, which has 79.1 GiB: 52.3 GiB")
+    assert found.lines("plan: ")
+
+
+def test_plan_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path))
+    found = plan(tmp_path, "--config", config, "--profile", "h100-pcie").check(2).quiet()
+    assert len(found.err.splitlines()) == 1 and found.err.rstrip().endswith("did you mean 'h100-pcie5'?")
+    found = plan(tmp_path, "--config", config, "--explain", "model.layers.7", "--json", "/no/such/folder/x").check(2)
+    assert found.quiet().err.startswith("--explain model.layers.7: no such unit; the units are embedding, ")
+    found = plan(tmp_path, "--config", config, "--json", "/proc/no/plan.json").check(2).quiet()
+    assert found.err.splitlines() == ["--json /proc/no/plan.json: No such file or directory"]
+
+
+@pytest.mark.ranks
+def test_verify(tmp_path: Path) -> None:
+    """0 where bits are equal, 0 within a declared tolerance, 1 where a run that should be equal is not."""
+    config = write_config(tmp_path, strategies={"zero": {"stage": 3}})
+    command = [PYTHON, "launch/verify.py", "--config", str(config), "--steps", "2"]
+    found = run([*command, "training.max_grad_norm=0"], tmp_path).check().quiet()
+    assert found.out.splitlines()[-1] == "bitwise equal" and found.err == ""
+    found = run([*command, "training.max_grad_norm=0.01", "training.learning_rate=0.1"], tmp_path).check().quiet()
+    assert found.out.splitlines()[-1].startswith("equal within the declared 1e-")
+
+
+def test_verify_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from launch import verify as command
+    from trainer import verify
+    from trainer.verify import Difference
+
+    difference = Difference(name="lm_head.weight", num_different=3, num_elements=9, relative=1e-3)
+    monkeypatch.setattr(verify, "verify", lambda *_: [difference])
+    config = write_config(tmp_path, training={"max_grad_norm": 0}, strategies={"zero": {"stage": 3}})
+    assert command.main(["--config", str(config), "--ranks", "2"]) == 1
+    assert "NOT equal: 1.0e-03" in capsys.readouterr().out
+
+
+def test_doctor(tmp_path: Path) -> None:
+    written = tmp_path / "doctor.json"
+    found = run([PYTHON, "launch/doctor.py", "--json", str(written)], tmp_path).quiet()
+    assert found.code in (0, 1) and found.err == ""
+    assert found.lines("ok   python") and found.lines("ok   torch") and json.loads(written.read_text())

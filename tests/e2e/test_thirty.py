@@ -1,0 +1,33 @@
+"""Thirty runs of two ranks in a row, each through its end and the interpreter's own shutdown: code 0, no last words.
+
+What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/ranks.py``. The ranks are
+forked from a process that has done its imports (``ranks_server.py``), so a run takes a second or two; with
+``DEEPSTOW_LAUNCHER=torchrun`` (or ``deepspeed``) they are started by that launcher instead.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import TRAIN, Server, launcher, run, write_config
+
+pytestmark = pytest.mark.ranks
+
+LAUNCHER = os.environ.get("DEEPSTOW_LAUNCHER", "")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("thirty"), training={"max_steps": 2})
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_ends_well(number: int, server: Server, config: Path) -> None:
+    stage = "strategies.zero=null" if number % 2 else "strategies.zero={stage: 2}"
+    if LAUNCHER:
+        found = run([*launcher(LAUNCHER, 2), TRAIN, "--config", str(config), stage], config.parent)
+    else:
+        found = server.run(2, config, stage)
+    found.check().quiet()
+    assert found.lines("curves: ")

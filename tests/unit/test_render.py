@@ -1,0 +1,159 @@
+"""The table a person reads: every tensor has a row, every row has who and why, the totals say what is missing."""
+
+from dataclasses import replace
+
+import pytest
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, MachineFacts, Precision
+from strategies.core.plan import RUN, Home, Impl, Kind, Plan, Reserve, Rest
+from strategies.core.registry import find
+from strategies.core.render import human, rows, summary, table
+from tests.helpers.fakes import CPU, block, embedding, facts, head
+from trainer.build import refuse_impossible
+from trainer.errors import ConfigError
+
+
+def zero(stage: int, known: Facts) -> Plan:
+    return compose({"zero": find("zero").model_validate({"stage": stage})}, known)
+
+
+def cells(plan: Plan) -> list[tuple[str, str, str]]:
+    """Unit, tensors and who decided, for every row."""
+    return [(row.cells()[0], row.tensors, row.decided_by) for row in rows(plan)]
+
+
+def test_every_unit_and_kind_has_a_row_with_who_decided_it() -> None:
+    plan = zero(2, facts(precision=Precision.BF16, world_size=2))
+    expected = [
+        (unit.name, kind.value, "zero")
+        for unit in plan.facts.units
+        for kind in Kind  # every size is different
+    ]
+    expected += [(unit.name, "saved for backward", "baseline") for unit in plan.facts.units]
+    expected += [("zero: reduce bucket", "buffer, always", "zero")]
+    expected += [("zero: fp32 gradients", "buffer, optimizer step", "zero")]
+    assert cells(plan) == expected
+
+
+def test_what_does_not_exist_has_no_row() -> None:
+    plan = Plan.baseline(facts(embedding(10), block(0, 20, num_trainable=0)))
+    assert [(unit, tensors) for unit, tensors, _ in cells(plan)] == [
+        ("embedding", "parameters"),
+        ("embedding", "gradients"),
+        ("embedding", "moments"),  # fp32 has no separate masters
+        ("layers.0", "parameters"),  # frozen
+    ]
+
+
+def test_equal_blocks_share_a_row_and_their_bytes_add_up() -> None:
+    known = facts(embedding(10), *(block(index, 100, 5) for index in range(6)), head(10))
+    plan = Plan.baseline(known)
+    block_rows = [row for row in rows(plan) if row.unit.startswith("layers")]
+    assert {row.count for row in block_rows} == {6}
+    assert {row.tensors: row.num_bytes for row in block_rows} == {
+        "parameters": 6 * 400,
+        "gradients": 6 * 400,
+        "moments": 6 * 800,
+        "saved for backward": 6 * 5,
+    }
+    assert "layers.0 x6" in table(plan)
+    assert table(plan).count("layers.") == 4
+
+
+@pytest.mark.parametrize("change", ["size", "answer"])
+def test_a_block_that_differs_stands_alone(change: str) -> None:
+    sizes = [100, 100, 101 if change == "size" else 100, 100]
+    plan = Plan.baseline(facts(*(block(index, size) for index, size in enumerate(sizes))))
+    if change == "answer":
+        plan = plan.amend([Rest(unit="layers.2", reason="r", kind=Kind.MOMENT, home=Home.HOST)], by="offload")
+    counts = [(row.unit, row.count) for row in rows(plan) if row.tensors == "moments"]
+    assert counts == [("layers.0", 2), ("layers.2", 1), ("layers.3", 1)]
+    if change == "answer":
+        (moved,) = (row for row in rows(plan) if row.home is Home.HOST)
+        assert (moved.unit, moved.tensors, moved.decided_by) == ("layers.2", "moments", "offload")
+
+
+def test_a_different_implementation_is_not_hidden_in_a_group() -> None:
+    plan = Plan.baseline(facts(*(block(index, 100) for index in range(3))))
+    plan = plan.amend([Impl(unit="layers.1", reason="r", implementation="fast")], by="linear")
+    assert [row.unit for row in rows(plan) if row.tensors == "parameters"] == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_first_block_that_also_keeps_its_input_does_not_stand_alone() -> None:
+    near = Plan.baseline(facts(block(0, 100, 1010), block(1, 100, 1000), block(2, 100, 1000)))
+    assert [row.count for row in rows(near) if row.tensors == "saved for backward"] == [3]
+    far = Plan.baseline(facts(block(0, 100, 2000), block(1, 100, 1000), block(2, 100, 1000)))
+    assert [row.count for row in rows(far) if row.tensors == "saved for backward"] == [1, 2]
+
+
+def test_lines_of_the_table_are_aligned() -> None:
+    lines = table(zero(3, facts(precision=Precision.BF16, world_size=2))).splitlines()
+    assert lines[0] == (
+        "plan: 0.0 M parameters, 0.0 M trainable, bf16, 2 ranks on test gpu, 32 tokens per optimizer step"
+    )
+    header = next(line for line in lines if line.startswith("unit"))
+    body = [line for line in lines if " device " in line and not line.startswith("predicted")]
+    assert len(body) == len(rows(zero(3, facts(precision=Precision.BF16, world_size=2))))
+    assert {line.index(" device ") + 1 for line in body} == {header.index("home")}
+    assert all(line == line.rstrip() and line.isascii() for line in lines)
+    assert ", 1 rank on" in table(Plan.baseline(facts()))
+
+
+# Totals
+
+
+def with_memory(device: int, host: int, name: str = "gpu") -> Plan:
+    """800 bytes of parameters, 800 of gradients, 1600 of moments, nothing saved; peak 3200."""
+    plan = Plan.baseline(facts(block(0, 200), machine=MachineFacts(name, device, host)))
+    return plan.amend([Reserve(unit=RUN, reason="", owner="pinned", num_bytes=100, home=Home.HOST)], by="a")
+
+
+def test_totals_say_what_is_free() -> None:
+    assert list(summary(with_memory(1 << 20, 1 << 10))) == [
+        "predicted peak per rank, device: 3.1 KiB of 1.0 MiB (1020.9 KiB free); training state 3.1 KiB",
+        "predicted peak per rank, host: 100 B of 1.0 KiB (924 B free); training state 0 B",
+    ]
+
+
+def test_totals_say_what_is_too_much() -> None:
+    lines = list(summary(with_memory(3000, 60)))
+    assert "3.1 KiB of 2.9 KiB (200 B too much)" in lines[0]
+    assert "100 B of 60 B (40 B too much)" in lines[1]
+
+
+def test_without_an_accelerator_the_device_is_the_host() -> None:
+    lines = list(summary(Plan.baseline(facts(machine=CPU))))
+    assert len(lines) == 1
+    assert lines[0].startswith("predicted peak per rank, device (this machine's RAM): ")
+
+
+def test_a_state_that_cannot_fit_ends_the_run_with_the_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_impossible(with_memory(3000, 1 << 20))
+    assert str(caught.value) == (
+        "the training state needs 3.1 KiB on each rank's device, which has 2.9 KiB: 200 B too much; use more ranks, "
+        "a higher strategies.zero.stage, training.bf16, or model.lora"
+    )
+    on_host = Plan.baseline(facts(block(0, 200), machine=MachineFacts("gpu", 1 << 20, 1000))).amend(
+        [Rest(unit="layers.0", reason="", kind=Kind.MOMENT, home=Home.HOST)], by="offload"
+    )
+    with pytest.raises(ConfigError, match=r"needs 1\.6 KiB on each rank's host, which has 1000 B: 600 B too much"):
+        refuse_impossible(on_host)
+
+
+def test_saved_tensors_are_an_estimate_and_end_nothing() -> None:
+    known = facts(block(0, 200, saved_bytes=1 << 30), machine=MachineFacts("gpu", 3200, 0))
+    plan = Plan.baseline(known)
+    refuse_impossible(plan)
+    assert "too much" in next(iter(summary(plan)))
+    with pytest.raises(ConfigError):
+        refuse_impossible(Plan.baseline(replace(known, machine=MachineFacts("gpu", 3199, 0))))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (-2048, "-2.0 KiB"), (1 << 30, "1.0 GiB"), (3 << 40, "3.00 TiB")],
+)
+def test_human(num_bytes: int, text: str) -> None:
+    assert human(num_bytes) == text

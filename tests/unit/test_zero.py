@@ -1,0 +1,202 @@
+"""ZeRO: the published numbers, frozen parameters, bucket sizes, and DeepSpeed's config to the letter."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Precision
+from strategies.core.plan import RUN, Conflict, EngineSet, Home, Kind, Plan, When
+from strategies.core.protocol import Phase
+from strategies.core.registry import find
+from strategies.zero import MAX_BUCKET
+from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
+from tests.helpers.tiny import GPT2, LLAMA, run_config
+from trainer import engine
+from trainer.engine import clips_itself, ds_config, uses_engine
+from trainer.ranks import Ranks
+from trainer.sections import RunConfig
+from trainer.verify import train_weights, verify
+from trainer.worlds import run_world
+
+GB = 10**9
+STAGES = (0, 1, 2, 3)
+
+
+def plan_of(stage: int, known: Facts) -> Plan:
+    return compose({"zero": find("zero").model_validate({"stage": stage})}, known)
+
+
+def billions(**run: Any) -> Facts:
+    """7.5e9 parameters on 64 ranks: the example of the ZeRO paper, figure 1."""
+    return facts(*(block(index, 1_500_000_000) for index in range(5)), world_size=64, **run)
+
+
+@pytest.mark.parametrize(("stage", "published"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_published_state_in_mixed_precision(stage: int, published: float) -> None:
+    state = plan_of(stage, billions(precision=Precision.BF16)).states(Home.DEVICE) / GB
+    assert float(f"{state:.3g}") == published
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_bytes"),
+    [
+        (0, (4 + 4 + 0 + 8) * 7.5e9),  # the weight is its own master
+        (1, (4 + 4) * 7.5e9 + (4 + 8) * 7.5e9 / 64),
+        (2, 4 * 7.5e9 + (4 + 4 + 8) * 7.5e9 / 64),
+        (3, (4 + 4 + 4 + 8) * 7.5e9 / 64),
+    ],
+)
+def test_state_in_fp32(stage: int, num_bytes: float) -> None:
+    assert plan_of(stage, billions()).states(Home.DEVICE) == pytest.approx(num_bytes, rel=1e-9)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters_have_no_training_state(stage: int) -> None:
+    known = facts(
+        block(0, 1000, num_trainable=8), block(1, 1000, num_trainable=0), world_size=2, precision=Precision.BF16
+    )
+    plan = plan_of(stage, known)
+    ways = {Kind.GRAD: 2 if stage >= 2 else 1, Kind.MASTER: 2 if stage else 1, Kind.MOMENT: 2 if stage else 1}
+    sizes = {Kind.GRAD: 2, Kind.MASTER: 4, Kind.MOMENT: 8}
+    for kind, element_bytes in sizes.items():
+        assert plan.num_bytes("layers.0", kind) == 8 * element_bytes // ways[kind]
+        assert plan.num_bytes("layers.1", kind) == 0
+    assert plan.total(Kind.PARAM) == 2 * 2000 // (2 if stage == 3 else 1)
+
+
+# DeepSpeed's config
+
+GOLDEN_RUN: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+    "zero_allow_untested_optimizer": True,
+    "steps_per_print": 1 << 60,
+    "wall_clock_breakdown": False,
+}
+GOLDEN_ZERO: dict[int, dict[str, Any]] = {0: {"stage": 0}}
+for number in (1, 2, 3):
+    GOLDEN_ZERO[number] = {
+        "stage": number,
+        "reduce_bucket_size": 6000,
+        "allgather_bucket_size": 6000,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
+GOLDEN_ZERO[3] |= {
+    "stage3_prefetch_bucket_size": 6000,
+    "stage3_max_live_parameters": 18_000,
+    "stage3_max_reuse_distance": 6000,
+    "stage3_param_persistence_threshold": 80,
+    "stage3_gather_16bit_weights_on_model_save": True,
+    "memory_efficient_linear": False,
+}
+
+
+def golden_facts(**changes: Any) -> Facts:
+    run = {"world_size": 2, "accumulation": 3, "max_grad_norm": 1.0, "hidden_size": 8, "precision": Precision.BF16}
+    return facts(embedding(6000), block(0, 2000), block(1, 2000), head(600), **(run | changes))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_deepspeed_config_to_the_letter(stage: int) -> None:
+    assert ds_config(plan_of(stage, golden_facts())) == GOLDEN_RUN | {"zero_optimization": GOLDEN_ZERO[stage]}
+
+
+def test_without_strategies_there_is_no_engine() -> None:
+    plan = compose({}, golden_facts())
+    assert (ds_config(plan), uses_engine(plan), engine.stage(plan)) == ({}, False, None)
+
+
+def test_precision_and_overlap_follow_the_facts() -> None:
+    config = ds_config(plan_of(2, golden_facts(precision=Precision.FP16)))
+    assert (config["fp16"], config["bf16"]) == ({"enabled": True}, {"enabled": False})
+    on_cpu = plan_of(2, replace(golden_facts(), machine=CPU))
+    assert ds_config(on_cpu)["zero_optimization"]["overlap_comm"] is False
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_stage_0_in_fp32_is_clipped_by_us(stage: int, precision: Precision) -> None:
+    plan = plan_of(stage, golden_facts(precision=precision))
+    ours = stage == 0 and precision is Precision.FP32
+    assert clips_itself(plan) is ours
+    assert ds_config(plan)["gradient_clipping"] == (0.0 if ours else 1.0)
+
+
+def test_each_key_has_one_writer() -> None:
+    other = fake(Phase.KEEP, [EngineSet(unit=RUN, reason="", key="zero_optimization.stage", value=1)])
+    zero = find("zero").model_validate({"stage": 2})
+    with pytest.raises(Conflict, match=r"zero_optimization\.stage"):
+        compose({"zero": zero, "other": other}, golden_facts())
+    of_the_run = fake(Phase.KEEP, [EngineSet(unit=RUN, reason="", key="gradient_clipping", value=0.5)])
+    with pytest.raises(AssertionError, match="two writers of DeepSpeed's gradient_clipping"):
+        ds_config(compose({"other": of_the_run}, golden_facts()))
+
+
+# Buckets
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 6001, MAX_BUCKET - 1, MAX_BUCKET, 10**9])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buckets_are_bounded_and_even(stage: int, largest: int) -> None:
+    zero = ds_config(plan_of(stage, facts(block(0, largest), block(1, 1), world_size=2)))["zero_optimization"]
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        assert 2 <= zero[key] <= min(MAX_BUCKET, max(2, largest + 1))
+        assert zero[key] % 2 == 0  # DeepSpeed refuses others: it aligns shares to two elements
+
+
+def test_reserved_buffers_as_labelled_sums() -> None:
+    def reserves(stage: int, **changes: Any) -> dict[str, tuple[int, When]]:
+        plan = plan_of(stage, golden_facts(**changes))
+        return {reserve.owner: (reserve.num_bytes, reserve.when) for reserve in plan.reserves(Home.DEVICE)}
+
+    trainable = 6000 + 2000 + 2000 + 600
+    bucket = 2 * 6000 * 2  # two of them overlap, bf16
+    assert reserves(0) == {"zero: fp32 gradients": (4 * trainable, When.STEP)}
+    assert reserves(0, precision=Precision.FP32) == {}
+    for stage in (1, 2):
+        assert reserves(stage) == {
+            "zero: reduce bucket": (bucket, When.ALWAYS),
+            "zero: fp32 gradients": (4 * trainable // 2, When.STEP),
+        }
+    assert reserves(3) == {
+        "zero: reduce bucket": (bucket, When.ALWAYS),
+        "zero: gathered weights": (2 * trainable, When.ALWAYS),  # three times the largest unit would be more
+        "zero: fp32 gradients": (4 * trainable // 2, When.STEP),
+    }
+    assert "zero: gathered weights" not in reserves(3, world_size=1)
+
+
+# Real processes
+
+
+def linear_after_training(ranks: Ranks, config: RunConfig) -> bool:
+    """Whether the function that modules call is still torch's own after a run."""
+    train_weights(ranks, config)
+    original: Any = torch._C._nn.linear
+    return torch.nn.functional.linear is original
+
+
+@pytest.mark.ranks
+def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
+    config = run_config(
+        LLAMA, output_dir=tmp_path, stage=3, max_steps=1, per_device_train_batch_size=1, data={"max_length": 32}
+    )
+    assert run_world(1, linear_after_training, config) is True
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(base: dict[str, Any]) -> None:
+    """Behind a frozen embedding no gradient reaches the first block's input; see ``Zero._let_gradients_through``."""
+    targets = ["q_proj", "down_proj"] if base is LLAMA else ["c_attn"]
+    lora = {"lora": {"r": 3, "target_modules": targets}}
+    config = run_config(base, stage=3, model=lora, max_grad_norm=0.0, learning_rate=1e-2)
+    assert verify(config, num_ranks=2, steps=3) == []
