@@ -49,7 +49,6 @@ class Run:
     plan: Plan
     resume: Path | None
     arguments: TrainingArguments | None = None
-    trainer: Trainer | None = None
 
     def say(self, line: str) -> None:
         """One line from the job, not one from each rank."""

@@ -22,6 +22,7 @@ class ExitCode(IntEnum):
     WATCHDOG = 13
     DISK = 14
     PEER_DIED = 15
+    INTERRUPTED = 130  # by the keyboard; the shell's convention
 
 
 class UserError(Exception):

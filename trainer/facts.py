@@ -9,6 +9,8 @@ Blocks are found by structure: the outermost ``nn.ModuleList`` children are bloc
 first block belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
 
 What is counted as saved: storages that autograd keeps, each once, parameters excluded, plus each block's input.
+Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
+padded or packed, which most are. Full rows keep somewhat less.
 
 [Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take
 any float dtype, its fake version takes bf16 only and its flop counter does not know the operation, so both answers
@@ -123,9 +125,11 @@ def count_model(config: RunConfig) -> ModelCount:
         counter = _SavedBytes(model)
         shape = (config.training.per_device_train_batch_size, config.data.max_length)
         ids = torch.zeros(shape, dtype=torch.long)
+        third = "position_ids" if config.data.packing else "attention_mask"
+        inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         with counter, flops, autocast or contextlib.nullcontext():
-            model(input_ids=ids, labels=ids)
+            model(**inputs)
     return ModelCount(
         units=counter.units(),
         forward_flops=flops.get_total_flops(),
@@ -156,9 +160,16 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
                 hf_config, attn_implementation=attention, **options
             )
         except ValueError as error:
-            if "does not support" not in str(error):
-                raise ConfigError(f"model: {str(error).splitlines()[0]}") from None
+            reason = str(error).splitlines()[0]
+            if "does not support" not in reason:
+                raise ConfigError(f"model: {reason}") from None
+            if section.attn_implementation == attention:
+                raise ConfigError(
+                    f"model.attn_implementation = {attention!r}: {hf_config.model_type} does not support it; leave it out"
+                ) from None
             model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", **options)
+        except KeyError as error:  # looked up in a table of Transformers, as activation functions are
+            raise ConfigError(f"model.config: Transformers knows no {error}") from None
         return with_lora(model, section.lora) if section.lora is not None else model
 
 

@@ -39,6 +39,7 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
     Raises:
         ConfigError: unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
@@ -50,14 +51,15 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
         else:
             assert section.name_or_path is not None, "exactly one of config and name_or_path is set"
             config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
-    except (ValueError, OSError, TypeError) as error:
+    except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         raise ConfigError(_refused(section, error)) from None
     config.use_cache = False  # a key-value cache is of no use in training and costs its size
     return config
 
 
 def _refused(section: ModelSection, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0]
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    first = lines[0]
     if section.config is not None:
         from difflib import get_close_matches
 
@@ -68,7 +70,7 @@ def _refused(section: ModelSection, error: Exception) -> str:
             near = get_close_matches(str(name), list(CONFIG_MAPPING.keys()), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             return f"model.config.model_type = {name!r}: not a model type that Transformers knows{hint}"
-        return f"model.config = {section.config!r}: {first}"
+        return f"model.config = {section.config!r}: {' '.join(lines)}"
     if "trust_remote_code" in str(error):
         return (
             f"model.name_or_path = {section.name_or_path!r}: this model brings its own Python code, which is not run "

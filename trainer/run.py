@@ -69,6 +69,11 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
         code = error.code
         traceback.clear_frames(error.__traceback__)
         return code
+    except KeyboardInterrupt as stop:
+        if ranks.is_first:
+            print("interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint", file=sys.stderr)
+        traceback.clear_frames(stop.__traceback__)
+        return ExitCode.INTERRUPTED
     except Exception as error:
         code = ExitCode.FAILED
         if lost_peer(error):
@@ -105,7 +110,6 @@ def train(run: Run) -> None:
         finish(run, trainer)
     finally:
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
-        run.trainer = None
         del trainer
         gc.collect()
 

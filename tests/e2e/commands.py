@@ -207,7 +207,8 @@ def launcher(name: str, num_ranks: int) -> list[str]:
 def write_text_data(path: Path, num_rows: int = 40) -> Path:
     """Sentences of chosen words, always the same ones."""
     draw = random.Random(0)
-    words = "the a model trains on text and learns what comes next in every line of data it reads from disk".split()
+    said = "the a model trains on text and learns what comes next in every line of data it reads from disk"
+    words = said.split()
     rows = [" ".join(draw.choice(words) for _ in range(draw.randint(20, 40))) for _ in range(num_rows)]
     return write_jsonl(path, [{"text": row} for row in rows])
 

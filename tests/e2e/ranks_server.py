@@ -7,6 +7,7 @@ interpreter's own shutdown, where unclosed gloo groups would show. Nothing here 
 process forked after that may hang.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -19,8 +20,8 @@ from typing import Any, NoReturn
 
 REPO = Path(__file__).resolve().parents[2]
 PRELOAD = [
-    "torch", "deepspeed", "transformers.trainer", "transformers.models.llama", "datasets", "accelerate", "peft",
-    "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch", "setuptools", "deepspeed", "transformers.trainer", "transformers.models.llama", "datasets", "accelerate",
+    "peft", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.utils.tensorboard", "trainer.build", "trainer.data", "trainer.trainer", "trainer.sample",
 ]  # fmt: skip
 
@@ -31,6 +32,9 @@ def main() -> int:
     os.chdir(REPO)
     for name in PRELOAD:
         importlib.import_module(name)
+    importlib.import_module("deepspeed.ops").__compatible_ops__  # looks for compilers and libraries, once  # noqa: B018
+    gc.collect()
+    gc.freeze()  # a rank's collections neither look at nor copy what it shares with us
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries finished jobs
     print("ready", flush=True)
     for line in sys.stdin:

@@ -68,7 +68,9 @@ def test_the_command_line(config: Path) -> None:
     assert "unrecognized arguments: --confgi" in refused("--config", str(config), "--confgi")
     assert "unrecognized arguments: --local_rnk=0" in refused("--local_rnk=0", "--config", str(config))
     assert "--config FILE is required" in refused()
-    assert "training.max_steps = 0: must be a whole number >= 1" in refused("--config", str(config), "training.max_steps=0")
+    assert "training.max_steps = 0: must be a whole number >= 1" in refused(
+        "--config", str(config), "training.max_steps=0"
+    )
     # Options and overrides in any order, and what launchers put first.
     for rank in ("--local_rank=0", "--local-rank=0"):
         text = refused(rank, "--config", str(config), "data.max_length=1", "--show-sample", "training.seed=-1")

@@ -34,7 +34,7 @@ def opened(export: Path) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export)
-    assert len(tokenizer) <= model.get_input_embeddings().num_embeddings == 512
+    assert len(tokenizer) <= model.config.vocab_size == 512
     return model
 
 

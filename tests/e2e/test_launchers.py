@@ -31,14 +31,14 @@ LAUNCHERS_OWN = {
     "python": r"$^",
     "deepspeed": r"\[\d{4}-\d\d-\d\d .*\] \[(INFO|WARNING)\] \[(real_accelerator|runner|launch)\.py:",
     "torchrun": r"W\d{4} .* torch/distributed/run\.py:",
-    "accelerate": r"The following values were not passed|\t`--|To avoid this warning pass|W\d{4} .*distributed/run\.py:",
+    "accelerate": r"The following values were not|\t`--|To avoid this warning|W\d{4} .* torch/distributed/run\.py:",
 }
 OURS = [
     r"data: .*",
     r"plan: 0\.1 M parameters, 0\.1 M trainable, fp32, (1 rank|2 ranks) on cpu, \d+ tokens per optimizer step",
     r"unit +tensors .*",
     r"-{50,}",
-    r"(embedding|model\.layers\.0 x2|head|zero: [a-z ]+?)  .*",
+    r"(embedding|model\.layers\.0 x2|head|zero: [a-z0-9 ]+?)  .*",
     r"predicted peak per rank, .*",
     r"step \d/4  \d+%  loss \d.*  lr .*  grad .* tok/s  host .* MiB  eta .*",
     r"eval at step \d: loss .*  perplexity .*",

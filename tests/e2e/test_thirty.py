@@ -19,15 +19,15 @@ LAUNCHER = os.environ.get("DEEPSTOW_LAUNCHER", "")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("thirty"), training={"max_steps": 2})
+    return write_config(tmp_path_factory.mktemp("thirty"), training={"max_steps": 2}, strategies={"zero": {"stage": 2}})
 
 
 @pytest.mark.parametrize("number", range(30))
 def test_ends_well(number: int, server: Server, config: Path) -> None:
-    stage = "strategies.zero=null" if number % 2 else "strategies.zero={stage: 2}"
+    stage = ["strategies.zero=null"] if number % 2 else []
     if LAUNCHER:
-        found = run([*launcher(LAUNCHER, 2), TRAIN, "--config", str(config), stage], config.parent)
+        found = run([*launcher(LAUNCHER, 2), TRAIN, "--config", str(config), *stage], config.parent)
     else:
-        found = server.run(2, config, stage)
+        found = server.run(2, config, *stage)
     found.check().quiet()
     assert found.lines("curves: ")

@@ -69,7 +69,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def run_config(
-    config: Mapping[str, Any] = LLAMA,
+    config: Mapping[str, Any] | None = LLAMA,
     *,
     output_dir: object = "unused",
     stage: int | None = None,
@@ -77,11 +77,16 @@ def run_config(
     data: Mapping[str, Any] | None = None,
     **training: Any,
 ) -> RunConfig:
-    """A run of ``config`` with random weights; ``stage`` switches ZeRO on, ``training`` are its options."""
+    """A run of ``config`` with random weights (None: ``model`` names a folder).
+
+    Args:
+        stage: switches ZeRO on.
+        training: options of that section.
+    """
     zero = {} if stage is None else {"zero": find("zero").model_validate({"stage": stage})}
     return RunConfig.model_validate(
         {
-            "model": {"config": dict(config), "tokenizer": "none", **(model or {})},
+            "model": {"config": None if config is None else dict(config), "tokenizer": "none", **(model or {})},
             "data": {"path": "random tokens", "max_length": 16, **(data or {})},
             "training": {"output_dir": str(output_dir), "save_strategy": "no", "report_to": ["none"], **training},
             "strategies": zero,

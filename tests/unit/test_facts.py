@@ -1,0 +1,239 @@
+"""Facts: units found by structure, bytes and flop counted on a fake run, against real tiny models and hand formulas.
+
+The same hooks count on the fake model and on a real one run on the CPU, so equality is exact: in fp32, with the same
+attention kernel, on batches that need a mask (padded or packed; see the docstring of ``trainer/facts.py``).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.facts import Precision, Unit, UnitKind
+from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
+from trainer import model as model_module
+from trainer.collate import Collator
+from trainer.errors import ConfigError
+from trainer.facts import _SavedBytes, count_model, find_blocks, gather, machine_facts
+from trainer.machine import probe
+from trainer.sections import RunConfig
+
+BATCH, LENGTH = 2, 16
+NO_SDPA = {"bloom"}
+
+
+def real_model(config: RunConfig) -> Any:
+    hf_config = model_module.load_config(config.model)
+    return model_module.build(config.model, hf_config, seed=0, partitioned=False).train()
+
+
+def row(*lengths: int) -> dict[str, list[int]]:
+    """A row of several documents."""
+    ids = [1 + position % 7 for length in lengths for position in range(length)]
+    positions = [position for length in lengths for position in range(length)]
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+def count_real(config: RunConfig, rows: Sequence[Mapping[str, list[int]]]) -> tuple[Unit, ...]:
+    model = real_model(config)
+    counter = _SavedBytes(model)
+    with counter:
+        model(**Collator(0, config.data.packing)(rows))
+    return counter.units()
+
+
+def config_of(name: str, attention: str | None = None, *, packing: bool = False, **training: Any) -> RunConfig:
+    model = {"attn_implementation": attention} if attention else {}
+    data = {"packing": packing, "max_length": LENGTH}
+    return run_config(MODELS[name], model=model, data=data, per_device_train_batch_size=BATCH, **training)
+
+
+# Units
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", MODELS)
+def test_units_hold_every_parameter_once(name: str, tied: bool) -> None:
+    config = run_config({**MODELS[name], "tie_word_embeddings": tied})
+    real = real_model(config)
+    units = count_model(config).units
+    assert sum(unit.num_params for unit in units) == sum(p.numel() for p in real.parameters())
+    assert all(unit.num_trainable == unit.num_params for unit in units)
+    assert [unit.kind for unit in units] == [UnitKind.EMBEDDING, UnitKind.BLOCK, UnitKind.BLOCK, UnitKind.HEAD]
+    assert [unit.name for unit in units] == ["embedding", *find_blocks(real), "head"]
+    # A tied matrix stands with its first use, the embedding; an untied head brings its own.
+    rows = VOCAB * 32
+    assert units[0].num_params >= rows
+    assert (units[-1].num_params >= rows) is not tied
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("llama", ["model.layers.0", "model.layers.1"]),
+        ("gpt2", ["transformer.h.0", "transformer.h.1"]),
+        ("opt", ["model.decoder.layers.0", "model.decoder.layers.1"]),
+        ("mixtral", ["model.layers.0", "model.layers.1"]),  # experts inside a block are no units
+    ],
+)
+def test_blocks_are_named_as_in_the_model(name: str, names: list[str]) -> None:
+    assert list(find_blocks(real_model(config_of(name)))) == names
+
+
+def test_parameters_per_unit_by_hand() -> None:
+    hidden, ffn, key_values = 32, 64, 16
+    attention = hidden * (hidden + key_values + key_values + hidden)
+    block = attention + 3 * hidden * ffn + 2 * hidden
+    units = count_model(config_of("llama")).units
+    assert [unit.num_params for unit in units] == [VOCAB * hidden, block, block, hidden + VOCAB * hidden]
+
+
+def test_facts_of_the_model_as_a_whole() -> None:
+    count = count_model(config_of("gpt2"))
+    assert (count.hidden_size, count.largest_param) == (32, max(VOCAB * 32, 4 * 32 * 32))
+
+
+# Saved bytes
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "mixtral", "opt"])
+def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, packing: bool) -> None:
+    config = config_of(name, attention, packing=packing)
+    rows = [row(9, 7), row(12, 1)]  # one full row of two documents, one with room left
+    assert count_model(config).units == count_real(config, rows)
+
+
+def test_saved_bytes_of_a_model_without_fused_attention() -> None:
+    config = config_of("bloom")
+    assert count_model(config).units == count_real(config_of("bloom", "eager"), [row(16), row(12)])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_full_rows_keep_no_more_than_counted(name: str) -> None:
+    config = config_of(name, "sdpa")
+    counted, full = count_model(config).units, count_real(config, [row(16), row(16)])
+    assert all(real.saved_bytes <= fake.saved_bytes for fake, real in zip(counted, full, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_checkpointing_keeps_the_input_of_each_block(name: str) -> None:
+    plain = count_model(config_of(name)).units
+    for key in ("gradient_checkpointing", "activation_checkpointing"):
+        units = count_model(config_of(name, **{key: True})).units
+        hidden = 4 * BATCH * LENGTH * 32
+        small = 4096  # positions, rotary tables or a mask that a block is handed besides; no multiple of hidden
+        for before, after in zip(plain[1:3], units[1:3], strict=True):
+            assert hidden <= after.saved_bytes <= hidden + small < before.saved_bytes / 5
+        assert units[-1].saved_bytes == plain[-1].saved_bytes
+
+
+def test_saved_bytes_grow_with_the_batch() -> None:
+    one, two = (
+        sum(unit.saved_bytes for unit in count_model(run_config(GPT2, per_device_train_batch_size=size)).units)
+        for size in (1, 2)
+    )
+    assert 1.8 * one < two <= 2 * one
+
+
+# Flop
+
+
+def test_forward_flop_of_a_llama_by_hand() -> None:
+    tokens, hidden, ffn, key_values = BATCH * LENGTH, 32, 64, 16
+    matrices = 2 * (hidden * (2 * hidden + 2 * key_values) + 3 * hidden * ffn) + hidden * VOCAB
+    # Scores and their product with the values, whole squares: masked ones are counted too.
+    attention = 2 * 2 * (2 * BATCH * LENGTH * LENGTH * hidden)
+    for kernel in ("eager", "sdpa"):
+        assert count_model(config_of("llama", kernel)).forward_flops == 2 * tokens * matrices + attention
+
+
+def test_flop_of_a_mixture_count_the_experts_that_a_token_meets() -> None:
+    """Routing two of four experts doubles the feed-forward of a dense block and adds the router."""
+    dense = count_model(config_of("llama")).forward_flops
+    mixture = count_model(config_of("mixtral")).forward_flops
+    tokens, hidden, ffn, layers = BATCH * LENGTH, 32, 64, 2
+    feed_forward, router = 2 * tokens * 3 * hidden * ffn, 2 * tokens * hidden * 4
+    assert mixture - dense == layers * (feed_forward + router)
+    half = count_model(
+        run_config(MIXTRAL | {"num_experts_per_tok": 1}, per_device_train_batch_size=BATCH)
+    ).forward_flops
+    assert mixture - half == layers * feed_forward
+
+
+# Precision
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_half_precision_halves_what_is_saved_only_under_zero(name: str) -> None:
+    """DeepSpeed casts the model; plain training autocasts fp32 weights and saves their casts besides."""
+    saved = {
+        (bf16, stage): sum(
+            unit.saved_bytes for unit in count_model(run_config(MODELS[name], bf16=bf16, stage=stage)).units[1:3]
+        )
+        for bf16, stage in ((False, None), (True, None), (True, 2))
+    }
+    assert saved[True, 2] < 0.75 * saved[False, None]
+    assert saved[True, 2] < saved[True, None]
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_adapters_are_trainable_and_the_base_is_not(base: Mapping[str, Any], bf16: bool) -> None:
+    target = "q_proj" if base is LLAMA else "c_attn"
+    lora = {"lora": {"r": 3, "target_modules": [target]}}
+    units = count_model(run_config(base, model=lora, bf16=bf16, stage=2)).units
+    out = 32 if base is LLAMA else 96
+    assert [unit.num_trainable for unit in units] == [0, 3 * 32 + out * 3, 3 * 32 + out * 3, 0]
+    real = real_model(run_config(base, model=lora))
+    assert sum(unit.num_params for unit in units) == sum(p.numel() for p in real.parameters())
+    assert [unit.name for unit in units[1:3]] == list(find_blocks(real))
+
+
+# What cannot be counted
+
+
+def refused(config: Mapping[str, Any], **model: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        count_model(run_config(config, model=model))
+    return str(caught.value)
+
+
+def test_a_model_that_cannot_be_built_is_refused_in_one_line() -> None:
+    heads = refused({**LLAMA, "num_attention_heads": 5})
+    assert "hidden size (32) is not a multiple of the number of attention heads (5)" in heads
+    assert "expected int, got str" in refused({**LLAMA, "hidden_size": "x"})
+    assert refused({**LLAMA, "hidden_act": "nope"}) == "model.config: Transformers knows no 'nope'"
+    assert refused(BLOOM, attn_implementation="sdpa") == (
+        "model.attn_implementation = 'sdpa': bloom does not support it; leave it out"
+    )
+    assert all("\n" not in line for line in (heads, refused({**LLAMA, "hidden_size": "x"})))
+
+
+# The run and the machine
+
+
+def test_facts_of_the_run() -> None:
+    config = run_config(
+        LLAMA, stage=1, bf16=True, per_device_train_batch_size=3, gradient_accumulation_steps=4, max_grad_norm=0.5,
+        optim="adagrad", data={"max_length": 24},
+    )  # fmt: skip
+    run = gather(config, world_size=8, local_world_size=2, machine=probe()).run
+    assert (run.micro_batch, run.sequence, run.accumulation, run.world_size) == (3, 24, 4, 8)
+    assert (run.max_grad_norm, run.precision, run.moments, run.hidden_size) == (0.5, Precision.BF16, 1, 32)
+    assert run.tokens_per_step == 3 * 24 * 4 * 8
+
+
+def test_ranks_of_one_machine_share_its_memory() -> None:
+    machine = probe()
+    alone, shared = (machine_facts(machine, ranks) for ranks in (1, 2))
+    assert shared.host_bytes == alone.host_bytes // 2
+    if torch.cuda.is_available():
+        assert shared.device_bytes == alone.device_bytes
+    else:
+        assert shared.device_bytes == shared.host_bytes - shared.runtime_host_bytes

@@ -1,0 +1,240 @@
+"""Building the model: same seed, same bits; what Transformers would have drawn; one copy in memory; clear refusals."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
+from trainer.errors import ConfigError
+from trainer.model import build, load_config
+from trainer.sections import RunConfig
+
+UNTIED = {name: {**config, "tie_word_embeddings": False} for name, config in MODELS.items()}
+
+
+def made(config: RunConfig, seed: int = 0, **more: Any) -> Any:
+    return build(config.model, load_config(config.model), seed=seed, partitioned=False, **more)
+
+
+def stock(config: RunConfig) -> Any:
+    """As Transformers makes it."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(load_config(config.model))
+
+
+# Random weights
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_follow_the_seed_and_nothing_else(name: str) -> None:
+    config = run_config(MODELS[name])
+    first = made(config, seed=1).state_dict()
+    torch.rand(17)  # the state of the generator before does not matter
+    again, other = made(config, seed=1).state_dict(), made(config, seed=2).state_dict()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in first.items())
+    drawn = [key for key, tensor in first.items() if tensor.unique().numel() > 2]  # not zeros or ones
+    assert len(drawn) > 8
+    assert all(not torch.equal(first[key], other[key]) for key in drawn)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_distributed_as_transformers_draws_them(name: str) -> None:
+    config = run_config(UNTIED[name])
+    ours, theirs = made(config), stock(config)
+    expected = dict(theirs.named_parameters())
+    assert list(expected) == [key for key, _ in ours.named_parameters()]
+    for key, parameter in ours.named_parameters():
+        assert (parameter.dtype, parameter.shape) == (torch.float32, expected[key].shape)
+        if expected[key].unique().numel() <= 2:  # norms are ones, biases zeros
+            assert torch.equal(parameter, expected[key]), key
+        else:  # at least 256 draws of each: the deviation of a deviation is below 4.5 %
+            assert float(parameter.std()) == pytest.approx(float(expected[key].std()), rel=0.25), key
+            assert abs(float(parameter.mean())) < 0.25 * float(parameter.std()), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_buffers_are_those_of_transformers(name: str) -> None:
+    ours, theirs = made(run_config(MODELS[name])), stock(run_config(MODELS[name]))
+    expected = dict(theirs.named_buffers())
+    assert list(expected) == [key for key, _ in ours.named_buffers()]
+    assert all(torch.equal(buffer, expected[key]) for key, buffer in ours.named_buffers())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_left_on_the_meta_device(name: str) -> None:
+    model = made(run_config(MODELS[name]))
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cpu"}
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+    loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
+    assert abs(float(loss) - torch.log(torch.tensor(float(VOCAB)))) < 0.5  # knows nothing yet
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_heads_are_tied_as_the_config_says(name: str, tied: bool) -> None:
+    model = made(run_config({**MODELS[name], "tie_word_embeddings": tied}))
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (embedding is head) is tied
+    assert torch.equal(embedding, head) is tied
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("base", [OPT, {**LLAMA, "pad_token_id": 5}], ids=["opt", "llama"])
+def test_the_row_of_the_padding_token_is_zero(base: Mapping[str, Any], tied: bool) -> None:
+    weight = made(run_config({**base, "tie_word_embeddings": tied})).get_input_embeddings().weight
+    assert torch.count_nonzero(weight[base["pad_token_id"]]) == 0
+    assert torch.count_nonzero(weight.abs().sum(dim=1)) == VOCAB - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtype(dtype: str) -> None:
+    model = made(run_config(LLAMA, model={"dtype": dtype}))
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+
+
+# From a folder
+
+
+def saved(folder: Path, config: Mapping[str, Any] = LLAMA) -> RunConfig:
+    made(run_config(config), seed=3).save_pretrained(folder)
+    return run_config(None, model={"config": None, "name_or_path": str(folder), "tokenizer": None})
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, base: Mapping[str, Any]) -> None:
+    model = made(saved(tmp_path, base), seed=9)
+    expected = made(run_config(base), seed=3).state_dict()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert model.config.use_cache is False
+
+
+MEASURE = """
+import json, resource, sys
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+import transformers.models.llama.modeling_llama
+from trainer.model import build, load_config
+from trainer.sections import ModelSection
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def now(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+tiny = ModelSection(config=dict(model_type="llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=1, vocab_size=32), tokenizer="none")
+build(tiny, load_config(tiny), seed=0, partitioned=False)  # what is loaded once is not the model's
+section = ModelSection.model_validate(json.loads(sys.argv[1]))
+before = now()
+model = build(section, load_config(section), seed=0, partitioned=False)
+weights = sum(p.numel() * p.element_size() for p in model.parameters())
+total = sum(float(p.sum(dtype=torch.float64)) for p in model.parameters())  # touches every page of a mapped file
+grown = peak() - before
+if len(sys.argv) > 2: model.save_pretrained(sys.argv[2])
+print(json.dumps({"grown": grown, "weights": weights, "sum": total}))
+"""
+
+
+def measure(section: Mapping[str, Any], *save_to: str) -> dict[str, float]:
+    """How much the peak of resident memory grows while a model is built, in a process of its own."""
+    command = [sys.executable, "-c", MEASURE, json.dumps(section), *save_to]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_weights_exist_once_while_they_are_built_and_loaded(tmp_path: Path) -> None:
+    large = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 2}
+    random = measure({"config": large, "tokenizer": "none"}, str(tmp_path / "saved"))
+    loaded = measure({"name_or_path": str(tmp_path / "saved")})
+    for built in (random, loaded):
+        assert built["weights"] > 140e6
+        assert 0.9 * built["weights"] < built["grown"] < 1.5 * built["weights"]
+    assert loaded["sum"] == random["sum"]
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_adapters_start_at_nothing_on_a_frozen_base(name: str) -> None:
+    target = "q_proj" if name == "llama" else "c_attn"
+    config = run_config(MODELS[name], model={"lora": {"r": 3, "lora_alpha": 6, "target_modules": [target]}})
+    model, plain = made(config), made(run_config(MODELS[name]))
+    trainable = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trainable) == 4
+    assert all(f".{target}.lora_" in key for key in trainable)
+    ids = torch.arange(8)[None]
+    assert torch.equal(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
+    again = made(config)
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in model.state_dict().items())
+
+
+def test_bad_target_modules_are_refused_with_the_modules_there_are() -> None:
+    config = run_config(LLAMA, model={"lora": {"target_modules": ["query"]}})
+    with pytest.raises(ConfigError) as caught:
+        made(config)
+    line = str(caught.value)
+    assert line.startswith("model.lora.target_modules = ['query']: ")
+    assert line.endswith("linear layers are: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj")
+    assert "\n" not in line
+
+
+# Refusals
+
+
+def refused(**model: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(run_config(None, model=model).model)
+    (line,) = caught.value.lines
+    assert "\n" not in line
+    return line
+
+
+def test_an_unknown_model_type_names_the_nearest() -> None:
+    assert refused(config={"model_type": "lama"}) == (
+        "model.config.model_type = 'lama': not a model type that Transformers knows; did you mean 'llama'?"
+    )
+    assert refused(config={"model_type": "zzzzzzzz"}).endswith("not a model type that Transformers knows")
+
+
+def test_a_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    line = refused(config=None, name_or_path="no/such/folder/at-all")
+    assert line.startswith(
+        "model.name_or_path = 'no/such/folder/at-all': there is no such folder here, and no such model"
+    )
+    assert "`make train` makes it" in refused(config=None, name_or_path="runs/quickstart-absent/export")
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    line = refused(config=None, name_or_path=str(tmp_path))
+    assert line.startswith(f"model.name_or_path = '{tmp_path}': the folder holds no model (")
+
+
+def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    line = refused(config=None, name_or_path=str(tmp_path))
+    assert line.endswith("which is not run unless you set model.trust_remote_code: true")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_keeps_a_cache_is_told_not_to() -> None:
+    assert load_config(run_config({**LLAMA, "use_cache": True}).model).use_cache is False
+
+
+def test_the_tokenizer_fills_in_the_rows_only_where_none_are_given() -> None:
+    section = run_config({key: value for key, value in LLAMA.items() if key != "vocab_size"}).model
+    assert load_config(section, 77).vocab_size == 77
+    assert load_config(run_config(LLAMA).model, 77).vocab_size == VOCAB
