@@ -119,11 +119,9 @@ def compiler_row(path: str | None, version: str) -> Row:
 
 
 def ninja_row(path: str | None, beside: Path) -> Row:
-    """torch looks for ninja on PATH only; ``beside`` is where pip put it."""
-    if path is None and beside.exists():
-        cure = f'export PATH="{beside.parent}:$PATH"'
-        return Row(Status.FAIL, "ninja", f"not on PATH, but at {beside}", cure)
-    return judge("ninja", path or "missing", cure=INSTALL, fail=path is None)
+    """torch looks for ninja on PATH only; ``beside`` is where pip put it, and a run puts that folder on its path."""
+    found = str(beside) if beside.exists() else path
+    return judge("ninja", found or "missing", cure=INSTALL, fail=found is None)
 
 
 def toolchain_rows() -> Iterator[Row]:

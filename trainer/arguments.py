@@ -70,7 +70,7 @@ Resume = Annotated[bool | Text, Allowed("the folder of a checkpoint, true, false
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
 
 _OTHER_ENGINE = "DeepSpeed is the only engine here; write the section strategies"
-_DDP = "gradients are reduced by DeepSpeed's engine, not by DDP; remove the line"
+_DDP = "how gradients are reduced follows from the strategies; remove the line"
 _COMMAND = "the command decides what runs; remove the line"
 _METRICS = "evaluation measures loss and perplexity only; remove the line"
 
@@ -163,9 +163,7 @@ class TrainingSection(Section):
     neftune_noise_alpha: Positive | None = Field(
         default=None, description="Strength of NEFTune's noise on the embeddings."
     )
-    gradient_checkpointing: bool | None = Field(
-        default=None, description="Recompute activations block by block."
-    )
+    gradient_checkpointing: bool | None = Field(default=None, description="Recompute activations block by block.")
     gradient_checkpointing_kwargs: dict[str, Any] | None = Field(
         default=None, description="Options of gradient_checkpointing."
     )

@@ -20,7 +20,7 @@ from strategies.core.compose import compose, in_order
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human, table, to_json
-from trainer import checkpoint, engine, facts, model, ops
+from trainer import checkpoint, engine, facts, model
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
@@ -79,6 +79,9 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     check_packing(config)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
     if ranks.is_first:
+        earlier = checkpoint.set_aside(folder) if resume is None else None
+        if earlier is not None:
+            run.say(f"a fresh run: the checkpoints of the earlier one are now in {earlier}")
         write_plan(run)
     run.say("\n" + table(plan) + "\n")
     refuse_impossible(plan)
@@ -229,7 +232,6 @@ def make_trainer(run: Run) -> Trainer:
     from trainer.data import Collator
     from trainer.trainer import Trainer
 
-    announce_builds(run)
     run.arguments = make_arguments(run)
     meter = make_meter(run)
     prompt = sample_prompt(run)
@@ -248,15 +250,6 @@ def make_trainer(run: Run) -> Trainer:
     )
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer
-
-
-def announce_builds(run: Run) -> None:
-    """DeepSpeed compiles at first use; say so before the silence."""
-    if engine.uses_engine(run.plan):
-        ops.find_build_tools()
-        note = ops.announcement()
-        if note:
-            run.say(note)
 
 
 def uses_flash(config: RunConfig) -> bool:

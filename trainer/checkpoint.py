@@ -9,6 +9,7 @@ from the newest folder that has it; a folder named by the user is taken at the u
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -71,6 +72,24 @@ def prune(output_dir: Path, keep: int, best: str | None) -> None:
         if best is None or folder.resolve() != Path(best).resolve():
             (folder / MARK).unlink()
             shutil.rmtree(folder)
+
+
+def set_aside(output_dir: Path) -> Path | None:
+    """Move what an earlier run left out of the way of a fresh one: its checkpoints and its metrics, nothing deleted.
+
+    Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
+    Returns the folder they are in now; None if there was nothing.
+    """
+    old = sorted(path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name))
+    if not old:
+        return None
+    number = next(n for n in itertools.count(1) if not (output_dir / f"earlier-{n}").exists())
+    folder = output_dir / f"earlier-{number}"
+    folder.mkdir()
+    for path in [*old, output_dir / "metrics.jsonl"]:
+        if path.exists():
+            path.rename(folder / path.name)
+    return folder
 
 
 def to_resume(output_dir: Path, wish: str | bool | None) -> Path | None:

@@ -62,6 +62,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     layers = (base, file, command)
     tree: dict[str, Any] = {}
     for layer in layers:
+        if layer is command:
+            _drop_what_is_off(layer.tree, tree)
         tree = merged(tree, layer.tree)
     places = _places(layers)
     problems = [problem for layer in layers for problem in layer.problems]
@@ -181,6 +183,14 @@ def _overrides(arguments: Sequence[str]) -> Document:
         if not written.problems:
             _set(layer.tree, key, value)
     return layer
+
+
+def _drop_what_is_off(command: dict[str, Any], tree: dict[str, Any]) -> None:
+    """``strategies.zero=null`` on the command line switches off; what is off already stays off, without complaint."""
+    wished, present = command.get("strategies"), tree.get("strategies") or {}
+    if isinstance(wished, dict) and isinstance(present, dict):
+        for name in [name for name in wished if wished[name] is None and name in available() and name not in present]:
+            del wished[name]
 
 
 def _set(tree: dict[str, Any], key: Key, value: object) -> None:

@@ -1,8 +1,9 @@
 """The finished model as Hugging Face expects it, and the proof that it is the trained one.
 
-Export writes safetensors and the tokenizer to ``<output_dir>/export`` through ``save_pretrained``. Then the folder is
-opened again with ``from_pretrained``, as a user would, and compared: every name and shape, and the logits of a probe.
-A model that was trained is not worth more than the file that holds it.
+Export writes safetensors and the tokenizer through ``save_pretrained`` into a draft folder. The draft is opened again
+with ``from_pretrained``, as a user would, and compared: every name and shape, every value bit for bit, and the logits
+of a probe. Only then it becomes ``<output_dir>/export``, in the place of an older one. A model that was trained is not
+worth more than the file that holds it.
 
 Under ZeRO stage 3 the weights are gathered to the first rank. Adapters (LoRA) are exported as adapters when their
 base can be loaded again by name; on a base with random weights they are merged into it.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
         merge: fold adapters into the weights; for a base that cannot be loaded by name.
 
     Raises:
-        ExportError: a name, a shape or a logit differs after reloading.
+        ExportError: a name, a shape, a value or a logit differs after reloading.
     """
     import torch
 
@@ -61,18 +63,21 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return None
+    if hasattr(model, "peft_config"):
+        expected = {}  # reloaded adapters are called otherwise than trained ones; their values are compared
+        if merge:
+            model = model.merge_and_unload()
+            expected, state = shapes(model), model.state_dict()
     draft = folder.with_name(folder.name + ".partial")
     shutil.rmtree(draft, ignore_errors=True)
-    if hasattr(model, "peft_config") and merge:
-        model = model.merge_and_unload()
-        state = None
-    model.save_pretrained(draft, state_dict=state)
+    model.save_pretrained(draft, state_dict=dict(state))  # it empties what it is given
     tokenizer.save_pretrained(draft)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
-    return check(folder, {} if hasattr(model, "peft_config") else expected, probe, logits, tolerance)
+    receipt = check(draft, expected, state, probe, logits, tolerance)
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+    return replace(receipt, folder=folder)
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -100,7 +105,8 @@ def probe_logits(trainer: Trainer, model: Any) -> tuple[torch.Tensor, torch.Tens
 
 def check(
     folder: Path,
-    expected: dict[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, torch.Tensor],
     probe: torch.Tensor,
     logits: torch.Tensor,
     tolerance: float = FP32_TOLERANCE,
@@ -109,32 +115,71 @@ def check(
 
     Tied weights are stored once; after loading both names must be there again, so names are compared on the model.
 
+    Args:
+        expected: shapes by name; empty: names are not compared.
+        state: values by name.
+
     Raises:
         ExportError: naming the first differences.
     """
     import torch
+
+    model, wrong = reload(folder)
+    wrong += _different_names(expected, shapes(model)) if expected else []
+    wrong = wrong or _different_values(state, model.state_dict())
+    if wrong:
+        raise ExportError(f"{folder}: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
+    model.eval()
+    with torch.no_grad():
+        again = model(input_ids=probe).logits.float()
+        difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
+    if not difference <= tolerance:
+        raise ExportError(f"{folder}: logits differ by {difference:.2e} of the largest after reloading")
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return Receipt(folder, len(model.state_dict()), num_bytes, difference, tolerance)
+
+
+def reload(folder: Path) -> tuple[PreTrainedModel, list[str]]:
+    """The model in ``folder``, and what Transformers missed there and has filled with random numbers.
+
+    Raises:
+        ExportError: it cannot be opened.
+    """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # under stage 3 from_pretrained would split the copy over ranks that are not here
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
-    found = shapes(model)
-    if expected:
-        wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
-        wrong += [f"{name} is new" for name in found.keys() - expected.keys()]
-        wrong += [
-            f"{name} has shape {found[name]}, not {shape}"
-            for name, shape in expected.items()
-            if name in found and found[name] != shape
-        ]
-        if wrong:
-            raise ExportError(f"{folder}: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
-    model.eval()
-    with torch.no_grad():
-        again = model(input_ids=probe).logits.float()
-    difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
-    if not difference <= tolerance:
-        raise ExportError(f"{folder}: logits differ by {difference:.2e} of the largest after reloading")
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return Receipt(folder, len(found), num_bytes, difference, tolerance)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (RuntimeError, OSError, ValueError, SafetensorError) as error:
+        raise ExportError(f"{folder}: cannot be opened: {' '.join(str(error).split())}") from error
+    model, loading = loaded
+    return model, [f"{name} is not in the file" for name in loading["missing_keys"]] + [
+        f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
+        for name, found, wanted in loading["mismatched_keys"]
+    ]
+
+
+def _different_names(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    wrong += [f"{name} is new" for name in found.keys() - expected.keys()]
+    return wrong + [
+        f"{name} has shape {found[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+
+
+def _different_values(state: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
+    """Where what was read is not, bit for bit, what was trained (in the format of the file)."""
+    names = {name: name.removeprefix("base_model.model.") for name in state}  # as peft calls the model that it wraps
+    assert set(names.values()) & found.keys(), "nothing to compare"
+    return [
+        f"{name} has other values"
+        for name, plain in names.items()
+        if plain in found and not state[name].detach().cpu().to(found[plain].dtype).equal(found[plain])
+    ]

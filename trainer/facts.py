@@ -165,7 +165,8 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
                 raise ConfigError(f"model: {reason}") from None
             if section.attn_implementation == attention:
                 raise ConfigError(
-                    f"model.attn_implementation = {attention!r}: {hf_config.model_type} does not support it; leave it out"
+                    f"model.attn_implementation = {attention!r}: {hf_config.model_type} does not support it; "
+                    f"leave it out"
                 ) from None
             model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", **options)
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are

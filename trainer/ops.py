@@ -1,14 +1,12 @@
 """DeepSpeed's compiled extensions: which are needed here, whether they are built, where they are kept.
 
 DeepSpeed compiles its C++ at first use, in the middle of somebody's first run, for a minute or two and without a
-word. So a run says beforehand what will be built, about how long it takes and where it is cached; and the tools that
-the compiler needs are found where this interpreter is installed, although the virtual environment is not activated.
+word. So a run says beforehand what will be built, about how long it takes and where it is cached.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +36,6 @@ def cache_folder() -> Path:
         return Path(os.environ["TORCH_EXTENSIONS_DIR"])
     kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
     return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_{kind}"
-
-
-def find_build_tools() -> None:
-    """Put this interpreter's folder on the path, where pip has installed ninja, unless ninja is found already."""
-    if shutil.which("ninja") is None:
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def announcement() -> str | None:

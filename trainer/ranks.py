@@ -20,12 +20,13 @@ import io
 import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+
+from trainer.ops import announcement
 
 # A launcher ends all ranks as soon as one has failed, and reports that one's code. The rank that knows what is wrong
 # speaks, so the others let it go first.
@@ -108,12 +109,13 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
 
 
 @contextmanager
-def process_group(ranks: Ranks, timeout_s: int, *, single: bool) -> Iterator[None]:
+def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[None]:
     """The job's default group, NCCL on GPUs and gloo elsewhere, closed on every way out.
 
     Args:
         timeout_s: how long a collective may wait for a peer.
         single: open a group for one rank too (DeepSpeed's engine needs one).
+        on_cpu: train on the CPU although there is a GPU.
     """
     if ranks.world_size == 1 and not single:
         yield
@@ -123,10 +125,10 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool) -> Iterator[Non
 
     for name, value in describe(ranks).items():
         os.environ.setdefault(name, value)  # `accelerate launch` names the master of one rank, but not the rank
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available() and not on_cpu
+    if on_gpu:
         torch.cuda.set_device(ranks.local_rank)
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     try:
         if single:
             _open_deepspeed(ranks)
@@ -136,15 +138,14 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool) -> Iterator[Non
 
 
 def _open_deepspeed(ranks: Ranks) -> None:
-    """DeepSpeed's own door to the group, which on CPUs it compiles at first use, for a minute and without a word."""
+    """DeepSpeed's own door to the group, which on CPUs it compiles at first use; so say it before the silence."""
     import deepspeed.comm
 
-    note = threading.Timer(3.0, print, ("DeepSpeed compiles its collectives for CPUs; only once, 20 to 100 s",))
-    if ranks.is_first:
-        note.start()
+    note = announcement()
+    if ranks.is_first and note is not None:
+        print(note, flush=True)
     with redirect_stdout(io.StringIO()):  # each rank prints that it has found them
         deepspeed.comm.init_distributed(verbose=False)
-    note.cancel()
 
 
 def _close() -> None:

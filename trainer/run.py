@@ -31,7 +31,8 @@ def run(config: RunConfig, ranks: Ranks) -> int:
     """Train as ``config`` says, on this rank. All process groups are closed on every way out."""
     quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
-    with process_group(ranks, timeout_s, single="zero" in config.strategies):
+    on_cpu = bool(config.training.use_cpu)
+    with process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
         return _guarded(config, ranks)
 
 

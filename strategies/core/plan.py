@@ -271,10 +271,20 @@ class Plan:
     def explain(self, unit: str) -> str:
         """Every answer about one unit, one per line, with who gave it and why."""
         rows = [(d, by) for d, by in self.answers.values() if d.unit == unit]
-        return "\n".join(f"{' '.join(d.slot):<28} {_answer(d)}  [{by}: {d.reason}]" for d, by in rows)
+        return "\n".join(f"{' '.join(d.slot):<36} {_words(d)}  [{by}: {d.reason}]" for d, by in rows)
 
 
 def _answer(decision: Decision) -> tuple[object, ...]:
     """What a decision says, without why: the part that two strategies must agree on."""
     names = (name for kind in type(decision).__mro__ for name in getattr(kind, "__slots__", ()))
     return tuple(getattr(decision, name) for name in names if name not in ("reason", "unit"))
+
+
+def _words(decision: Decision) -> str:
+    """What a decision says, for a person: ``ways=2, element_bytes=4``."""
+    kinds = reversed(type(decision).__mro__)
+    names = [
+        name for kind in kinds for name in getattr(kind, "__slots__", ()) if name not in ("reason", "unit", "kind")
+    ]
+    values = ((name, getattr(decision, name)) for name in names)
+    return ", ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in values)

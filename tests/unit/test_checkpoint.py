@@ -174,3 +174,18 @@ def test_a_named_checkpoint_must_be_complete(tmp_path: Path) -> None:
     assert refused(tmp_path, str(wish)) == line
     make(tmp_path, 10)
     assert refused(tmp_path, str(wish)) == f"{line}; the newest complete one is {tmp_path / 'checkpoint-10'}"
+
+
+def test_a_fresh_run_sets_the_earlier_one_aside_and_deletes_nothing(tmp_path: Path) -> None:
+    assert checkpoint.set_aside(tmp_path) is None
+    for expected in ("earlier-1", "earlier-2"):
+        (tmp_path / "checkpoint-4").mkdir()
+        (tmp_path / "checkpoint-4" / "weights").write_text(expected)
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        (tmp_path / "export").mkdir(exist_ok=True)
+        moved = checkpoint.set_aside(tmp_path)
+        assert moved == tmp_path / expected
+        assert (moved / "checkpoint-4" / "weights").read_text() == expected
+        assert (moved / "metrics.jsonl").exists() and not (tmp_path / "metrics.jsonl").exists()
+        assert (tmp_path / "export").is_dir()
+        assert checkpoint.complete(tmp_path) == []

@@ -145,6 +145,8 @@ def test_overrides_win_and_the_last_counts(file: Path) -> None:
     assert (config.training.learning_rate, config.training.seed) == (1e-4, 2)
     assert config.model.lora is not None and config.model.lora.r == 4
     assert load(file, ["strategies.zero=null"]).strategies == {}
+    file.write_text(file.read_text().split("strategies:")[0])
+    assert load(file, ["strategies.zero=null"]).strategies == {}  # off already
     assert load(file, ["strategies.zero.stage=3"]).strategies["zero"].model_dump() == {"stage": 3}
     assert load(file, ["data.columns.text=body", "training.report_to=[wandb]"]).data.columns == {"text": "body"}
 

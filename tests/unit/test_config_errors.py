@@ -91,10 +91,6 @@ OVERRIDES: tuple[tuple[str, str], ...] = (
     ("training.output_dir=null", "training.output_dir: missing; must be non-empty text"),
     ("training=null", "training.output_dir: missing; must be non-empty text"),
     ("data.path.x=1", 'data.path = {"x": 1}: must be non-empty text'),
-    (
-        "strategies.zero=null",
-        "strategies.zero = null: on or off? write {} to switch it on as it is, or remove the line",
-    ),
 )
 
 

@@ -39,7 +39,7 @@ def test_python_and_tools(tmp_path: Path) -> None:
     assert doctor.ninja_row("/usr/bin/ninja", tmp_path / "ninja").status is Status.OK
     assert doctor.ninja_row(None, tmp_path / "ninja").cure == doctor.INSTALL
     (tmp_path / "ninja").touch()
-    assert doctor.ninja_row(None, tmp_path / "ninja").cure == f'export PATH="{tmp_path}:$PATH"'
+    assert doctor.ninja_row(None, tmp_path / "ninja").status is Status.OK
 
 
 def test_a_package_that_does_not_load_is_a_row() -> None:

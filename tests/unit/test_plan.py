@@ -311,7 +311,7 @@ def test_explain_gives_every_answer_with_who_and_why() -> None:
     (changed,) = [line for line in lines if line.startswith("Share head PARAM ")]
     assert changed.endswith("[zero: a half each]")
     kept = next(line for line in lines if line.startswith("Keep head "))
-    assert kept.endswith("('none', 4000)  [baseline: all kept]")
+    assert kept.endswith("policy=none, saved_bytes=4000  [baseline: all kept]")
 
 
 def test_decided_by_names_strategies_or_the_baseline() -> None:

@@ -1,0 +1,279 @@
+"""Export: what comes back is what was trained, and what does not is refused by name. The old one stays until then."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
+from trainer import export as export_module
+from trainer.export import ExportError, export
+from trainer.model import build, load_config
+from trainer.ranks import Ranks
+from trainer.sections import RunConfig
+from trainer.verify import _tokenizer, random_run
+from trainer.worlds import run_world
+
+WEIGHTS = "model.safetensors"
+LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+
+
+def loop(model: Any, *, is_first: bool = True) -> Any:
+    """As much of a Trainer as an export asks: an unwrapped model on one rank."""
+    model.requires_grad_(True)
+    with torch.no_grad():
+        for parameter in model.parameters():  # zeros and ones hide mistakes
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
+    accelerator = SimpleNamespace(
+        unwrap_model=lambda wrapped: wrapped, get_state_dict=lambda wrapped: wrapped.state_dict()
+    )
+    return SimpleNamespace(
+        accelerator=accelerator,
+        model_wrapped=model,
+        args=SimpleNamespace(device="cpu", bf16=False, fp16=False),
+        compute_loss_context_manager=torch.enable_grad,
+        is_world_process_zero=lambda: is_first,
+    )
+
+
+def built(config: Mapping[str, Any] = LLAMA, **model: Any) -> Any:
+    section = run_config(config, model=model).model
+    return build(section, load_config(section), seed=0, partitioned=False)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Let ``change`` at the tensors in the file between writing and checking, as a bad disk would."""
+    reload = export_module.reload
+
+    def after_damage(folder: Path) -> Any:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        return reload(folder)
+
+    monkeypatch.setattr(export_module, "reload", after_damage)
+
+
+def refused(folder: Path, model: Any) -> str:
+    with pytest.raises(ExportError) as caught:
+        export(loop(model), _tokenizer(), folder, merge=False)
+    return str(caught.value)
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Mapping[str, Any], tied: bool) -> None:
+    model = built({**base, "tie_word_embeddings": tied})
+    receipt = export(loop(model), _tokenizer(), tmp_path / "export", merge=False)
+    assert receipt is not None
+    assert (receipt.folder, receipt.largest_difference) == (tmp_path / "export", 0.0)
+    stored = load_file(receipt.folder / WEIGHTS)
+    assert len(stored) == len(model.state_dict()) - tied  # tied weights are stored once
+    assert receipt.num_tensors == len(model.state_dict())
+    assert receipt.num_bytes == (receipt.folder / WEIGHTS).stat().st_size
+    assert sum(tensor.nbytes for tensor in stored.values()) == sum(4 * p.numel() for p in model.parameters())
+    again = AutoModelForCausalLM.from_pretrained(receipt.folder).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+    assert (receipt.folder / "tokenizer.json").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_merged_adapters(tmp_path: Path) -> None:
+    model = built(LLAMA, lora=LORA)
+    ids = torch.arange(8)[None]
+    train = loop(model)
+    logits = model.eval()(input_ids=ids).logits
+    receipt = export(train, _tokenizer(), tmp_path / "export", merge=True)
+    assert receipt is not None
+    again = AutoModelForCausalLM.from_pretrained(receipt.folder)
+    assert not [name for name in again.state_dict() if "lora" in name]
+    assert torch.allclose(again(input_ids=ids).logits, logits, atol=1e-5)
+
+
+def test_adapters_of_a_named_base(tmp_path: Path) -> None:
+    built().save_pretrained(tmp_path / "base")
+    section = run_config(None, model={"config": None, "name_or_path": str(tmp_path / "base"), "lora": LORA}).model
+    model = build(section, load_config(section), seed=0, partitioned=False)
+    train = loop(model)
+    with torch.no_grad():  # an adapter on another base than the one on disk would not be what was trained
+        for name, parameter in model.named_parameters():
+            if "lora" not in name:
+                parameter.sub_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    model.load_state_dict({f"base_model.model.{base_name(name)}": t for name, t in base.items()}, strict=False)
+    receipt = export(train, _tokenizer(), tmp_path / "export", merge=False)
+    assert receipt is not None
+    assert receipt.largest_difference < 1e-6
+    stored = load_file(receipt.folder / "adapter_model.safetensors")
+    assert len(stored) == 2 * 2 * 2  # two matrices, at two layers, of two modules
+    assert not (receipt.folder / WEIGHTS).exists()
+
+
+def base_name(name: str) -> str:
+    """What a wrapped layer's own weight is called in peft."""
+    return name.replace(".weight", ".base_layer.weight") if any(t in name for t in LORA["target_modules"]) else name  # type: ignore[attr-defined]  # a list of names
+
+
+def test_adapters_with_other_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built().save_pretrained(tmp_path / "base")
+    section = run_config(None, model={"config": None, "name_or_path": str(tmp_path / "base"), "lora": LORA}).model
+    model = build(section, load_config(section), seed=0, partitioned=False)
+    reload = export_module.reload
+
+    def after_damage(folder: Path) -> Any:
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        tensors[min(tensors)][0, 0] += 1
+        save_file(tensors, file, metadata={"format": "pt"})
+        return reload(folder)
+
+    monkeypatch.setattr(export_module, "reload", after_damage)
+    with pytest.raises(ExportError, match=r"layers\.0\.mlp\.down_proj\.lora_A\.default\.weight has other values"):
+        export(_untouched(model), _tokenizer(), tmp_path / "export", merge=False)
+
+
+def _untouched(model: Any) -> Any:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = loop(model)
+    model.load_state_dict(state)
+    return made
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    assert export(loop(built(), is_first=False), _tokenizer(), tmp_path / "export", merge=False) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+# Damage
+
+
+def test_a_dropped_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers would fill it with random numbers and a warning."""
+    damage(monkeypatch, lambda tensors: tensors.pop("model.norm.weight"))
+    assert "model.norm.weight is not in the file" in refused(tmp_path / "export", built())
+
+
+def test_a_changed_shape_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+
+    damage(monkeypatch, cut)
+    line = refused(tmp_path / "export", built())
+    assert f"lm_head.weight has shape ({VOCAB - 1}, 32) in the file, not ({VOCAB}, 32)" in line
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_changed_value_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One bit, in a row that no probe looks at."""
+
+    def flip(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][1].view(torch.int32)[0] ^= 1
+
+    damage(monkeypatch, flip)
+    line = refused(tmp_path / "export", built())
+    assert f": 1 tensors differ after reloading: {name} has other values" in line
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reload = export_module.reload
+
+    def after_cut(folder: Path) -> Any:
+        (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+        return reload(folder)
+
+    monkeypatch.setattr(export_module, "reload", after_cut)
+    assert "cannot be opened" in refused(tmp_path / "export", built())
+
+
+def test_a_config_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors are right, and the model is wrong: the probe's part."""
+    reload = export_module.reload
+
+    def after_change(folder: Path) -> Any:
+        text = (folder / "config.json").read_text()
+        assert '"silu"' in text
+        (folder / "config.json").write_text(text.replace('"silu"', '"relu"'))
+        return reload(folder)
+
+    monkeypatch.setattr(export_module, "reload", after_change)
+    assert "logits differ by" in refused(tmp_path / "export", built())
+
+
+def test_nan_is_refused(tmp_path: Path) -> None:
+    model = built()
+    train = loop(model)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(ExportError):
+        export(train, _tokenizer(), tmp_path / "export", merge=False)
+
+
+# The old one
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "old").write_text("a good export")
+    yield folder
+
+
+def test_an_old_export_is_replaced(old: Path) -> None:
+    export(loop(built()), _tokenizer(), old, merge=False)
+    assert not (old / "old").exists() and (old / WEIGHTS).exists()
+
+
+def test_an_old_export_stays_if_the_new_one_is_wrong(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch, lambda tensors: tensors["lm_head.weight"].zero_())
+    refused(old, built())
+    assert [path.name for path in old.iterdir()] == ["old"]
+
+
+def test_an_old_export_stays_if_writing_fails(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    tokenizer = _tokenizer()
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(loop(built()), tokenizer, old, merge=False)
+    assert [path.name for path in old.iterdir()] == ["old"]
+    monkeypatch.undo()
+    export(loop(built()), _tokenizer(), old, merge=False)  # what was left half written is no obstacle
+    assert sorted(path.name for path in old.parent.iterdir()) == ["export"]
+
+
+# Real processes
+
+
+def train_and_export(ranks: Ranks, config: RunConfig, folder: Path, merge: bool) -> dict[str, float]:
+    from trainer import build
+
+    trainer = build.make_trainer(random_run(config, ranks))
+    try:
+        trainer.train()
+        receipt = export(trainer, _tokenizer(), folder, merge=merge)
+        return {"difference": receipt.largest_difference, "tensors": receipt.num_tensors} if receipt else {}
+    finally:
+        trainer.accelerator.free_memory()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["untied", "tied"])
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_export_after_training_on_two_ranks(tmp_path: Path, stage: int | None, base: Mapping[str, Any]) -> None:
+    config = run_config(
+        base, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=2, data={"max_length": 32}
+    )
+    found = run_world(2, train_and_export, config, tmp_path / "export", False)
+    assert found["difference"] < 1e-5
+    assert found["tensors"] == len(built(base).state_dict())
