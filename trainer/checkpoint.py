@@ -80,7 +80,7 @@ def set_aside(output_dir: Path) -> Path | None:
     Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
     Returns the folder they are in now; None if there was nothing.
     """
-    old = sorted(path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name))
+    old = sorted(path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir())
     if not old:
         return None
     number = next(n for n in itertools.count(1) if not (output_dir / f"earlier-{n}").exists())
