@@ -39,11 +39,15 @@ class StowAccelerator(Accelerator):
     _norm: Tensor | None = None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, but a model whose optimizer drives it is returned as it is."""
+        """As Accelerate's, but a model whose optimizer drives it is returned as it is; data are dealt out as ever."""
+        from torch.utils.data import DataLoader
+
         self.driver = next((arg for arg in args if isinstance(arg, DrivesModel)), self.driver)
-        if self.driver is not None:
-            return args if len(args) > 1 else args[0]
-        return super().prepare(*args, **kwargs)
+        prepare = super().prepare
+        if self.driver is None:
+            return prepare(*args, **kwargs)
+        made = tuple(prepare(arg, **kwargs) if isinstance(arg, DataLoader) else arg for arg in args)
+        return made if len(made) > 1 else made[0]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward; under DeepSpeed also the step, when gradients are complete."""

@@ -66,6 +66,9 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     if hasattr(model, "peft_config"):
         expected = {}  # reloaded adapters are called otherwise than trained ones; their values are compared
         if merge:
+            for name, parameter in model.named_parameters():
+                if hasattr(parameter, "ds_id"):  # stage 3: only a share is here
+                    parameter.data = state[name]
             model = model.merge_and_unload()
             expected, state = shapes(model), model.state_dict()
     draft = folder.with_name(folder.name + ".partial")

@@ -250,7 +250,8 @@ class _SavedBytes:
                 block.register_forward_hook(self._leaving),
             )
         ]
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing)
         self._saving.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -273,13 +274,12 @@ class _SavedBytes:
     def _leaving(self, *_: object) -> None:
         self._running.pop()
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def _save(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._parameters and storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
             unit = self._running[-1] if self._running else self._outside
             self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
-        return tensor
 
     def units(self) -> tuple[Unit, ...]:
         """The embedding, the blocks and the head, in this order, with what was counted; empty ones left out."""

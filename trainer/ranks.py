@@ -152,6 +152,9 @@ def _close() -> None:
     """See [Note: closing gloo]. Cycles are collected first: an engine that is still alive keeps its groups."""
     import torch.distributed
 
+    hooks = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if hooks is not None:
+        hooks.FWD_MODULE_STACK.clear()  # stage 3 leaves the model on it, and with the model everything
     gc.collect()
     deepspeed_comm = sys.modules.get("deepspeed.comm")
     if deepspeed_comm is not None and deepspeed_comm.is_initialized():

@@ -63,7 +63,10 @@ class Fake(Strategy):
 
 def fake(phase: Phase, answer: Callable[[Facts, Plan], Iterable[Decision]] | Iterable[Decision]) -> Strategy:
     """A strategy of ``phase`` that gives these decisions, or what the function makes of facts and plan."""
-    made = type("Made", (Fake,), {"phase": phase, "__module__": __name__})()
-    given = None if callable(answer) else tuple(answer)
-    made._answer = answer if given is None else (lambda facts, plan: given)
+    made: Fake = type("Made", (Fake,), {"phase": phase, "__module__": __name__})()
+    if callable(answer):
+        made._answer = answer
+    else:
+        given = tuple(answer)
+        made._answer = lambda facts, plan: given
     return made

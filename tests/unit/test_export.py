@@ -268,6 +268,18 @@ def train_and_export(ranks: Ranks, config: RunConfig, folder: Path, merge: bool)
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_merged_adapters_after_training_on_two_ranks(tmp_path: Path, stage: int | None) -> None:
+    config = run_config(
+        LLAMA, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=2, model={"lora": LORA},
+        data={"max_length": 32}, learning_rate=1e-2,
+    )  # fmt: skip
+    found = run_world(2, train_and_export, config, tmp_path / "export", True)
+    assert found["difference"] < 1e-5
+    assert found["tensors"] == len(built().state_dict())
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["untied", "tied"])
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_export_after_training_on_two_ranks(tmp_path: Path, stage: int | None, base: Mapping[str, Any]) -> None:

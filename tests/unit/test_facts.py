@@ -4,11 +4,13 @@ The same hooks count on the fake model and on a real one run on the CPU, so equa
 attention kernel, on batches that need a mask (padded or packed; see the docstring of ``trainer/facts.py``).
 """
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from strategies.core.facts import Precision, Unit, UnitKind
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
@@ -122,7 +124,8 @@ def test_full_rows_keep_no_more_than_counted(name: str) -> None:
 def test_checkpointing_keeps_the_input_of_each_block(name: str) -> None:
     plain = count_model(config_of(name)).units
     for key in ("gradient_checkpointing", "activation_checkpointing"):
-        units = count_model(config_of(name, **{key: True})).units
+        training: dict[str, Any] = {key: True}
+        units = count_model(config_of(name, **training)).units
         hidden = 4 * BATCH * LENGTH * 32
         small = 4096  # positions, rotary tables or a mask that a block is handed besides; no multiple of hidden
         for before, after in zip(plain[1:3], units[1:3], strict=True):
@@ -158,9 +161,24 @@ def test_flop_of_a_mixture_count_the_experts_that_a_token_meets() -> None:
     feed_forward, router = 2 * tokens * 3 * hidden * ffn, 2 * tokens * hidden * 4
     assert mixture - dense == layers * (feed_forward + router)
     half = count_model(
-        run_config(MIXTRAL | {"num_experts_per_tok": 1}, per_device_train_batch_size=BATCH)
+        run_config({**MIXTRAL, "num_experts_per_tok": 1}, per_device_train_batch_size=BATCH)
     ).forward_flops
     assert mixture - half == layers * feed_forward
+
+
+# What is left behind
+
+
+def test_a_fake_run_leaves_nothing_behind() -> None:
+    """A graph that keeps its own outputs is a cycle through C++ that the garbage collector cannot see."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, FakeTensor) for thing in gc.get_objects())
+
+    before = alive()
+    count_model(config_of("llama"))
+    assert alive() <= before
 
 
 # Precision

@@ -150,11 +150,11 @@ def measure(section: Mapping[str, Any], *save_to: str) -> dict[str, float]:
 
 
 def test_weights_exist_once_while_they_are_built_and_loaded(tmp_path: Path) -> None:
-    large = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 2}
+    large = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 4}
     random = measure({"config": large, "tokenizer": "none"}, str(tmp_path / "saved"))
     loaded = measure({"name_or_path": str(tmp_path / "saved")})
     for built in (random, loaded):
-        assert built["weights"] > 140e6
+        assert built["weights"] > 250e6  # what else grows, 40 to 80 MB of threads and libraries, does not grow with it
         assert 0.9 * built["weights"] < built["grown"] < 1.5 * built["weights"]
     assert loaded["sum"] == random["sum"]
 

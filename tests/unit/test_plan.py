@@ -23,6 +23,7 @@ from strategies.core.plan import (
     Reserve,
     Rest,
     Share,
+    Slot,
     Travel,
     When,
 )
@@ -53,7 +54,7 @@ def engine_set(key: str, value: int | str, reason: str = "test") -> EngineSet:
 def test_baseline_answers_every_question_of_every_unit() -> None:
     plan = Plan.baseline(facts())
     for unit in plan.facts.units:
-        expected = {("Impl", unit.name), ("Keep", unit.name), ("Travel", unit.name)}
+        expected: set[Slot] = {("Impl", unit.name), ("Keep", unit.name), ("Travel", unit.name)}
         expected |= {(question, unit.name, kind.name) for question in ("Share", "Rest") for kind in Kind}
         assert {slot for slot, (decision, _) in plan.answers.items() if decision.unit == unit.name} == expected
     assert {by for _, by in plan.answers.values()} == {"baseline"}
@@ -247,7 +248,7 @@ def test_reserves_at_the_step_meet_gradients_but_not_saved_tensors() -> None:
 
 def test_what_rests_on_the_host_counts_there() -> None:
     machine = MachineFacts("gpu", 1 << 30, 1 << 30, runtime_host_bytes=7)
-    moved = [rest(name, kind) for name in ("layers.0", "head") for kind in (Kind.MOMENT, Kind.GRAD)]
+    moved: list[Decision] = [rest(name, kind) for name in ("layers.0", "head") for kind in (Kind.MOMENT, Kind.GRAD)]
     moved.append(Reserve(unit=RUN, reason="", owner="pinned", num_bytes=11, home=Home.HOST))
     plan = Plan.baseline(facts(machine=machine, accumulation=2)).amend(moved, by="a")
     moments_there, grads_there = 8 * (20 + 40), 4 * (20 + 40)

@@ -100,7 +100,13 @@ GOLDEN_ZERO[3] |= {
 
 
 def golden_facts(**changes: Any) -> Facts:
-    run = {"world_size": 2, "accumulation": 3, "max_grad_norm": 1.0, "hidden_size": 8, "precision": Precision.BF16}
+    run: dict[str, Any] = {
+        "world_size": 2,
+        "accumulation": 3,
+        "max_grad_norm": 1.0,
+        "hidden_size": 8,
+        "precision": Precision.BF16,
+    }
     return facts(embedding(6000), block(0, 2000), block(1, 2000), head(600), **(run | changes))
 
 

@@ -1,0 +1,274 @@
+"""The loop on real processes: what evaluation means, what a step is made of, and who may touch model and gradients.
+
+Everything here goes through ``trainer.build.make_trainer`` on rows made by hand.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
+from trainer.packing import MASKED, rows, whole
+from trainer.ranks import Ranks
+from trainer.sections import RunConfig
+from trainer.verify import compare, digest, full_weights
+from trainer.worlds import run_world
+
+Row = Mapping[str, Sequence[int]]
+STEP: Mapping[str, Any] = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+
+
+class Driving(torch.optim.AdamW):
+    """The least that drives itself: it clips what it holds and steps."""
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(held, max_norm)
+
+
+def document(length: int, index: int, *, masked: int = 0) -> dict[str, list[int]]:
+    """Tokens that depend on ``index``; the first ``masked`` of them are not trained on."""
+    ids = [1 + (7 * index + 3 * position * position) % (VOCAB - 1) for position in range(length)]
+    return {"input_ids": ids, "labels": [MASKED] * masked + ids[masked:]}
+
+
+def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: Sequence[Row] | None = None) -> Any:
+    """A run on these rows, prepared as ``launch/train.py`` would."""
+    from datasets import Dataset
+
+    from trainer import build
+    from trainer.data import Prepared
+    from trainer.machine import probe
+    from trainer.verify import _tokenizer
+
+    held_out = Dataset.from_list([dict(row) for row in evaluation]) if evaluation else None
+    data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids", None, None)
+    machine = probe()
+    plan = build.plan_of(config, ranks, machine)
+    return build.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), data, machine, plan, None)
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [float(record[key]) for record in trainer.state.log_history if key in record]
+
+
+def train(ranks: Ranks, config: RunConfig, train_rows: Sequence[Row]) -> dict[str, Any]:
+    """Weights after training on these rows, with losses and gradient norms as they were logged."""
+    from trainer import build
+
+    trainer: Any = build.make_trainer(prepared(config, ranks, train_rows))
+    try:
+        trainer.train()
+        weights = full_weights(trainer, ranks)
+        return {"weights": weights, "loss": logged(trainer, "loss"), "grad_norm": logged(trainer, "grad_norm")}
+    finally:
+        trainer.accelerator.free_memory()
+
+
+def worst(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """The largest difference of a weight, relative to the largest of its tensor."""
+    return max((difference.relative for difference in compare(one["weights"], other["weights"])), default=0.0)
+
+
+# Evaluation
+
+
+def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row], drives: bool) -> dict[str, float]:
+    """The loss that the Trainer reports, and two computed by hand: over tokens, and over rows."""
+    from trainer import build
+
+    trainer: Any = build.make_trainer(prepared(config, ranks, held_out, held_out))
+    model = trainer.model
+    if drives:
+        trainer.optimizer = Driving(model.parameters())
+        trainer.accelerator.prepare(model, trainer.optimizer)
+    metrics = trainer.evaluate()
+    losses, tokens = [], []
+    model.eval()
+    for row in held_out:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])[0, 1:]
+        with torch.no_grad():
+            scores = model(input_ids=ids).logits[0, :-1]
+        trained = labels != MASKED
+        losses.append(torch.nn.functional.cross_entropy(scores[trained], labels[trained], reduction="sum").double())
+        tokens.append(int(trained.sum()))
+    by_tokens = sum(losses) / sum(tokens)
+    by_rows = sum(loss / count for loss, count in zip(losses, tokens, strict=True)) / len(losses)
+    trainer.accelerator.free_memory()
+    return {
+        "reported": metrics["eval_loss"],
+        "perplexity": metrics["eval_perplexity"],
+        "tokens": metrics["eval_tokens"],
+        "hand": float(by_tokens),
+        "by_rows": float(by_rows),
+        "counted": sum(tokens),
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("num_ranks", "drives"), [(1, False), (2, False), (2, True)], ids=["1", "2", "2, driven"])
+def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, num_ranks: int, drives: bool) -> None:
+    """Seven rows of different length, two at a time: the last batch is smaller, and one of two ranks has a row less."""
+    held_out = [document(length, index, masked=length // 3) for index, length in enumerate((5, 16, 9, 12, 6, 14, 4))]
+    config = run_config(
+        {**LLAMA, "initializer_range": 0.4}, output_dir=tmp_path, per_device_eval_batch_size=2, eval_strategy="epoch",
+        data={"eval_fraction": 0.5},
+    )  # fmt: skip
+    found = run_world(num_ranks, evaluate, config, held_out, drives)
+    assert found["tokens"] == found["counted"]
+    assert found["reported"] == pytest.approx(found["hand"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(np.exp(found["hand"]), rel=1e-5)
+    assert abs(found["by_rows"] - found["hand"]) > 1e-3 * found["hand"]  # else nothing would have been tested
+
+
+# What a step is made of
+
+UNEVEN = [document(4 + index % 11, index, masked=index % 4) for index in range(32)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [None, 2], ids=["plain", "stage 2"])
+def test_accumulation_is_only_a_matter_of_memory(tmp_path: Path, stage: int | None) -> None:
+    """Four times two rows weigh every trained token as eight rows do, though parts hold different numbers of them.
+
+    Not bitwise: gradients of parts are rounded before they are added, and rows are padded to another length.
+    """
+
+    def found(batch: int, accumulation: int) -> dict[str, Any]:
+        config = run_config(
+            LLAMA, output_dir=tmp_path, stage=stage, max_steps=2, logging_steps=1,
+            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, **STEP,
+        )  # fmt: skip
+        return dict(run_world(2, train, config, UNEVEN))
+
+    parts, whole_batch, other = found(2, 4), found(8, 1), found(2, 1)
+    assert worst(parts, whole_batch) <= 1e-6
+    assert parts["loss"] == pytest.approx(whole_batch["loss"], rel=1e-6)
+    assert worst(other, whole_batch) > 1e-3  # a step on other rows is another step
+
+
+def in_rows(documents: Sequence[Row], length: int, *, packing: bool) -> list[dict[str, list[int]]]:
+    """The documents in rows of ``length``, one or several in each, by the function that training uses."""
+    tokens = [(np.array(d["input_ids"], np.int32), np.array(d["labels"], np.int32)) for d in documents]
+    made = rows(whole([len(ids) for ids, _ in tokens]), tokens.__getitem__, length, packing)
+    return [{name: values.tolist() for name, values in row.items()} for row in made]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_packed_training_is_unpacked_training(tmp_path: Path, base: Mapping[str, Any]) -> None:
+    """One step of plain SGD at rate 1 shows the gradient; see [Rounding] in trainer/collate.py for the tolerance."""
+    documents = [document(length, index) for index, length in enumerate((10, 6, 9, 7, 11, 5, 16, 12))]
+    filled = in_rows(documents, 16, packing=True)
+    assert len(filled) == 5
+    assert max(row["position_ids"].count(0) for row in filled) == 2
+
+    def found(data: Sequence[Row], packing: bool) -> dict[str, Any]:
+        config = run_config(
+            base, output_dir=tmp_path, data={"packing": packing}, max_steps=1, logging_steps=1,
+            per_device_train_batch_size=len(data), **STEP,
+        )  # fmt: skip
+        return dict(run_world(1, train, config, data))
+
+    alone, together = found(in_rows(documents, 16, packing=False), False), found(filled, True)
+    assert worst(alone, together) <= 1e-6
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    forgotten = [{**row, "position_ids": list(range(len(row["input_ids"])))} for row in filled]
+    assert worst(alone, found(forgotten, True)) > 1e-4  # documents that see each other give other gradients
+
+
+# What is logged
+
+
+def train_on_nan(ranks: Ranks, config: RunConfig) -> dict[str, list[float]]:
+    """Losses of a model that has one weight which is no number."""
+    from trainer import build
+
+    trainer: Any = build.make_trainer(prepared(config, ranks, UNEVEN))
+    with torch.no_grad():
+        trainer.model.model.norm.weight[1] = float("nan")
+    trainer.train()
+    trainer.accelerator.free_memory()
+    return {"loss": logged(trainer, "loss"), "grad_norm": logged(trainer, "grad_norm")}
+
+
+@pytest.mark.ranks
+def test_a_loss_that_is_no_number_is_logged_as_it_is(tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=8)
+    found = run_world(1, train_on_nan, config)
+    assert len(found["loss"]) == 3
+    assert all(np.isnan(found["loss"]))
+    assert '"loss": "nan"' in (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
+
+
+@pytest.mark.ranks
+def test_stage_0_clips_as_torch_does_and_logs_the_norm(tmp_path: Path) -> None:
+    def found(stage: int | None, limit: float) -> dict[str, Any]:
+        config = run_config(
+            LLAMA, output_dir=tmp_path, stage=stage, max_steps=3, logging_steps=1, per_device_train_batch_size=2,
+            gradient_accumulation_steps=2, max_grad_norm=limit, learning_rate=1e-2,
+        )  # fmt: skip
+        return dict(run_world(2, train, config, UNEVEN))
+
+    plain, stage_0, unclipped = found(None, 0.05), found(0, 0.05), found(0, 0.0)
+    assert digest(stage_0["weights"]) == digest(plain["weights"])
+    assert stage_0["grad_norm"] == plain["grad_norm"]
+    assert len(stage_0["grad_norm"]) == 3
+    assert min(stage_0["grad_norm"]) > 0.05  # clipping had something to do
+    assert digest(unclipped["weights"]) != digest(stage_0["weights"])
+    assert unclipped["grad_norm"][0] == stage_0["grad_norm"][0]  # the norm is logged where nothing is clipped, too
+
+
+# An optimizer that drives the model
+
+
+def driven_and_stock(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
+    """The same steps by a self-driving optimizer in our Trainer, and by AdamW in Hugging Face's."""
+    import transformers
+
+    from trainer import build
+
+    run = prepared(config, ranks, UNEVEN)
+    trainer: Any = build.make_trainer(run)
+    model, optimizer = trainer.model, Driving(trainer.model.parameters(), lr=1e-2)
+    trainer.optimizer = optimizer
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    trainer.train()
+    kept = {
+        "wrapped": trainer.model_wrapped is not model,
+        "optimizer wrapped": trainer.optimizer is not optimizer,
+        "driver": trainer.accelerator.driver is optimizer,
+        "moved": addresses != [parameter.data_ptr() for parameter in model.parameters()],
+    }
+    ours = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    norms = logged(trainer, "grad_norm")
+
+    stock_model = build.make_model(run)
+    stock: Any = transformers.Trainer(
+        model=stock_model,
+        args=build.make_arguments(run),
+        train_dataset=run.prepared.train,
+        data_collator=trainer.data_collator,
+        optimizers=(torch.optim.AdamW(stock_model.parameters(), lr=1e-2), None),
+    )
+    stock.train()
+    theirs = {name: parameter.detach().clone() for name, parameter in stock_model.named_parameters()}
+    return {"kept": kept, "ours": ours, "theirs": theirs, "norms": norms, "their norms": logged(stock, "grad_norm")}
+
+
+@pytest.mark.ranks
+def test_an_optimizer_that_drives_the_model_is_left_alone(tmp_path: Path) -> None:
+    config = run_config(
+        LLAMA, output_dir=tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, max_grad_norm=0.05,
+    )  # fmt: skip
+    found = run_world(1, driven_and_stock, config)
+    assert found["kept"] == {"wrapped": False, "optimizer wrapped": False, "driver": True, "moved": False}
+    assert compare(found["theirs"], found["ours"]) == []
+    assert found["norms"] == found["their norms"]
+    assert min(found["norms"]) > 0.05  # it has clipped
