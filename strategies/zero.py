@@ -165,11 +165,13 @@ class Zero(Strategy):
         return max(2, size + size % 2)
 
     def _largest_block(self, facts: Facts) -> int:
-        return max((unit.num_params for unit in facts.units), default=1)
+        """Elements; of any unit where the model has no blocks. Embedding and head are larger, but come once a step."""
+        blocks = [unit.num_params for unit in facts.units if unit.kind is UnitKind.BLOCK]
+        return max(blocks or [unit.num_params for unit in facts.units], default=1)
 
     def _live(self, facts: Facts) -> int:
-        # In use, prefetched, and not yet released.
-        return 3 * self._largest_block(facts)
+        # The unit in use, whichever it is, a block prefetched and a block not yet released.
+        return max((unit.num_params for unit in facts.units), default=1) + 2 * self._largest_block(facts)
 
     def _persistent(self, facts: Facts) -> int:
         # Vectors (norms, biases) stay whole: gathering them costs a message each and saves next to nothing.

@@ -41,7 +41,7 @@ def human(num_bytes: int) -> str:
     """Bytes with three or four significant digits in binary units."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
+        if abs(size) < 1023.95:  # what would print as 1024.0 is one of the next unit
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"

@@ -84,15 +84,15 @@ GOLDEN_ZERO: dict[int, dict[str, Any]] = {0: {"stage": 0}}
 for number in (1, 2, 3):
     GOLDEN_ZERO[number] = {
         "stage": number,
-        "reduce_bucket_size": 6000,
-        "allgather_bucket_size": 6000,
+        "reduce_bucket_size": 2000,
+        "allgather_bucket_size": 2000,
         "overlap_comm": True,
         "contiguous_gradients": True,
     }
 GOLDEN_ZERO[3] |= {
-    "stage3_prefetch_bucket_size": 6000,
-    "stage3_max_live_parameters": 18_000,
-    "stage3_max_reuse_distance": 6000,
+    "stage3_prefetch_bucket_size": 2000,
+    "stage3_max_live_parameters": 10_000,
+    "stage3_max_reuse_distance": 2000,
     "stage3_param_persistence_threshold": 80,
     "stage3_gather_16bit_weights_on_model_save": True,
     "memory_efficient_linear": False,
@@ -164,7 +164,7 @@ def test_reserved_buffers_as_labelled_sums() -> None:
         return {reserve.owner: (reserve.num_bytes, reserve.when) for reserve in plan.reserves(Home.DEVICE)}
 
     trainable = 6000 + 2000 + 2000 + 600
-    bucket = 2 * 6000 * 2  # two of them overlap, bf16
+    bucket = 2 * 2000 * 2  # two of them overlap, bf16
     assert reserves(0) == {"zero: fp32 gradients": (4 * trainable, When.STEP)}
     assert reserves(0, precision=Precision.FP32) == {}
     for stage in (1, 2):
@@ -174,7 +174,7 @@ def test_reserved_buffers_as_labelled_sums() -> None:
         }
     assert reserves(3) == {
         "zero: reduce bucket": (bucket, When.ALWAYS),
-        "zero: gathered weights": (2 * trainable, When.ALWAYS),  # three times the largest unit would be more
+        "zero: gathered weights": (2 * (6000 + 2 * 2000), When.ALWAYS),  # the largest unit and two blocks
         "zero: fp32 gradients": (4 * trainable // 2, When.STEP),
     }
     assert "zero: gathered weights" not in reserves(3, world_size=1)
