@@ -34,7 +34,7 @@ format: $(READY) ## format the code
 	ruff check --fix .
 
 docs: $(READY) ## write docs/config.md from the config models
-	python -m trainer.configdoc > docs/config.md
+	python -m trainer.config.doc > docs/config.md
 
 gpu-check: $(READY) ## on a machine with a GPU: parity there, then the quickstart
 	bash benchmarks/gpu_check.sh

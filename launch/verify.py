@@ -17,7 +17,7 @@ from trainer.config import load
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from trainer.sections import RunConfig
+    from trainer.config.sections import RunConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

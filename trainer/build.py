@@ -29,8 +29,8 @@ from trainer.ranks import Ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
+    from trainer.config.sections import RunConfig
     from trainer.data import Prepared
-    from trainer.sections import RunConfig
     from trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -94,7 +94,8 @@ def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrain
     Raises:
         DataError: the data cannot be trained on. ConfigError: the tokenizer or the model's vocabulary.
     """
-    from trainer import data, tokenizer
+    from trainer import data
+    from trainer.data import tokenizer
 
     section = config.model
     spec = section.tokenizer
@@ -303,7 +304,7 @@ def sum_over_ranks(number: int) -> int:
 
 def sample_prompt(run: Run) -> str:
     """What the sample continues: the prompt of the first evaluation row, or its first words."""
-    from trainer.packing import MASKED
+    from trainer.data.packing import MASKED
 
     row = next(iter(run.prepared.eval or run.prepared.train))
     labels = row["labels"]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from trainer.config.sections import RunConfig
     from trainer.machine import Machine
-    from trainer.sections import RunConfig
 
 RUNTIME_HOST_BYTES = 1 << 30  # Python with torch, Transformers and DeepSpeed imported: 0.6 to 1.0 GiB resident
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter

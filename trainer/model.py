@@ -24,7 +24,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from trainer.sections import LoraSection, ModelSection
+    from trainer.config.sections import LoraSection, ModelSection
 
 logger = logging.getLogger(__name__)
 REMOTE_CODE = (

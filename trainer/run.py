@@ -21,7 +21,7 @@ from trainer.ranks import GRACE_S, Ranks, process_group
 
 if TYPE_CHECKING:
     from trainer.build import Run
-    from trainer.sections import RunConfig
+    from trainer.config.sections import RunConfig
     from trainer.trainer import Trainer
 
 NEXT_STEPS = {"runs/quickstart": "make finetune"}
@@ -95,7 +95,7 @@ def lost_peer(error: Exception) -> bool:
 
 def show_sample(config: RunConfig) -> None:
     """Print one tokenised row of the training data, with what is trained on and what is masked."""
-    from trainer import sample
+    from trainer.data import sample
 
     words, prepared = build.read_data(config, Path(config.training.output_dir), quiet=True)
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))

@@ -22,7 +22,7 @@ from trainer.ranks import Ranks
 from trainer.shrink import LENGTH, VOCAB, shrink_model
 
 if TYPE_CHECKING:
-    from trainer.sections import RunConfig
+    from trainer.config.sections import RunConfig
 
 ROWS = 64
 KEPT = frozenset(
@@ -58,8 +58,8 @@ class Difference:
 
 def shrink(config: RunConfig, folder: Path, steps: int) -> RunConfig:
     """The run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints."""
+    from trainer.config.sections import RunConfig as Config
     from trainer.model import load_config
-    from trainer.sections import RunConfig as Config
 
     tree = config.tree()
     model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}

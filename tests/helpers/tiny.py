@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strategies.core.registry import find
-from trainer.sections import RunConfig
+from trainer.config.sections import RunConfig
 
 VOCAB = 128
 LLAMA: Mapping[str, Any] = {

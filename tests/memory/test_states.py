@@ -21,8 +21,8 @@ import torch
 
 from strategies.core.plan import Home, Kind
 from tests.helpers.tiny import GPT2, run_config
+from trainer.config.sections import RunConfig
 from trainer.ranks import Ranks
-from trainer.sections import RunConfig
 from trainer.worlds import run_world
 
 RANKS = 2

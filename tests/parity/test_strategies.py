@@ -13,8 +13,8 @@ import torch
 
 from strategies.core.protocol import BITWISE, Parity, Strategy
 from strategies.core.registry import available, find
+from trainer.config.sections import RunConfig
 from trainer.facts import run_facts
-from trainer.sections import RunConfig
 from trainer.verify import compare, digest, shrink, train_weights, without_strategies
 from trainer.worlds import run_world
 

@@ -33,7 +33,7 @@ ENVIRONMENT = {
 }
 # Whose functions need no docstring, and why.
 UNDOCUMENTED = {
-    "trainer/conflicts.py": "one function per rule; its name and the line that it gives to the user say everything",
+    "trainer/config/conflicts.py": "one function per rule; its name and the line that it gives to the user say all",
 }
 
 parametrize = pytest.mark.parametrize("path", FILES, ids=str)

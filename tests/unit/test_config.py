@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainer.arguments import REFUSED, RENAMED, TrainingSection
 from trainer.config import json_schema, load, merged
-from trainer.configdoc import render
-from trainer.conflicts import conflicts
+from trainer.config.arguments import REFUSED, RENAMED, TrainingSection
+from trainer.config.conflicts import conflicts
+from trainer.config.doc import render
+from trainer.config.hints import known_keys
+from trainer.config.sections import DataSection, ModelSection, RunConfig
+from trainer.config.yamlfile import parse, write
 from trainer.errors import ConfigError
-from trainer.hints import known_keys
-from trainer.sections import DataSection, ModelSection, RunConfig
-from trainer.yamlfile import parse, write
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = """
@@ -200,7 +200,7 @@ def test_schema_describes_every_key() -> None:
 
 def test_manual_is_current() -> None:
     written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert written == render(), "run: python -m trainer.configdoc > docs/config.md"
+    assert written == render(), "run: python -m trainer.config.doc > docs/config.md"
 
 
 def test_loading_imports_nothing_heavy(file: Path) -> None:

@@ -16,10 +16,11 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import data, sources
-from trainer import tokenizer as tokenizers
+from trainer import data
+from trainer.config.sections import DataSection
+from trainer.data import sources
+from trainer.data import tokenizer as tokenizers
 from trainer.errors import ConfigError, DataError, ExitCode
-from trainer.sections import DataSection
 
 VOCAB = 320
 

@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from trainer import data, sample
-from trainer import tokenizer as tokenizers
+from trainer import data
+from trainer.config.sections import DataSection
+from trainer.data import sample
+from trainer.data import tokenizer as tokenizers
+from trainer.data.packing import MASKED
 from trainer.errors import DataError
-from trainer.packing import MASKED
-from trainer.sections import DataSection
 
 VOCAB = 400
 Rows = list[dict[str, Any]]
@@ -217,7 +218,7 @@ def test_long_text_is_cut_and_long_answers_are_truncated(tokenizer: Any) -> None
 def test_huge_text_is_tokenised_in_pieces_that_join_again(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line {n} of it\n" for n in range(50))
     Path("d.txt").write_text(text)
-    monkeypatch.setattr("trainer.formats._SEGMENT_CHARACTERS", 100)
+    monkeypatch.setattr("trainer.data.formats._SEGMENT_CHARACTERS", 100)
     prepared = prepare(tokenizer, "d.txt", max_length=4096)
     assert decoded(tokenizer, prepared.train)[0][0] == text + "<|eos|>"
 
@@ -299,7 +300,7 @@ def test_several_processes_give_the_same_rows(tokenizer: Any) -> None:
 def test_second_call_opens_what_the_first_one_saved(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("d.jsonl", documents(20))
     first = prepare(tokenizer, path, eval_fraction=0.1)
-    monkeypatch.setattr("trainer.formats.Encoder.encode", lambda self, rows: pytest.fail("tokenised again"))
+    monkeypatch.setattr("trainer.data.formats.Encoder.encode", lambda self, rows: pytest.fail("tokenised again"))
     said: list[str] = []
     again = prepare(tokenizer, path, eval_fraction=0.1, said=said)
     assert said == [f"data: d.jsonl is prepared already ({first.fingerprint})"]

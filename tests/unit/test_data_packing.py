@@ -1,6 +1,6 @@
 """Packing: no token lost, none twice, never too long; and on real models, packed equals unpacked.
 
-Models are tiny and random, in fp32. Equality is to 1e-5 and not bitwise: see [Rounding] in trainer/collate.py.
+Models are tiny and random, in fp32. Equality is to 1e-5 and not bitwise: see [Rounding] in trainer/data/collate.py.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
-from trainer.collate import Collator, packing_supported
-from trainer.packing import MASKED, Span, chunk, pack, rows, split, whole
+from trainer.data.collate import Collator, packing_supported
+from trainer.data.packing import MASKED, Span, chunk, pack, rows, split, whole
 
 VOCAB = 64
 exact = settings(derandomize=True, max_examples=100, deadline=None)

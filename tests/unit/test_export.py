@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from trainer import export as export_module
+from trainer.config.sections import RunConfig
 from trainer.export import ExportError, export
 from trainer.model import build, load_config
 from trainer.ranks import Ranks
-from trainer.sections import RunConfig
 from trainer.verify import _tokenizer, random_run
 from trainer.worlds import run_world
 

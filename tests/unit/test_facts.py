@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from strategies.core.facts import Precision, Unit, UnitKind
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 from trainer import model as model_module
-from trainer.collate import Collator
+from trainer.config.sections import RunConfig
+from trainer.data.collate import Collator
 from trainer.errors import ConfigError
 from trainer.facts import _SavedBytes, count_model, find_blocks, gather, machine_facts
 from trainer.machine import probe
-from trainer.sections import RunConfig
 
 BATCH, LENGTH = 2, 16
 NO_SDPA = {"bloom"}

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from trainer.config import load
+from trainer.config.hints import FOREIGN, known_keys
+from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
-from trainer.hints import FOREIGN, known_keys
-from trainer.sections import RunConfig
 
 PLANNED = ("strategies.offload", "strategies.recompute", "strategies.buffers", "strategies.linear")
 SHIFT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of GPUs"

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
+from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
 from trainer.model import build, load_config
-from trainer.sections import RunConfig
 
 UNTIED = {name: {**config, "tie_word_embeddings": False} for name, config in MODELS.items()}
 
@@ -124,7 +124,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 import transformers.models.llama.modeling_llama
 from trainer.model import build, load_config
-from trainer.sections import ModelSection
+from trainer.config.sections import ModelSection
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def now(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 tiny = ModelSection(config=dict(model_type="llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1,

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.sections import RunConfig
 from trainer.errors import ExitCode
 from trainer.ranks import Ranks, describe, from_environment, process_group, settle_environment, share_cores
-from trainer.sections import RunConfig
 from trainer.worlds import run_world
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
-from trainer.packing import MASKED, rows, whole
+from trainer.config.sections import RunConfig
+from trainer.data.packing import MASKED, rows, whole
 from trainer.ranks import Ranks
-from trainer.sections import RunConfig
 from trainer.verify import compare, digest, full_weights
 from trainer.worlds import run_world
 
@@ -161,7 +161,7 @@ def in_rows(documents: Sequence[Row], length: int, *, packing: bool) -> list[dic
 @pytest.mark.ranks
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_packed_training_is_unpacked_training(tmp_path: Path, base: Mapping[str, Any]) -> None:
-    """One step of plain SGD at rate 1 shows the gradient; see [Rounding] in trainer/collate.py for the tolerance."""
+    """One step of plain SGD at rate 1 shows the gradient; see [Rounding] in trainer/data/collate.py for tolerance."""
     documents = [document(length, index) for index, length in enumerate((10, 6, 9, 7, 11, 5, 16, 12))]
     filled = in_rows(documents, 16, packing=True)
     assert len(filled) == 5

@@ -16,9 +16,9 @@ from strategies.zero import MAX_BUCKET
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer import engine
+from trainer.config.sections import RunConfig
 from trainer.engine import clips_itself, ds_config, uses_engine
 from trainer.ranks import Ranks
-from trainer.sections import RunConfig
 from trainer.verify import train_weights, verify
 from trainer.worlds import run_world
 

@@ -11,7 +11,7 @@ into training and evaluation, *before* they are cut or packed, so that no docume
 Streaming does the same lazily, document by document: nothing is saved, evaluation data is still prepared in
 full, packing sees a window of documents, and a bad row ends the run when it is reached.
 
-Batches are made by ``trainer.collate``.
+Batches are made by ``trainer.data.collate``.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ import pyarrow.compute
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from trainer import packing
-from trainer.collate import Collator, packing_supported
+from trainer.data import packing
+from trainer.data.collate import Collator, packing_supported
+from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
+from trainer.data.packing import MASKED, Span, Tokens
+from trainer.data.sources import Row, Source, open_source
 from trainer.errors import DataError
-from trainer.formats import Document, Encoded, Encoder, detect, make_encoder
-from trainer.packing import MASKED, Span, Tokens
-from trainer.sources import Row, Source, open_source
 
 if TYPE_CHECKING:
-    from trainer.sections import DataSection
+    from trainer.config.sections import DataSection
 
 __all__ = ["Collator", "Prepared", "open_prepared", "open_train", "packing_supported", "prepare", "texts"]
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.yamlfile import Key
+from trainer.config.yamlfile import Key
 
 MISSING = object()  # the value of a key that is not there
 
@@ -40,7 +40,7 @@ class Allowed(str):
 
 
 class Unknown(tuple[str, ...]):
-    """The verdict on a key that its section does not have: the keys it has. ``trainer.hints`` finds the words."""
+    """The verdict on a key that its section does not have: the keys it has. ``hints`` finds the words."""
 
 
 class Fault(NamedTuple):

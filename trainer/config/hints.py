@@ -17,10 +17,10 @@ from functools import cache
 from pydantic import BaseModel
 
 from strategies.core.registry import available
-from trainer.arguments import REFUSED
-from trainer.sections import SECTIONS, RunConfig
-from trainer.wording import inner_model
-from trainer.yamlfile import Key
+from trainer.config.arguments import REFUSED
+from trainer.config.sections import SECTIONS, RunConfig
+from trainer.config.wording import inner_model
+from trainer.config.yamlfile import Key
 
 # Their key -> our key, with a remark after ";" where the meaning differs. An answer that starts with none of our
 # sections is the remark alone: there is no such key here. Keys are tried with and without the section they are in.

@@ -24,13 +24,12 @@ from pydantic import Field, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from strategies.core.registry import available, find
-from trainer.arguments import REFUSED
-from trainer.conflicts import conflicts
-from trainer.errors import ConfigError
-from trainer.hints import foreign, unknown_key
-from trainer.sections import SECTIONS, RunConfig, flat
-from trainer.wording import MISSING, Fault, Unknown, faults
-from trainer.yamlfile import (
+from trainer.config.arguments import REFUSED
+from trainer.config.conflicts import conflicts
+from trainer.config.hints import foreign, unknown_key
+from trainer.config.sections import SECTIONS, RunConfig, flat
+from trainer.config.wording import MISSING, Fault, Unknown, faults
+from trainer.config.yamlfile import (
     COMMAND_LINE,
     Document,
     Key,
@@ -44,6 +43,7 @@ from trainer.yamlfile import (
     read,
     shown,
 )
+from trainer.errors import ConfigError
 
 EXTENDS = "Path of one other config, relative to this file, whose keys apply where this file sets none."
 TOP = ("extends", *RunConfig.model_fields)

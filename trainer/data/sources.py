@@ -4,7 +4,7 @@ A source is a local file, a folder of files, Python's own documentation (``pydoc
 are read here, row by row, rather than by a table builder: a builder infers one schema for everything, reads
 columns nobody asked for, and reports a broken row by its block. Reading is ten to a hundred times faster than
 tokenising, so nothing is lost, memory stays flat, and the same code serves streaming. What is memory-mapped is
-the *tokenised* data (trainer/data.py). Hub data comes from ``datasets`` itself.
+the *tokenised* data (trainer/data). Hub data comes from ``datasets`` itself.
 
 The number in a place is the line for .jsonl and .txt, the row counted from 1 for .json, .csv (without the
 header) and .parquet. A .txt file is one document however many blank lines it has: blank lines separate

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trainer.packing import MASKED
+from trainer.data.packing import MASKED
 
 _TOLERANCE = 1e-3  # of the largest logit; rounding is a thousand times smaller, a leak a hundred times larger
 

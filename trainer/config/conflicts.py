@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainer.wording import MISSING, Fault
+from trainer.config.wording import MISSING, Fault
 
 Values = Mapping[str, Any]
 

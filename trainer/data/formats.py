@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.packing import MASKED
+from trainer.data.sources import Row, Source, kind, nearest
 from trainer.errors import DataError
-from trainer.packing import MASKED
-from trainer.sources import Row, Source, kind, nearest
 
 if TYPE_CHECKING:
-    from trainer.sections import DataSection
+    from trainer.config.sections import DataSection
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 

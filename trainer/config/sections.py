@@ -3,12 +3,12 @@
 The problem: the same fact (name, type, range, default, meaning of a key) is needed by the loader, by the error
 lines, by editors and by the manual, and four copies drift apart.
 
-The rule: it is stated here and in ``trainer.arguments``, once. Everything else is derived: the error lines
-(``trainer.wording``), the JSON schema (``trainer.config``) and ``docs/config.md`` (``trainer.configdoc``).
+The rule: it is stated here and in ``trainer.config.arguments``, once. Everything else is derived: the error lines
+(``trainer.config.wording``), the JSON schema (``trainer.config``) and ``docs/config.md`` (``trainer.config.doc``).
 A strategy brings its own section: the fields of the class in its file.
 
 What we refuse: unknown keys, conversions (the text "8" is not a number), and combinations listed in
-``trainer.conflicts``. Only what the file alone can show is checked here; whether a path exists or a model has a
+``trainer.config.conflicts``. Only what the file alone can show is checked here; whether a path exists or a model has a
 certain module is for later stages.
 """
 
@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.arguments import Count, Section, Text, TrainingSection
-from trainer.conflicts import conflicts
-from trainer.wording import MISSING, Allowed
-from trainer.yamlfile import dotted, write
+from trainer.config.arguments import Count, Section, Text, TrainingSection
+from trainer.config.conflicts import conflicts
+from trainer.config.wording import MISSING, Allowed
+from trainer.config.yamlfile import dotted, write
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.wording import Allowed
+from trainer.config.wording import Allowed
 
 
 class Section(BaseModel):

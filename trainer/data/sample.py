@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data import Prepared
-from trainer.packing import MASKED
+from trainer.data.packing import MASKED
 
 _HEAD, _TAIL = 40, 20  # tokens shown at either end of a long stretch
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
