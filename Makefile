@@ -27,7 +27,7 @@ test: $(READY) ## all tests
 lint: $(READY) ## format, lint and type checks
 	ruff format --check .
 	ruff check .
-	mypy
+	mypy trainer strategies launch
 
 format: $(READY) ## format the code
 	ruff format .
