@@ -98,6 +98,7 @@ def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrain
     from trainer.data import tokenizer
 
     section = config.model
+    model.refuse_missing_folder(section)
     spec = section.tokenizer
     words = tokenizer.load(
         spec, section.name_or_path, section.trust_remote_code, folder, (text for text in data.texts(config.data))

@@ -42,6 +42,7 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    refuse_missing_folder(section)
     try:
         if section.config is not None:
             options = dict(section.config)
@@ -55,6 +56,24 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
         raise ConfigError(_refused(section, error)) from None
     config.use_cache = False  # a key-value cache is of no use in training and costs its size
     return config
+
+
+def refuse_missing_folder(section: ModelSection) -> None:
+    """A name that can only be a folder is looked for here, before anybody asks the hub for it, with six retries.
+
+    Hub names are ``owner/name`` or ``name``. More parts, a leading dot, slash or tilde, or a first part that is a
+    folder here make it a path.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    name = section.name_or_path
+    if name is None or Path(name).exists():
+        return
+    parts = Path(name).parts
+    if len(parts) > 2 or name[0] in "./~" or (len(parts) == 2 and Path(parts[0]).is_dir()):
+        made_by = "; `make train` makes it" if name == "runs/quickstart/export" else ""
+        raise ConfigError(f"model.name_or_path = {name!r}: there is no such folder{made_by}")
 
 
 def _refused(section: ModelSection, error: Exception) -> str:
@@ -79,10 +98,9 @@ def _refused(section: ModelSection, error: Exception) -> str:
     path = Path(str(section.name_or_path))
     if path.exists():
         return f"model.name_or_path = {section.name_or_path!r}: the folder holds no model ({first})"
-    made_by = "; `make train` makes it" if str(path).startswith("runs/quickstart") else ""
     return (
         f"model.name_or_path = {section.name_or_path!r}: there is no such folder here, and no such model on the "
-        f"Hugging Face hub can be reached{made_by} ({first})"
+        f"Hugging Face hub can be reached ({first})"
     )
 
 

@@ -204,13 +204,20 @@ def test_an_unknown_model_type_names_the_nearest() -> None:
     assert refused(config={"model_type": "zzzzzzzz"}).endswith("not a model type that Transformers knows")
 
 
-def test_a_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    line = refused(config=None, name_or_path="no/such/folder/at-all")
-    assert line.startswith(
-        "model.name_or_path = 'no/such/folder/at-all': there is no such folder here, and no such model"
-    )
-    assert "`make train` makes it" in refused(config=None, name_or_path="runs/quickstart-absent/export")
+@pytest.mark.parametrize("name", ["no/such/folder", "./absent", "/absent/model", "~/absent", "trainer/absent"])
+def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(name: str) -> None:
+    assert refused(config=None, name_or_path=name) == f"model.name_or_path = {name!r}: there is no such folder"
+
+
+def test_the_folder_that_the_quickstart_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(config=None, name_or_path="runs/quickstart/export").endswith("no such folder; `make train` makes it")
+
+
+def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as if the cable were out, at once
+    line = refused(config=None, name_or_path="nobody/nothing")
+    assert line.startswith("model.name_or_path = 'nobody/nothing': there is no such folder here, and no such model")
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
