@@ -79,12 +79,14 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     check_packing(config)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
     if ranks.is_first:
-        earlier = checkpoint.set_aside(folder) if resume is None else None
-        if earlier is not None:
-            run.say(f"a fresh run: the checkpoints of the earlier one are now in {earlier}")
         write_plan(run)
     run.say("\n" + table(plan) + "\n")
     refuse_impossible(plan)
+    # Only now, when nothing refuses the run any more: a refused one leaves an earlier run where it is.
+    if ranks.is_first and resume is None:
+        earlier = checkpoint.set_aside(folder)
+        if earlier is not None:
+            run.say(f"a fresh run: the checkpoints of the earlier one are now in {earlier}")
     return run
 
 

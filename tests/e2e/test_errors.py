@@ -111,8 +111,11 @@ def test_bad_data_met_while_training(server: Server, tmp_path: Path) -> None:
 
 def test_a_state_larger_than_the_machine_is_never_allocated(config: Path) -> None:
     large = ["model.config.hidden_size=65536", "model.config.num_hidden_layers=100", "strategies.zero={stage: 2}"]
+    earlier = config.parent / "run" / "checkpoint-4"
+    earlier.mkdir(parents=True)
     command = [PYTHON, "-c", MEASURED, PYTHON, TRAIN, "--config", str(config), *large]
     found = run(command, config.parent).check(2).quiet()
+    assert earlier.is_dir()  # a refused run moves nothing of an earlier one
     assert found.lines("plan: 1,") and found.lines("model.layers.")
     (line,) = found.err.splitlines()
     assert line.startswith("the training state needs 2") and "too much; use more ranks" in line
