@@ -1,0 +1,204 @@
+"""The layout: which parameters travel together, where each byte of them lives, and when it moves. Numbers only.
+
+Problem. A model is larger than the device. Its parameters are cut into buckets, the unit of every copy and every
+update; each bucket has one home address on the device for the whole run, so that a view taken in forward is still
+right in backward after the bucket left and came back.
+
+Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``m`` fp32 moments (Adam: 2):
+
+    WEIGHT    e on the device; permanent, or in a slot of a ring that several buckets share
+    COPY      e on the host, where the weight travels. In fp32 it is the master
+    GRAD      e on the device; permanent where gradients park there, else in a ring on their way to the host
+    PARKED    e on the host, where the update is on the host or gradients park there. In mixed precision the updated
+              weight leaves from here: the gradient has been read by then
+    ARRIVAL   e on the host, in a ring: a micro-batch's gradient before it is added to PARKED
+    MASTER    4 at the update site; in fp32 only where the weight stays on the device and its update does not
+    MOMENTS   4 m at the update site
+    STEPS     4 per parameter: torch counts updates per parameter
+    VISIT     4 m, and 4 for a master, on the device, in a ring: state that is brought through it (``STREAMED``)
+    SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all
+
+Invariant. A layout says where; it never says what a value is. Any layout that ``validate`` accepts trains with the
+bits of plain training. ``strategies/planner`` makes layouts, ``strategies/runtime`` carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from strategies.core.plan import Home
+
+ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
+SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+
+
+class Site(Enum):
+    """Where a bucket's update is computed, and so where its optimizer state rests."""
+
+    NONE = "frozen"
+    DEVICE = "device"  # state on the device, the device's kernel
+    HOST = "host"  # state on the host, the CPU's kernel
+    STREAMED = "streamed"  # state on the host, brought through the device's kernel
+
+
+class Item(Enum):
+    """One kind of memory of a bucket. See the module docstring for sizes."""
+
+    WEIGHT = "weight"
+    COPY = "weight copy"
+    GRAD = "gradient"
+    PARKED = "parked gradient"
+    ARRIVAL = "arriving gradient"
+    MASTER = "master weight"
+    MOMENTS = "moments"
+    STEPS = "update counts"
+    VISIT = "visiting state"
+    SCRATCH = "scratch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters of one dtype and one optimizer group, contiguous in order of first use.
+
+    ``offsets`` are in elements from the start of the bucket, one per name in ``params``, aligned to ALIGN_BYTES;
+    ``num_elements`` includes the padding between and after them. ``units`` are those that use the bucket.
+    """
+
+    name: str
+    units: tuple[str, ...]
+    params: tuple[str, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_elements: int
+    dtype: str
+    group: int | None  # of the optimizer; None: frozen
+    site: Site
+    ring: str | None  # name of the ring of slots its weight travels through; None: always present
+    parks: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
+
+    @property
+    def resident(self) -> bool:
+        return self.ring is None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the compute weight is not the master."""
+        return self.dtype != "float32"
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All buckets in order of first use, the rings they travel through, and when things move.
+
+    Args:
+        rings: slots by name of ring.
+        prefetch: how many uses ahead (visits to a block) weights are fetched.
+        in_backward: updates start as gradients land. Otherwise they wait for the norm of all gradients and run in
+            forward order under the next forward.
+        accumulation: micro-batches per update.
+        max_grad_norm: what gradients are clipped to; 0 does not clip.
+        moments: fp32 numbers of optimizer state per element.
+        grad_slots, visit_slots: slots of the rings for gradients on their way down and for visiting state.
+    """
+
+    buckets: tuple[Bucket, ...]
+    rings: Mapping[str, int]
+    prefetch: int
+    in_backward: bool
+    accumulation: int
+    max_grad_norm: float
+    moments: int = 2
+    grad_slots: int = 2
+    visit_slots: int = 2
+
+    def slots(self, ring: str) -> int:
+        """Slots of a ring, those for weights or those named after an item."""
+        passing = {Item.GRAD: self.grad_slots, Item.ARRIVAL: self.grad_slots, Item.VISIT: self.visit_slots}
+        return {item.value: slots for item, slots in passing.items()}.get(ring) or self.rings[ring]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A stretch of memory that a bucket needs: for ever, or in one slot of ``ring`` while it is in use."""
+
+    bucket: str
+    item: Item
+    home: Home
+    num_bytes: int
+    ring: str | None = None
+
+
+def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
+    """All the memory of one bucket. The one source of sizes, for planner, arena and tables."""
+    name, weight = bucket.name, bucket.weight_bytes
+    yield Need(name, Item.WEIGHT, Home.DEVICE, weight, bucket.ring)
+    if not bucket.resident:
+        yield Need(name, Item.COPY, Home.HOST, weight)
+    if bucket.site is Site.NONE:
+        return
+    down = bucket.parks is Home.HOST
+    yield Need(name, Item.GRAD, Home.DEVICE, weight, Item.GRAD.value if down else None)
+    if down or bucket.site is Site.HOST:
+        yield Need(name, Item.PARKED, Home.HOST, weight)
+    if down and layout.accumulation > 1:
+        yield Need(name, Item.ARRIVAL, Home.HOST, weight, Item.ARRIVAL.value)
+    rests = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
+    if bucket.mixed or (bucket.site is Site.HOST and bucket.resident):
+        yield Need(name, Item.MASTER, rests, 4 * bucket.num_elements)
+    if layout.moments:
+        yield Need(name, Item.MOMENTS, rests, 4 * layout.moments * bucket.num_elements)
+    counts = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
+    yield Need(name, Item.STEPS, counts, aligned(4 * len(bucket.params)))
+    if bucket.site is Site.STREAMED:
+        numbers = layout.moments + bucket.mixed
+        yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.num_elements, Item.VISIT.value)
+
+
+def scratch_bytes(layout: Layout) -> int:
+    """Of the one SCRATCH region on the device; 0 where no mixed-precision bucket is updated there."""
+    elements = [b.num_elements for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)]
+    return aligned(4 * min(SCRATCH_ELEMENTS, max(elements, default=0)))
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A stretch of one home's arena, in bytes."""
+
+    home: Home
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+    def overlaps(self, other: Spot) -> bool:
+        return self.home is other.home and self.offset < other.end and other.offset < self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """One spot for every need of every bucket, and the sizes of the two arenas.
+
+    ``spots`` is keyed by bucket and item; the scratch region has the bucket name "". Buckets of one ring share
+    spots; nothing else overlaps.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    spots: Mapping[tuple[str, Item], Spot]
+
+    def of(self, bucket: str, item: Item) -> Spot:
+        return self.spots[(bucket, item)]
