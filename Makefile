@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 READY  := $(VENV)/.ready
 RANKS  ?= 1
 
-.PHONY: help setup train finetune test lint format docs gpu-check thirty clean
+.PHONY: help setup train finetune test lint format docs gpu-check bench thirty clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -38,6 +38,9 @@ docs: $(READY) ## write docs/config.md from the config models
 
 gpu-check: $(READY) ## on a machine with a GPU: parity there, then the quickstart
 	bash benchmarks/gpu_check.sh
+
+bench: $(READY) ## offload against its peers, on this machine; a record under benchmarks/records
+	python launch/bench.py offload
 
 thirty: $(READY) ## thirty runs of two ranks in a row; each must end with exit code 0
 	python -m pytest tests/e2e/test_thirty.py

@@ -159,9 +159,10 @@ def refuse_impossible(plan: Plan) -> None:
     """
     machine = plan.facts.machine
     for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
-        needs = plan.states(home)
+        needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home)
         if needs > has:
-            cures = "use more ranks, a higher strategies.zero.stage, training.bf16, or model.lora"
+            split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
+            cures = f"use {split}training.bf16, or model.lora"
             raise ConfigError(
                 f"the training state needs {human(needs)} on each rank's {home.value}, which has {human(has)}: "
                 f"{human(needs - has)} too much; {cures}"

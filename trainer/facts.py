@@ -12,6 +12,8 @@ What is counted as saved: storages that autograd keeps, each once, parameters ex
 Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
 padded or packed, which most are. Full rows keep somewhat less.
 
+``gather`` describes a run of a config, ``describe`` a live model of any kind.
+
 [Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take
 any float dtype, its fake version takes bf16 only and its flop counter does not know the operation, so both answers
 are given here: the output's shape, and two flop per row of tokens, column and summed element.
@@ -20,14 +22,15 @@ are given here: the output's shape, and two flop per row of tokens, column and s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.facts import Facts, MachineFacts, Precision, RunFacts, Unit, UnitKind
+from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
 from trainer.errors import ConfigError
 from trainer.model import load_config, with_lora
+from trainer.params import EMBEDDING, HEAD, decay_groups, list_params, units_by_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,17 +41,20 @@ if TYPE_CHECKING:
 
 RUNTIME_HOST_BYTES = 1 << 30  # Python with torch, Transformers and DeepSpeed imported: 0.6 to 1.0 GiB resident
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
-EMBEDDING, HEAD = "embedding", "head"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCount:
-    """Counts of one fake run: units in order, forward flop of one micro-batch, the largest tensor's elements."""
+    """Counts of one fake run: units in order, forward flop of one micro-batch, the largest tensor's elements.
+
+    ``params`` are listed where a strategy places single parameters.
+    """
 
     units: tuple[Unit, ...]
     forward_flops: int
     largest_param: int
     hidden_size: int
+    params: tuple[Param, ...] = ()
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -77,7 +83,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
         largest_param=count.largest_param,
         forward_flops=count.forward_flops,
     )
-    return Facts(count.units, run, machine_facts(machine, local_world_size))
+    return Facts(count.units, run, machine_facts(machine, local_world_size), count.params)
 
 
 def run_facts(config: RunConfig, world_size: int) -> RunFacts:
@@ -109,12 +115,13 @@ def count_model(config: RunConfig) -> ModelCount:
     from torch.utils.flop_counter import FlopCounterMode
 
     precision = precision_of(config)
-    casts = precision is not Precision.FP32 and "zero" in config.strategies
+    offloads = "offload" in config.strategies
+    casts = precision is not Precision.FP32 and ("zero" in config.strategies or offloads)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=_flops())
     model: Any = _meta_model(config)
     if casts:
-        model.to(compute)  # as DeepSpeed does, adapters and buffers included
+        model.to(compute)  # as DeepSpeed and our engine do, adapters and buffers included
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_matmul():
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty has given each name a tensor of its own
@@ -130,12 +137,74 @@ def count_model(config: RunConfig) -> ModelCount:
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         with counter, flops, autocast or contextlib.nullcontext():
             model(**inputs)
+    dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=counter.units(),
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
+        params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype) if offloads else (),
     )
+
+
+def describe(
+    model: nn.Module,
+    batch: tuple[int, int] | Mapping[str, Any] | None,
+    groups: Sequence[Sequence[str]],
+    run: RunFacts,
+    machine: MachineFacts,
+) -> Facts:
+    """Facts of a live model, which is left as it is. Every parameter is computed in the dtype that it has.
+
+    Args:
+        batch: keyword arguments of its forward; (rows, tokens) stands for ids and labels. With None nothing is run, and
+            what backward needs counts as nothing.
+        groups: names of the optimizer's parameters, group by group; the others are frozen.
+    """
+    from torch.func import functional_call
+
+    named = [*model.named_parameters(), *model.named_buffers()]
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
+    params = list_params(model, find_blocks(model), group_of, lambda param: str(param.dtype).removeprefix("torch."))
+    counter = _SavedBytes(model)
+    if batch is not None:
+        with _fake_run(model) as mode:
+            fakes = {name: mode.from_tensor(tensor) for name, tensor in named}
+            counter = _SavedBytes(model, fakes.values())
+            inputs = {name: mode.from_tensor(value) for name, value in _inputs(model, batch).items()}
+            with counter:
+                functional_call(model, fakes, kwargs=inputs)
+    largest = max((param.num_elements for param in params), default=0)
+    return Facts(counter.units(), replace(run, largest_param=largest), machine, params)
+
+
+@contextlib.contextmanager
+def _fake_run(model: nn.Module) -> Iterator[Any]:
+    """A mode for fake tensors, in which ``model`` trains; its modes and the random numbers are as before afterwards."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _grouped_matmul():
+            model.train()
+            yield mode
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _inputs(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any]) -> dict[str, Any]:
+    """What forward is called with: tensors of the batch; each on the model's device."""
+    import torch
+
+    device = next(model.parameters()).device
+    if isinstance(batch, tuple):
+        batch = dict.fromkeys(("input_ids", "labels"), torch.empty(batch, dtype=torch.long, device="meta"))
+    return {
+        name: torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def _meta_model(config: RunConfig) -> PreTrainedModel:
@@ -230,10 +299,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 class _SavedBytes:
     """Context manager: attributes every saved storage to the unit that was running when it was saved first."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, weights: Iterable[Tensor] | None = None) -> None:
+        """``weights`` stand in for the model's own in the run."""
         self._model = model
         self._blocks = find_blocks(model)
-        self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._parameters = {p.untyped_storage()._cdata for p in weights or model.parameters()}
         self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address comes twice
         self._bytes: dict[str, int] = {}
         self._running: list[str] = []
@@ -284,16 +354,15 @@ class _SavedBytes:
     def units(self) -> tuple[Unit, ...]:
         """The embedding, the blocks and the head, in this order, with what was counted; empty ones left out."""
         paths = dict.fromkeys((EMBEDDING, *self._blocks, HEAD), (0, 0))
-        outside = EMBEDDING
+        unit_of = units_by_name(self._model, self._blocks)
         for name, parameter in self._model.named_parameters():  # shared parameters come once
-            path = next((path for path in self._blocks if name.startswith(f"{path}.")), None)
-            outside = HEAD if path is not None else outside
-            params, trainable = paths[path or outside]
+            params, trainable = paths[unit_of[name]]
             size = parameter.numel()
-            paths[path or outside] = (params + size, trainable + size * parameter.requires_grad)
+            paths[unit_of[name]] = (params + size, trainable + size * parameter.requires_grad)
         kinds = {EMBEDDING: UnitKind.EMBEDDING, HEAD: UnitKind.HEAD}
+        used = set(unit_of.values())  # a tied head has no parameter of its own
         return tuple(
             Unit(path, kinds.get(path, UnitKind.BLOCK), params, trainable, self._bytes.get(path, 0))
             for path, (params, trainable) in paths.items()
-            if params or self._bytes.get(path)
+            if path in used or self._bytes.get(path)
         )

@@ -11,16 +11,17 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from strategies.core.facts import Facts
-from strategies.core.plan import Decision, EngineSet, Impl, Keep, Plan, Reserve, Rest, Share, Travel
+from strategies.core.plan import Decision, EngineSet, Impl, Keep, Place, Plan, Reserve, Rest, Share, Stow, Travel
 from strategies.core.protocol import Idle, Phase, Strategy
+from strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
     Phase.HOW: (Impl, EngineSet),
     Phase.WHO: (Share, Reserve, EngineSet),
     Phase.KEEP: (Keep, EngineSet),
-    Phase.WHERE: (Rest, EngineSet),
+    Phase.WHERE: (Share, Rest, Travel, Stow, EngineSet),
     Phase.WHEN: (Travel, EngineSet),
-    Phase.BUFFER: (Reserve, EngineSet),
+    Phase.BUFFER: (Reserve, Place, EngineSet),
 }
 ORDER = tuple(Phase)
 
@@ -28,6 +29,18 @@ ORDER = tuple(Phase)
 def in_order(strategies: Mapping[str, Strategy]) -> list[tuple[str, Strategy]]:
     """By phase, then by name: the order of deciding."""
     return sorted(strategies.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
+
+
+def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
+    """``strategies`` and, with their default options, those that they cannot do without."""
+    whole = dict(strategies)
+    waiting = list(whole.values())
+    while waiting:
+        for name in waiting.pop().implies:
+            if name not in whole:
+                whole[name] = find(name)()
+                waiting.append(whole[name])
+    return whole
 
 
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
@@ -39,7 +52,7 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """
     plan = Plan.baseline(facts)
     idle: dict[str, str] = {}
-    for name, strategy in in_order(strategies):
+    for name, strategy in in_order(with_implied(strategies)):
         try:
             decisions = list(strategy.decide(facts, plan))
         except Idle as nothing_to_do:

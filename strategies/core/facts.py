@@ -3,6 +3,9 @@
 A model is a list of units in order of first use: the embedding, the blocks, the head. A parameter used twice (a
 tied head) is counted once, in the unit that uses it first. ``trainer/facts.py`` fills these in from a fake-tensor
 copy of the model; tests write them by hand.
+
+``params`` lists the parameters one by one. Only a strategy that places single parameters needs them, so they may be
+left out; where they are given they add up to the units.
 """
 
 from __future__ import annotations
@@ -18,6 +21,13 @@ class UnitKind(Enum):
     EMBEDDING = "embedding"
     BLOCK = "block"
     HEAD = "head"
+
+
+class Home(Enum):
+    """Where bytes rest. ``DEVICE`` is the accelerator (or RAM, where there is none); ``HOST`` is pinned RAM."""
+
+    DEVICE = "device"
+    HOST = "host"
 
 
 class Precision(Enum):
@@ -49,6 +59,24 @@ class Unit:
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self
         assert self.saved_bytes >= 0, self
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter tensor, listed in the unit that uses it first.
+
+    Args:
+        dtype: what it is computed in when the engine holds it, as torch calls it: "float32" or "bfloat16".
+        group: index of the optimizer's parameter group; None where it is frozen.
+        users: further units that use it, as a tied head does.
+    """
+
+    name: str
+    unit: str
+    num_elements: int
+    dtype: str
+    group: int | None
+    users: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +123,17 @@ class Facts:
     units: tuple[Unit, ...]
     run: RunFacts
     machine: MachineFacts
+    params: tuple[Param, ...] = ()
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
         assert len(set(names)) == len(names), f"unit names repeat: {names}"
+        if self.params:
+            elements = dict.fromkeys(names, 0)
+            for param in self.params:
+                assert {*param.users} <= elements.keys(), f"{param.name} is used by a unit that is not there"
+                elements[param.unit] += param.num_elements
+            assert elements == {unit.name: unit.num_params for unit in self.units}, "parameters add up to their units"
 
     @property
     def num_params(self) -> int:

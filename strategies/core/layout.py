@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from strategies.core.plan import Home
+from strategies.core.facts import Home
 
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
 SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
@@ -202,3 +202,7 @@ class Addresses:
 
     def of(self, bucket: str, item: Item) -> Spot:
         return self.spots[(bucket, item)]
+
+    def num_bytes(self, home: Home) -> int:
+        """The size of one arena."""
+        return self.device_bytes if home is Home.DEVICE else self.host_bytes

@@ -8,6 +8,9 @@ Memory arithmetic. Per unit and kind of tensor, bytes on one rank are
 ``elements * element_bytes / ways`` (rounded up). The device peak is taken along one step: at the backward of unit
 i, saved tensors of units 0..i and gradients of units i..last are alive together; parameters, masters, moments and
 reserved buffers are alive throughout. With accumulation the gradients of all units are alive all the time.
+
+Where there are addresses, each home is one arena, taken at the start and never grown: its size, plus what is saved for
+backward, is the peak.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from strategies.core.facts import Facts, Precision, Unit
+from strategies.core.facts import Home as Home  # part of the vocabulary of plans
+from strategies.core.layout import Addresses, Layout
 
 BASELINE = "baseline"
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
@@ -32,13 +37,6 @@ class Kind(Enum):
     GRAD = "gradients"
     MASTER = "master weights"
     MOMENT = "moments"
-
-
-class Home(Enum):
-    """Where bytes rest. ``DEVICE`` is the accelerator (or RAM, where there is none); ``HOST`` is pinned RAM."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 class When(Enum):
@@ -94,10 +92,15 @@ class Keep(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest(Decision):
-    """WHERE: the home of one kind of the unit's tensors between uses."""
+    """WHERE: the home of one kind of the unit's tensors between uses.
+
+    ``strays`` counts elements that rest at the other home: small vectors stay where the matrices of a block leave. The
+    table shows ``reason`` with them; the others have that of their ``Share``.
+    """
 
     kind: Kind
     home: Home
+    strays: int = 0
 
     @property
     def slot(self) -> Slot:
@@ -123,6 +126,21 @@ class Reserve(Decision):
     @property
     def slot(self) -> Slot:
         return ("Reserve", self.owner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stow(Decision):
+    """WHERE: which parameters travel together, and where each byte of them lives. About the run as a whole."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Decision):
+    """BUFFER: one address for everything in the layout. ``debug``: the runtime checks every use of a slot."""
+
+    addresses: Addresses
+    debug: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,25 +223,46 @@ class Plan:
         assert isinstance(decision, Share)
         return decision
 
-    def home(self, unit: str, kind: Kind) -> Home:
+    def rest(self, unit: str, kind: Kind) -> Rest:
         decision = self.answers[("Rest", unit, kind.name)][0]
         assert isinstance(decision, Rest)
-        return decision.home
+        return decision
 
-    def num_bytes(self, unit: str, kind: Kind) -> int:
-        """Bytes of one kind of one unit's tensors on one rank."""
-        share = self.share(unit, kind)
+    def home(self, unit: str, kind: Kind) -> Home:
+        """Where one kind of a unit's tensors rests, strays aside."""
+        return self.rest(unit, kind).home
+
+    def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
+        """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
+        share, rest = self.share(unit, kind), self.rest(unit, kind)
         held = self.facts.unit(unit)
         elements = held.num_params if kind is Kind.PARAM else held.num_trainable
-        return -(-elements // share.ways) * share.element_bytes
+        whole = -(-elements // share.ways) * share.element_bytes
+        strays = -(-rest.strays // share.ways) * share.element_bytes
+        if home is None:
+            return whole
+        return whole - strays if home is rest.home else strays
 
     def total(self, kind: Kind, home: Home | None = None) -> int:
         """Bytes of one kind over all units on one rank, at one home or anywhere."""
-        return sum(
-            self.num_bytes(unit.name, kind)
-            for unit in self.facts.units
-            if home is None or self.home(unit.name, kind) is home
-        )
+        return sum(self.num_bytes(unit.name, kind, home) for unit in self.facts.units)
+
+    @property
+    def layout(self) -> Layout | None:
+        """How parameters are stowed, where a strategy stows them."""
+        decision = self.answers.get((Stow.__name__, RUN), (None, ""))[0]
+        return decision.layout if isinstance(decision, Stow) else None
+
+    @property
+    def place(self) -> Place | None:
+        """The addresses of what is stowed, with how they are watched."""
+        decision = self.answers.get((Place.__name__, RUN), (None, ""))[0]
+        return decision if isinstance(decision, Place) else None
+
+    @property
+    def addresses(self) -> Addresses | None:
+        """The addresses of what is stowed, where a strategy stows it."""
+        return self.place.addresses if self.place else None
 
     def saved_bytes(self, unit: str) -> int:
         decision = self.answers[("Keep", unit)][0]
@@ -240,6 +279,10 @@ class Plan:
 
     def peak(self, home: Home) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
+        if self.addresses is not None:
+            saved = sum(self.saved_bytes(unit.name) for unit in self.facts.units)
+            besides = saved if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
+            return self.addresses.num_bytes(home) + besides
         always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
         standing = sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
         if home is Home.HOST:
@@ -250,10 +293,7 @@ class Plan:
 
     def _backward_peak(self, home: Home) -> int:
         """Largest sum of saved tensors and gradients along backward, last unit first."""
-        grads = [
-            self.num_bytes(unit.name, Kind.GRAD) if self.home(unit.name, Kind.GRAD) is home else 0
-            for unit in self.facts.units
-        ]
+        grads = [self.num_bytes(unit.name, Kind.GRAD, home) for unit in self.facts.units]
         saved = [self.saved_bytes(unit.name) if home is Home.DEVICE else 0 for unit in self.facts.units]
         if self.facts.run.accumulation > 1:
             return sum(grads) + sum(saved)

@@ -63,6 +63,8 @@ class Strategy(BaseModel, ABC):
 
     phase: ClassVar[Phase]
     examples: ClassVar[tuple[Mapping[str, Any], ...]]
+    # Strategies that this one cannot do without: switched on with default options where the config does not name them.
+    implies: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def parity(self, run: RunFacts) -> Parity:

@@ -16,6 +16,7 @@ from strategies.core.plan import Decision, Home, Keep, Kind, Plan
 GIB = 1 << 30
 HEADER = ("unit", "tensors", "each rank", "bytes", "home", "decided by", "why")
 RIGHT = {"bytes"}
+IN_RAM = {Home.DEVICE: "this machine's RAM", Home.HOST: "the same RAM"}  # without an accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,13 @@ def human(num_bytes: int) -> str:
 def rows(plan: Plan) -> list[Row]:
     """All rows in order of first use; tensors that do not exist are left out."""
     groups = _alike(plan)
-    found = [row for group in groups for kind in Kind if (row := _state_row(plan, group, kind)) is not None]
+    found = [
+        row
+        for group in groups
+        for kind in Kind
+        for home in _homes(plan, group[0], kind)
+        if (row := _state_row(plan, group, kind, home)) is not None
+    ]
     found += [row for group in groups if (row := _saved_row(plan, group)) is not None]
     for home in Home:
         for reserve in plan.reserves(home):
@@ -89,15 +96,21 @@ def _said(decision: Decision) -> tuple[object, ...]:
     return tuple(getattr(decision, name) for name in names if name not in skip)
 
 
-def _state_row(plan: Plan, group: list[Unit], kind: Kind) -> Row | None:
+def _homes(plan: Plan, unit: Unit, kind: Kind) -> list[Home]:
+    """The home of the unit's tensors, then that of strays."""
+    return sorted(Home, key=lambda home: home is not plan.home(unit.name, kind))
+
+
+def _state_row(plan: Plan, group: list[Unit], kind: Kind, home: Home) -> Row | None:
     first = group[0]
     share = plan.share(first.name, kind)
-    num_bytes = sum(plan.num_bytes(unit.name, kind) for unit in group)
+    num_bytes = sum(plan.num_bytes(unit.name, kind, home) for unit in group)
     if num_bytes == 0:
         return None
     by = plan.decided_by(("Share", first.name, kind.name), ("Rest", first.name, kind.name))
-    home = plan.home(first.name, kind)
-    return Row(first.name, len(group), kind.value, share.ways, num_bytes, home, by, share.reason)
+    rest = plan.rest(first.name, kind)
+    reason = share.reason if home is rest.home else rest.reason
+    return Row(first.name, len(group), kind.value, share.ways, num_bytes, home, by, reason)
 
 
 def _saved_row(plan: Plan, group: list[Unit]) -> Row | None:
@@ -135,12 +148,12 @@ def summary(plan: Plan) -> Iterator[str]:
     machine = plan.facts.machine
     has = {Home.DEVICE: machine.device_bytes, Home.HOST: machine.host_bytes}
     for home in Home:
-        if home is Home.HOST and not machine.has_accelerator:
+        if home is Home.HOST and not machine.has_accelerator and not plan.states(home):
             continue  # the device is the host; its line has said everything
         peak = plan.peak(home)
         room = has[home] - peak
         verdict = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
-        where = "device (this machine's RAM)" if not machine.has_accelerator else home.value
+        where = home.value if machine.has_accelerator else f"{home.value} ({IN_RAM[home]})"
         yield (
             f"predicted peak per rank, {where}: {human(peak)} of {human(has[home])} ({verdict}); "
             f"training state {human(plan.states(home))}"

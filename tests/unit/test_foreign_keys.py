@@ -13,7 +13,7 @@ from trainer.config.hints import FOREIGN, known_keys
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
 
-PLANNED = ("strategies.offload", "strategies.recompute", "strategies.buffers", "strategies.linear")
+PLANNED = ("strategies.recompute", "strategies.linear")
 SHIFT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of GPUs"
 LAUNCHER = "the launcher decides that: deepspeed --num_gpus=N launch/train.py"
 
@@ -65,7 +65,7 @@ CASES: tuple[tuple[str, object, str], ...] = (
     (
         "zero_optimization.offload_param.device",
         "cpu",
-        "that is DeepSpeed's name; it will be 'strategies.offload', which this version does not have yet",
+        "that is DeepSpeed's name, write 'strategies.offload'",
     ),
     ("bf16.enabled", True, "that is DeepSpeed's name, write 'training.bf16'"),
     ("fp16.enabled", "auto", "that is DeepSpeed's name, write 'training.fp16'"),

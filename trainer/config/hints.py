@@ -28,6 +28,7 @@ _LENGTH, _BATCH = "data.max_length", "training.per_device_train_batch_size"
 _RATE, _CLIP = "training.learning_rate", "training.max_grad_norm"
 _ACCUMULATE, _NAME = "training.gradient_accumulation_steps", "model.name_or_path"
 _RECOMPUTE, _KEEP = "training.gradient_checkpointing", "training.save_total_limit"
+_ACTIVATIONS = "training.gradient_checkpointing; activations are recomputed here, not offloaded"
 _OFFLOAD, _ANSWERS = "strategies.offload", "data.completion_only_loss; with the opposite meaning"
 _PROCESSES = "the launcher decides that: deepspeed --num_gpus=N launch/train.py"
 _PRODUCT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of GPUs"
@@ -63,7 +64,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "use_tensorboard": "training.report_to; write tensorboard",
         "use_wandb": "training.report_to; write wandb",
         "tokenizer_config": "model.tokenizer",
-        "activation_offloading": _OFFLOAD,
+        "activation_offloading": _ACTIVATIONS,
     },
     "LLaMA-Factory": {
         "cutoff_len": _LENGTH,
@@ -125,7 +126,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "clip_grad_norm": _CLIP,
         "compile": "training.torch_compile",
         "enable_activation_checkpointing": _RECOMPUTE,
-        "enable_activation_offloading": _OFFLOAD,
+        "enable_activation_offloading": _ACTIVATIONS,
         "keep_last_n_checkpoints": _KEEP,
         "metric_logger": "training.report_to",
         "log_every_n_steps": "training.logging_steps",

@@ -1,0 +1,111 @@
+"""Measure this project against its peers on this machine.
+
+    python launch/bench.py offload [--model 45m] [--tokens 64] [--gpu-memory 16GiB,24GiB]
+
+Every subject does the same work in a fresh process, in turn, over several rounds. The table is printed, and the
+record with every run's figures goes to a folder under benchmarks/records. The exit code is 0 also where a subject
+failed, for that is a row of the table; 2 for an option that cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))  # runs where the package is not installed, too
+
+from trainer.bench import work
+from trainer.bench.offload import offload
+from trainer.errors import ConfigError, UserError
+
+RECORDS = REPO / "benchmarks" / "records"
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, like everything else here."""
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse found, without the usage."""
+        raise ConfigError(message)
+
+
+def parser() -> Parser:
+    """One subcommand per theme; values are checked by ``trainer.bench.work``, which knows what is allowed."""
+    whole = Parser(description=(__doc__ or "").splitlines()[0])
+    themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
+    one = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
+    names = ", ".join(subject.label for subject in work.SUBJECTS)
+    one.add_argument("--model", default="45m", metavar="NAME", help=f"{', '.join(work.MODELS)} (default 45m)")
+    one.add_argument("--tokens", metavar="N", help="per optimizer step; fixes the rows (default: the model's own)")
+    one.add_argument("--rows", metavar="N", help="of a micro-batch")
+    one.add_argument("--length", metavar="N", help="tokens of a row")
+    one.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per step (default 1)")
+    one.add_argument("--dtype", default="fp32", metavar="NAME", help=f"{', '.join(work.DTYPES)} (default fp32)")
+    one.add_argument("--recompute", action="store_true", help="every subject recomputes its blocks in backward")
+    one.add_argument("--steps", default="5", metavar="N", help="measured optimizer steps (default 5)")
+    one.add_argument("--rounds", default="3", metavar="N", help="runs of each subject (default 3)")
+    one.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
+    one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
+    one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
+    return whole
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the command line.
+
+    Raises:
+        ConfigError: an option that does not exist; the line has the nearest that does.
+    """
+    whole = parser()
+    arguments, rest = whole.parse_known_args(argv)
+    if rest:
+        options = [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "theme"]
+        near = difflib.get_close_matches(rest[0].split("=")[0], options, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{rest[0]}: no such option; there are {', '.join(options)}{hint}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command. Returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        given = parse(argv)
+        todo, subjects = wanted(given)
+        rounds = work.whole("--rounds", given.rounds)
+        command = shlex.join(["python", "launch/bench.py", *argv])
+        return offload(todo, subjects, rounds, given.out, command, lambda text: print(text, flush=True))
+    except UserError as error:
+        print("\n".join(error.lines), file=sys.stderr)
+        return error.code
+
+
+def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Subject]]:
+    """The options as values.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+    numbers = {name: getattr(given, name) for name in ("tokens", "rows", "length", "accumulation", "steps")}
+    todo = work.work(
+        work.choice("--model", given.model, work.MODELS),
+        dtype=work.choice("--dtype", given.dtype, work.DTYPES),
+        recompute=given.recompute,
+        **{name: work.whole(f"--{name}", text) for name, text in numbers.items() if text is not None},
+    )
+    return todo, work.subjects(listed(given.subjects), listed(given.gpu_memory))
+
+
+def listed(text: str) -> list[str]:
+    """The parts between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Sizes as people write them: "20GiB", 0.8 of what there is, or a number of bytes."""
+
+from __future__ import annotations
+
+import re
+
+AUTO = "auto"
+SMALLEST = 1024  # fewer bytes are a number of something else: 20 is not 20 bytes of memory
+DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+BINARY = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+UNITS = DECIMAL | BINARY
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "20GiB", "512 MiB", "1.5GB" or "4096".
+
+    Raises:
+        ValueError: in words that follow a config key.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or (found[2] or "b").lower() not in UNITS:
+        raise ValueError("must be a size, as in 20GiB, 512MiB or 20GB")
+    return at_least(int(float(found[1]) * UNITS[(found[2] or "b").lower()]))
+
+
+def at_least(num_bytes: int) -> int:
+    """``num_bytes``, if they can be meant.
+
+    Raises:
+        ValueError: too few.
+    """
+    if num_bytes < SMALLEST:
+        raise ValueError(f"that is {num_bytes} bytes; write the unit, as in 20GiB")
+    return num_bytes
+
+
+def check_budget(value: str | float) -> str | float:
+    """``value``, if it says how much memory may be used: "auto", a size, bytes, or a share between 0 and 1.
+
+    Raises:
+        ValueError: in words that follow a config key.
+    """
+    if isinstance(value, str):
+        if value != AUTO:
+            try:
+                parse_bytes(value)
+            except ValueError as error:
+                raise ValueError(f"{error}; also auto, or a share such as 0.8") from None
+    elif isinstance(value, int):
+        at_least(value)
+    elif not 0 < value <= 1:
+        raise ValueError("a number with a point is a share of the memory, above 0 and at most 1; a size has a unit")
+    return value
+
+
+def written(num_bytes: int) -> str:
+    """A size that can be written into a config and is not smaller than ``num_bytes``."""
+    unit, name = (1 << 20, "MiB") if num_bytes >= 16 << 20 else (1 << 10, "KiB")
+    return f"{-(-num_bytes // unit)}{name}"

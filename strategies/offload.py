@@ -1,0 +1,158 @@
+"""Offload: where the training state rests. The device first; the host takes what does not fit.
+
+Problem. Mixed-precision Adam needs 16 bytes per parameter, and a GPU has a tenth of the memory that its host has.
+
+Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/layout.py`` has all cases:
+    device     16 P on the device                      nothing moves
+    host        4 P on the device, 12 P on the host    a gradient goes down (2 P), a weight comes up (2 P) per step
+    streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
+Where weights travel, their 2 P on the device shrink to a few slots, and come up twice per micro-batch.
+
+Invariant. Moving bytes changes none: weights equal plain training bit for bit in fp32. Gradients wait for the norm
+where clipping is on, and each weight is updated before it is next read; nothing is stale.
+
+Refused: fp16 (its loss scale needs all gradients before any update), budgets that nothing fits into, and DeepSpeed's
+engine beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AfterValidator, Field
+
+from strategies.core.facts import Facts, Precision, RunFacts
+from strategies.core.layout import Layout
+from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
+from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
+from strategies.core.sizes import AUTO, check_budget, parse_bytes
+from strategies.planner import account
+from strategies.planner.rule import Wishes, choose
+
+SHARE = 0.9  # of a memory, where the user names no size: the rest is for the context, libraries and fragments
+_ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
+
+
+def _check_size(value: str) -> str:
+    if value != AUTO:
+        parse_bytes(value)
+    return value
+
+
+def _check_slots(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 1:
+        raise ValueError("must be auto or a whole number >= 1")
+    return value
+
+
+Budget: TypeAlias = Annotated[str | int | float, AfterValidator(check_budget)]
+
+
+class Offload(Strategy):
+    """Train a model that is larger than the device: optimizer state, gradients and weights rest on the host, as far as
+    they have to.
+
+    As it is, it uses the memory that there is. Give ``gpu_memory`` to leave room for something else. What goes where is
+    shown in the plan before anything is allocated.
+    """
+
+    phase = Phase.WHERE
+    implies = ("buffers",)
+    examples = (
+        {"site": "device"},
+        {"site": "host"},
+        {"site": "host", "gradients": "device", "weights": "streamed"},
+        {"site": "streamed"},
+        {"site": "streamed", "weights": "streamed", "slots": 2},
+    )
+
+    gpu_memory: Budget = Field(
+        default=AUTO,
+        description="Memory to use on the device: a size (20GiB), a share (0.8), or auto: 0.9 of it.",
+    )
+    host_memory: Budget = Field(
+        default=AUTO,
+        description="Memory for what rests on the host: a size (200GiB), a share (0.8), or auto: 0.9 of what is free.",
+    )
+    bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
+        default=AUTO, description="Bytes that travel together (64MiB); auto: one block."
+    )
+    slots: Annotated[int | Literal["auto"], AfterValidator(_check_slots)] = Field(
+        default="auto", description="Places on the device that travelling weights share; auto: 3 or more."
+    )
+    prefetch: int = Field(default=1, ge=0, description="How many blocks ahead of their use weights are fetched.")
+    site: Literal["auto", "device", "host", "streamed"] = Field(
+        default="auto",
+        description="Where weights are updated: on the device, by the CPU (host), on the device with state that rests "
+        "on the host (streamed), or as memory allows.",
+    )
+    weights: Literal["auto", "resident", "streamed"] = Field(
+        default="auto", description="Weights of blocks stay on the device, travel, or travel as far as they must."
+    )
+    gradients: Literal["auto", "device", "host"] = Field(
+        default="auto", description="Where gradients wait for the update."
+    )
+    update_in_backward: bool | Literal["auto"] = Field(
+        default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
+    )
+
+    def parity(self, run: RunFacts) -> Parity:
+        """Bit for bit in fp32; bf16 differs from autocast in where it rounds."""
+        return BITWISE if run.precision is Precision.FP32 else Parity(2e-2, _ROUNDING)
+
+    def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
+        self._refuse(facts, plan)
+        saved = sum(plan.saved_bytes(unit.name) for unit in facts.units)
+        layout = choose(facts, self._wishes(facts), saved)
+        yield from account.of_units(facts, layout)
+        yield from self._travels(facts, layout)
+        yield Stow(unit=RUN, reason="no more is moved than does not fit", layout=layout)
+
+    def _refuse(self, facts: Facts, plan: Plan) -> None:
+        assert facts.params, "offload places single parameters; these facts do not list them"
+        if facts.run.precision is Precision.FP16:
+            raise Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
+        engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
+        if engine:
+            raise Conflict(("Share", "all units"), engine[0], "offload")
+        if self.update_in_backward is True and facts.run.max_grad_norm > 0:
+            cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
+            raise Refusal("strategies.offload.update_in_backward", True, cure)
+
+    def _wishes(self, facts: Facts) -> Wishes:
+        machine = facts.machine
+        all_of_it = self.gpu_memory == AUTO and not machine.has_accelerator
+        device = machine.device_bytes if all_of_it else _budget(self.gpu_memory, machine.device_bytes)
+        host = _budget(self.host_memory, machine.host_bytes)
+        if not isinstance(self.host_memory, int) and (self.host_memory == AUTO or isinstance(self.host_memory, float)):
+            host -= machine.runtime_host_bytes
+        return Wishes(
+            device_bytes=device,
+            host_bytes=host,
+            gpu_memory=self.gpu_memory,
+            host_memory=self.host_memory,
+            bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
+            slots=None if self.slots == "auto" else self.slots,
+            prefetch=self.prefetch,
+            in_backward=facts.run.max_grad_norm == 0 if self.update_in_backward == "auto" else self.update_in_backward,
+            site=self.site,
+            weights=self.weights,
+            gradients=self.gradients,
+        )
+
+    def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:
+        moving = {unit for bucket in layout.buckets if not bucket.resident for unit in bucket.units}
+        for unit in facts.units:
+            if unit.name in moving:
+                slots = ", ".join(f"{number} slots for {ring}" for ring, number in layout.rings.items())
+                yield Travel(unit=unit.name, reason=slots, fetch_ahead=layout.prefetch)
+
+
+def _budget(value: str | float, whole: int) -> int:
+    """Bytes of a ``whole`` that a budget allows."""
+    if value == AUTO:
+        return int(SHARE * whole)
+    if isinstance(value, str):
+        return parse_bytes(value)
+    return value if isinstance(value, int) else int(value * whole)

@@ -1,0 +1,149 @@
+"""Buckets: which parameters travel together.
+
+Problem. A copy over the link needs to be large to be fast, and small enough that several fit beside the activations.
+The block is the natural measure: it is what forward needs at a time.
+
+A bucket holds parameters of one dtype and one optimizer group, in order of first use. It takes whole blocks while they
+fit into the capacity; a block that does not fit is cut. Embedding and head are not cut and never share a bucket with a
+block: they are used once per step, at its ends. A tied parameter lies where it is used first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from strategies.core.facts import Facts, Param, UnitKind
+from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
+
+Like: TypeAlias = tuple[str, int | None]  # dtype and group: what a bucket has one of
+
+
+def form(facts: Facts, capacity: int | None = None) -> tuple[Bucket, ...]:
+    """Buckets of all parameters in order of first use, all on the device.
+
+    Args:
+        capacity: bytes of a bucket, unless one parameter is larger; None: those of the largest block in that dtype.
+    """
+    assert facts.params, "buckets are made of single parameters; these facts do not list them"
+    place = {unit.name: index for index, unit in enumerate(facts.units)}
+    params = sorted(facts.params, key=lambda param: place[param.unit])
+    kinds = dict.fromkeys(_like(param) for param in params)
+    pieces = [
+        piece
+        for like in kinds
+        for piece in _pieces(facts, [p for p in params if _like(p) == like], capacity or block_bytes(facts, like[0]))
+    ]
+    order = {param.name: index for index, param in enumerate(params)}
+    pieces.sort(key=lambda piece: order[piece[0].name])
+    return tuple(_bucket(name, piece, place) for name, piece in zip(_names(pieces, list(place)), pieces, strict=True))
+
+
+def block_bytes(facts: Facts, dtype: str | None = None) -> int:
+    """Weights of the largest block, in one dtype or in all; 0 where there are no blocks."""
+    totals = {unit.name: 0 for unit in facts.units if unit.kind is UnitKind.BLOCK}
+    for param in facts.params:
+        if param.unit in totals and dtype in (None, param.dtype):
+            totals[param.unit] += _bytes(param)
+    return max(totals.values(), default=0)
+
+
+def _like(param: Param) -> Like:
+    return (param.dtype, param.group)
+
+
+def _bytes(param: Param) -> int:
+    return aligned(param.num_elements * ITEM_BYTES[param.dtype])
+
+
+def _pieces(facts: Facts, params: Sequence[Param], capacity: int) -> Iterator[list[Param]]:
+    """Parameters of one dtype and group, cut into buckets."""
+    shares: dict[str, list[Param]] = {}
+    for param in params:
+        shares.setdefault(param.unit, []).append(param)
+    packed: list[Param] = []
+    for unit in facts.units:
+        share = shares.get(unit.name, [])
+        alone = unit.kind is not UnitKind.BLOCK or _total(share) > capacity
+        if packed and (alone or _total(packed) + _total(share) > capacity):
+            yield packed
+            packed = []
+        if not alone:
+            packed = packed + share
+        elif unit.kind is UnitKind.BLOCK:
+            yield from _cut(share, capacity)
+        elif share:
+            yield share
+    if packed:
+        yield packed
+
+
+def _cut(share: Iterable[Param], capacity: int) -> Iterator[list[Param]]:
+    piece: list[Param] = []
+    for param in share:
+        if piece and _total(piece) + _bytes(param) > capacity:
+            yield piece
+            piece = []
+        piece.append(param)
+    if piece:
+        yield piece
+
+
+def _total(params: Iterable[Param]) -> int:
+    return sum(map(_bytes, params))
+
+
+def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str]) -> list[str]:
+    """``model.layers.0``, ``model.layers.0..3``; further ``:group1`` and ``/1`` where one name would come twice."""
+    bases = [_span(sorted({param.unit for param in piece}, key=units.index)) for piece in pieces]
+    likes = [_like(piece[0]) for piece in pieces]
+    groups: dict[str, set[int | None]] = {}
+    dtypes: dict[str, set[str]] = {}
+    for base, (dtype, group) in zip(bases, likes, strict=True):
+        groups.setdefault(base, set()).add(group)
+        dtypes.setdefault(base, set()).add(dtype)
+    parts = Counter(zip(bases, likes, strict=True))
+    seen: Counter[tuple[str, Like]] = Counter()
+    names: list[str] = []
+    for base, like in zip(bases, likes, strict=True):
+        (dtype, group), name = like, base
+        if len(groups[base]) > 1:
+            name += ":frozen" if group is None else f":group{group}"
+        if len(dtypes[base]) > 1:
+            name += f":{dtype}"
+        if parts[base, like] > 1:
+            name += f"/{seen[base, like]}"
+            seen[base, like] += 1
+        names.append(name)
+    assert len(set(names)) == len(names), names
+    return names
+
+
+def _span(units: Sequence[str]) -> str:
+    if len(units) == 1:
+        return units[0]
+    first, last = units[0].rpartition("."), units[-1].rpartition(".")
+    return f"{units[0]}..{last[2] if first[0] == last[0] else units[-1]}"
+
+
+def _bucket(name: str, params: Sequence[Param], place: dict[str, int]) -> Bucket:
+    dtype, group = _like(params[0])
+    step = ALIGN_BYTES // ITEM_BYTES[dtype]
+    offsets, end = [], 0
+    for param in params:
+        offsets.append(end)
+        end += -(-param.num_elements // step) * step
+    users = {unit for param in params for unit in (param.unit, *param.users)}
+    return Bucket(
+        name=name,
+        units=tuple(sorted(users, key=place.__getitem__)),
+        params=tuple(param.name for param in params),
+        sizes=tuple(param.num_elements for param in params),
+        offsets=tuple(offsets),
+        num_elements=end,
+        dtype=dtype,
+        group=group,
+        site=Site.NONE if group is None else Site.DEVICE,
+        ring=None,
+    )

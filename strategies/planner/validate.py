@@ -1,0 +1,203 @@
+"""Validation: may this layout be carried out at these addresses? Says all that is wrong with it.
+
+Written from the contract in ``strategies/core/layout.py`` and nothing else, so that it can judge any planner. Overlaps
+are found by sweeping over the spots in order of address.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import TypeAlias
+
+from strategies.core.facts import Home, Param
+from strategies.core.layout import (
+    ALIGN_BYTES,
+    ITEM_BYTES,
+    Addresses,
+    Bucket,
+    Item,
+    Layout,
+    Need,
+    Site,
+    Spot,
+    scratch_bytes,
+)
+from strategies.core.layout import needs as needs_of
+
+Key: TypeAlias = tuple[str, Item]
+PASSING = frozenset(item.value for item in Item)  # names that rings of weights may not have
+
+
+def check(layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None) -> None:
+    """Nothing, if the layout can be carried out.
+
+    Raises:
+        ValueError: with all complaints.
+    """
+    found = validate(layout, addresses, facts_params)
+    if found:
+        raise ValueError("this layout cannot be carried out: " + "; ".join(found))
+
+
+def validate(layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None) -> list[str]:
+    """Everything wrong with ``layout`` at ``addresses``, for these parameters if they are given."""
+    found = [*_settings(layout), *_names(layout)]
+    for bucket in layout.buckets:
+        found += [f"{bucket.name}: {words}" for words in (*_shape(bucket), *_choices(bucket, layout))]
+    if facts_params is not None:
+        found += _params(layout, list(facts_params))
+    if found:
+        return found  # addresses of a broken layout say nothing
+    needs = {(need.bucket, need.item): need for bucket in layout.buckets for need in needs_of(bucket, layout)}
+    if scratch := scratch_bytes(layout):
+        needs["", Item.SCRATCH] = Need("", Item.SCRATCH, Home.DEVICE, scratch)
+    found += _spots(needs, addresses)
+    return found or [*_overlaps(needs, addresses), *_neighbours(layout, addresses)]
+
+
+def _settings(layout: Layout) -> Iterator[str]:
+    """Numbers that concern the layout as a whole."""
+    least = {"prefetch": 0, "accumulation": 1, "moments": 0, "grad_slots": 1, "visit_slots": 1, "max_grad_norm": 0}
+    for name, bound in least.items():
+        if getattr(layout, name) < bound:
+            yield f"{name} = {getattr(layout, name)}: must be at least {bound}"
+    for ring, slots in layout.rings.items():
+        if slots < 1:
+            yield f"ring {ring}: {slots} slots; must have at least 1"
+        if ring in PASSING:
+            yield f"ring {ring}: that name belongs to the ring of an item"
+    if layout.in_backward and layout.max_grad_norm > 0:
+        yield "updates in backward cannot clip: the norm is known only after it"
+
+
+def _names(layout: Layout) -> Iterator[str]:
+    """Names of buckets and parameters come once."""
+    for name, count in Counter(bucket.name for bucket in layout.buckets).items():
+        if count > 1:
+            yield f"bucket {name}: {count} have this name"
+    for name, count in Counter(name for bucket in layout.buckets for name in bucket.params).items():
+        if count > 1:
+            yield f"parameter {name}: lies in {count} places"
+
+
+def _shape(bucket: Bucket) -> Iterator[str]:
+    """How the parameters lie in their bucket."""
+    if not bucket.name:
+        yield "a bucket needs a name"
+    if bucket.dtype not in ITEM_BYTES:
+        yield f"unknown dtype {bucket.dtype}"
+        return
+    if not bucket.params or not bucket.units:
+        yield "no parameters, or no unit that uses it"
+    if not len(bucket.params) == len(bucket.sizes) == len(bucket.offsets):
+        yield "params, sizes and offsets are not equally many"
+        return
+    step, end = ALIGN_BYTES // ITEM_BYTES[bucket.dtype], 0
+    for offset, size, name in sorted(zip(bucket.offsets, bucket.sizes, bucket.params, strict=True)):
+        if offset % step:
+            yield f"{name} is not aligned"
+        if size < 0 or offset < end:
+            yield f"{name} overlaps what lies before it"
+        end = max(end, offset + size)
+    if end > bucket.num_elements:
+        yield "parameters reach beyond the end"
+    if bucket.num_elements % step:
+        yield "its size is not aligned"
+
+
+def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
+    """Where the bucket rests and how it travels."""
+    if bucket.ring is not None and bucket.ring not in layout.rings:
+        yield f"no ring {bucket.ring}"
+    if (bucket.site is Site.NONE) is not (bucket.group is None):
+        yield "a bucket is updated somewhere if, and only if, the optimizer has it in a group"
+    if bucket.group is not None and bucket.group < 0:
+        yield f"group {bucket.group}"
+    if bucket.site in (Site.NONE, Site.DEVICE) and bucket.parks is not Home.DEVICE:
+        yield f"its gradients cannot park on the host: {bucket.site.value}"
+
+
+def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
+    """Every parameter of the model lies in one bucket of its kind."""
+    expected = {param.name: param for param in params}
+    placed = {name for bucket in layout.buckets for name in bucket.params}
+    yield from (f"parameter {name}: in no bucket" for name in expected if name not in placed)
+    yield from (f"parameter {name}: not of this model" for name in sorted(placed - expected.keys()))
+    for bucket in layout.buckets:
+        for name, size in zip(bucket.params, bucket.sizes, strict=False):
+            param = expected.get(name)
+            if param is None:
+                continue
+            if size != param.num_elements:
+                yield f"parameter {name}: {size} elements instead of {param.num_elements}"
+            if (bucket.dtype, bucket.group) != (param.dtype, param.group):
+                yield f"parameter {name}: of another dtype or group than its bucket {bucket.name}"
+        known = [expected[name] for name in bucket.params if name in expected]
+        if set(bucket.units) != {unit for param in known for unit in (param.unit, *param.users)}:
+            yield f"{bucket.name}: used by other units than its parameters"
+
+
+def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
+    """Each need has one spot, large enough, inside its arena."""
+    ends = {Home.DEVICE: addresses.device_bytes, Home.HOST: addresses.host_bytes}
+    for key, need in needs.items():
+        name, spot = _name(key), addresses.spots.get(key)
+        if spot is None:
+            yield f"{name}: has no address"
+            continue
+        if spot.home is not need.home:
+            yield f"{name}: lies on the {spot.home.value}, not on the {need.home.value}"
+        if spot.num_bytes < need.num_bytes:
+            yield f"{name}: has {spot.num_bytes} bytes, needs {need.num_bytes}"
+        if spot.offset % ALIGN_BYTES:
+            yield f"{name}: is not aligned"
+        if spot.offset < 0 or spot.end > ends[spot.home]:
+            yield f"{name}: lies outside its arena"
+    yield from (f"{_name(key)}: has an address and needs none" for key in addresses.spots if key not in needs)
+
+
+def _overlaps(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
+    """Spots overlap within one ring only."""
+    for home in Home:
+        here = sorted((spot.offset, spot.end, *_sharers(needs, key)) for key, spot in _of(addresses, home))
+        # The furthest end so far, and the furthest of any ring but that one's: enough to judge the next spot.
+        furthest, other = (0, "", ""), (0, "", "")
+        for offset, end, ring, name in here:
+            held = other if ring == furthest[1] else furthest
+            if offset < held[0] and offset < end:
+                yield f"{name} overlaps {held[2]}"
+            if ring == furthest[1]:
+                furthest = max(furthest, (end, ring, name))
+            elif end > furthest[0]:
+                furthest, other = (end, ring, name), furthest
+            else:
+                other = max(other, (end, ring, name))
+
+
+def _sharers(needs: Mapping[Key, Need], key: Key) -> tuple[str, str]:
+    """Who may share the spot of ``key`` (a ring, or the key alone), and its name."""
+    need, name = needs[key], _name(key)
+    return (f"{need.item.value} in {need.ring}" if need.ring is not None else name, name)
+
+
+def _of(addresses: Addresses, home: Home) -> Iterator[tuple[Key, Spot]]:
+    return ((key, spot) for key, spot in addresses.spots.items() if spot.home is home)
+
+
+def _neighbours(layout: Layout, addresses: Addresses) -> Iterator[str]:
+    """Weights that one unit uses are present together."""
+    users: dict[str, list[Bucket]] = {}
+    for bucket in layout.buckets:
+        for unit in bucket.units:
+            users.setdefault(unit, []).append(bucket)
+    for unit, buckets in users.items():
+        spots = sorted(((addresses.of(b.name, Item.WEIGHT), b.name) for b in buckets), key=lambda it: it[0].offset)
+        for (spot, name), (after, later) in pairwise(spots):
+            if spot.overlaps(after):
+                yield f"{unit} uses {name} and {later}, which share an address"
+
+
+def _name(key: Key) -> str:
+    return f"{key[1].value} of {key[0]}" if key[0] else key[1].value

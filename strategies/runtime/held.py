@@ -1,0 +1,184 @@
+"""One bucket at run time: its parameters, the views of its memory, and who holds what at this moment.
+
+Invariant. ``param.data`` is a view of the bucket's home exactly while ``presence`` is PRESENT. While it is ABSENT every
+parameter shows one NaN expanded to its shape: right shape, dtype and count, an unmistakable value, and torch refuses
+writes into it. So an absent parameter never shows another bucket's bytes.
+
+Events that the bucket remembers, each the last of its kind:
+    arrived   UP wrote the home, or read PARKED or COPY for it
+    used      COMPUTE used the home, or wrote it in an update
+    stored    DOWN read the home or a visit slot and wrote the host's copy
+    sent      DOWN wrote PARKED or ARRIVAL from the gradient slot
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.layout import Bucket, Item, Site
+from strategies.core.plan import Home
+from strategies.runtime.arena import Arena
+from strategies.runtime.transfer import Event
+
+if TYPE_CHECKING:
+    from strategies.runtime.update import Job
+
+
+class Presence(Enum):
+    """Who holds a bucket's home."""
+
+    ABSENT = "another bucket, or nobody"
+    PRESENT = "this bucket"
+
+
+class Pending(Enum):
+    """What stands between a bucket and its newest weights."""
+
+    NOTHING = "nothing"
+    DEVICE = "an update on the device, not begun"
+    VISITING = "an update on the device, its state on the way up"
+    HOST = "an update by the worker"
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A bucket of the layout with its tensors. Flat views cover the bucket; ``None`` where the layout has no need."""
+
+    bucket: Bucket
+    index: int
+    params: list[nn.Parameter]
+    weight: Tensor
+    copy: Tensor | None
+    grad: Tensor | None
+    parked: Tensor | None
+    arrival: Tensor | None
+    master: Tensor | None
+    moments: list[Tensor]
+    steps: Tensor | None
+    visit: Tensor | None
+    nan: Tensor
+
+    presence: Presence = Presence.ABSENT
+    pending: Pending = Pending.NOTHING
+    job: Job | None = None
+    future: Future[tuple[bool, Event]] | None = None
+    rivals: list[Held] = field(default_factory=list)  # buckets whose homes overlap this one's
+    landed: set[int] = field(default_factory=set)  # parameters whose gradient of this micro-batch is here
+    unsent: set[int] = field(default_factory=set)  # of those: not yet on their way to the host
+    touched: set[int] = field(default_factory=set)  # parameters with a gradient since the last update
+    summed: set[int] = field(default_factory=set)  # of those: parameters whose gradient is in PARKED
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    norms_later: tuple[list[int], Future[list[Tensor]]] | None = None
+    generation: int = 0  # of the home: how often this bucket has moved in
+    arrived: Event | None = None
+    used: Event | None = None
+    stored: Event | None = None
+    sent: Event | None = None
+
+    @property
+    def name(self) -> str:
+        return self.bucket.name
+
+    @property
+    def present(self) -> bool:
+        return self.presence is Presence.PRESENT
+
+    @property
+    def settled(self) -> bool:
+        """Whether the newest weights are where they rest."""
+        return self.pending is Pending.NOTHING
+
+    @property
+    def parks_down(self) -> bool:
+        return self.bucket.parks is Home.HOST
+
+    def part(self, flat: Tensor, index: int) -> Tensor:
+        """The flat stretch of parameter ``index`` in a flat view of the bucket."""
+        start = self.bucket.offsets[index]
+        return flat[start : start + self.bucket.sizes[index]]
+
+    def shaped(self, flat: Tensor, index: int) -> Tensor:
+        """The same, in the parameter's shape."""
+        return self.part(flat, index).view(self.params[index].shape)
+
+    def bind(self) -> None:
+        """Let the parameters show the home."""
+        for index, param in enumerate(self.params):
+            param.data = self.shaped(self.weight, index)
+        self.presence = Presence.PRESENT
+
+    def unbind(self) -> None:
+        """The home belongs to somebody else from now on."""
+        self.hide()
+        self.presence = Presence.ABSENT
+
+    def hide(self) -> None:
+        """Let the parameters show NaN, though the bucket stays the tenant of its home."""
+        for param in self.params:
+            param.data = self.nan.expand(param.shape)
+
+    def bind_host(self) -> None:
+        """Let the parameters show the host's copy, for a state dict that is loaded into it."""
+        source = self.rest()
+        for index, param in enumerate(self.params):
+            param.data = self.shaped(source, index)
+        self.presence = Presence.ABSENT
+
+    def rest(self) -> Tensor:
+        """Where the weights rest between uses: the host's copy where they travel, else the home."""
+        return self.weight if self.copy is None else self.copy
+
+    def states(self) -> list[Tensor]:
+        """What an update on the device needs besides the weight, in the order in which it visits."""
+        return ([] if self.master is None else [self.master]) + self.moments
+
+
+def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, nan: Tensor, num_moments: int) -> Held:
+    """The bucket with its views of ``arena``."""
+    dtype = getattr(torch, bucket.dtype)
+    count = bucket.num_elements
+
+    def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
+        region = arena.of(bucket.name, item, of)
+        return None if region is None else region[: numbers * count]
+
+    weight = flat(Item.WEIGHT, dtype)
+    assert weight is not None, f"{bucket.name} has no home"
+    moments = flat(Item.MOMENTS, torch.float32, num_moments)
+    steps = arena.of(bucket.name, Item.STEPS, torch.float32)
+    visitors = num_moments + bucket.mixed
+    return Held(
+        bucket=bucket,
+        index=index,
+        params=params,
+        weight=weight,
+        copy=flat(Item.COPY, dtype),
+        grad=flat(Item.GRAD, dtype),
+        parked=flat(Item.PARKED, dtype),
+        arrival=flat(Item.ARRIVAL, dtype),
+        master=flat(Item.MASTER, torch.float32),
+        moments=[] if moments is None else list(moments.view(num_moments, count)),
+        steps=None if steps is None else steps[: len(params)],
+        visit=flat(Item.VISIT, torch.float32, visitors),
+        nan=nan,
+    )
+
+
+def rivals_of(all_held: list[Held], arena: Arena) -> None:
+    """Fill in which homes overlap. Residents overlap none."""
+    spots = {held.name: arena.addresses.of(held.name, Item.WEIGHT) for held in all_held}
+    for held in all_held:
+        held.rivals = [
+            other for other in all_held if other is not held and spots[held.name].overlaps(spots[other.name])
+        ]
+
+
+def stateful(held: Held) -> bool:
+    """Whether the bucket is trained at all."""
+    return held.bucket.site is not Site.NONE

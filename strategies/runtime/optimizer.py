@@ -1,0 +1,220 @@
+"""The public face: one function that hooks a model in place and returns an ordinary optimizer.
+
+    optimizer = stow(model, plan)
+    model(**batch).loss.backward()
+    optimizer.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
+
+What differs from a plain optimizer, and why:
+    gradients   are taken off the parameters as they land: ``param.grad`` is None. ``step`` consumes them
+    weights     of buckets that are away, or whose update is under way, read as NaN. ``present`` shows chosen ones,
+                ``drain`` completes all updates, ``state_dict`` and forward need neither
+    clipping    by ``optimizer.clip_grad_norm_``. If it is not called, ``step`` clips to what the plan says
+    skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them. A plan that updates in
+                backward (only without clipping) skips from the first such bucket on
+
+Refused: a plan made for another model, dtype or grouping; stowing a model twice; closures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.layout import Layout
+from strategies.runtime.engine import Engine
+from strategies.runtime.rules import AdamW, Rule
+from strategies.runtime.surface import Surface
+from strategies.runtime.transfer import Transfer, transfer_for
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from strategies.core.plan import Plan
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+def stow(
+    model: nn.Module,
+    plan: Plan,
+    params: Params | None = None,
+    rule: Rule | None = None,
+    *,
+    device: torch.device | str | None = None,
+    process_group: ProcessGroup | None = None,
+    transfer: Transfer | None = None,
+) -> StowOptimizer:
+    """Move ``model`` into the memory that ``plan`` gives it and return the optimizer that drives it.
+
+    Args:
+        model: on the CPU. The dtype of its parameters is the dtype of compute; bf16 gets fp32 masters.
+        plan: with a layout and addresses, as ``trainer.memory.plan_for`` or a config with ``offload`` makes it.
+        params: as for any torch optimizer, parameters or groups; the same as the plan was made with.
+        rule: the update rule and its hyperparameters; AdamW with torch's defaults.
+        device: the one to train on; by default CUDA where there is one.
+        process_group: ranks that train together, each holding everything.
+        transfer: for tests.
+
+    Raises:
+        ValueError: the plan does not fit the model, or the model is stowed already.
+        OutOfMemoryError: the memory that the plan counts on is not there.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rule = rule or AdamW()
+    if getattr(model, "_stowed", False):
+        raise ValueError("this model is stowed already; close() its optimizer first")
+    optimizer = StowOptimizer(model, plan, params, rule, where, process_group, transfer or transfer_for(where))
+    model._stowed = True  # type: ignore[assignment]
+    return optimizer
+
+
+class StowOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose parameters, gradients and state live where a plan says. See ``stow``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        params: Params | None,
+        rule: Rule,
+        device: torch.device,
+        process_group: ProcessGroup | None,
+        transfer: Transfer,
+    ) -> None:
+        chosen: Any = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
+        self._ready = False
+        super().__init__(chosen, rule.defaults())
+        layout, place = plan.layout, plan.place
+        if layout is None or place is None:
+            raise ValueError("the plan has no layout: switch strategies.offload on")
+        names = {id(param): name for name, param in model.named_parameters()}
+        complaints = list(mismatches(model, layout, self.param_groups, len(rule.names)))
+        if complaints:
+            raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+        self.engine = Engine(
+            model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
+            group=process_group, debug=place.debug,
+        )  # fmt: skip
+        self.names = {names[key]: found for key, found in self.engine.place_of.items()}
+        self._surface = Surface(model, self.engine)
+        self._model = model
+        self._ready = True
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The norm of all gradients before clipping, on the device; ``step`` applies the clipping.
+
+        Raises:
+            RuntimeError: the plan updates in backward.
+        """
+        return self.engine.clip(max_norm)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Start the updates. They are computed under the next forward, each before its weights are used."""
+        if closure is not None:
+            raise ValueError("closures are not supported: weights are updated while the next forward runs")
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard gradients that were not stepped with. After ``step`` there are none."""
+        if self._ready and not self.engine.gradients.empty:
+            self.engine.discard()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, during construction.
+
+        Raises:
+            RuntimeError: afterwards, since the plan has no memory for more.
+        """
+        if self._ready:
+            raise RuntimeError("parameters cannot be added to a stowed model: close(), change, plan and stow again")
+        super().add_param_group(param_group)
+
+    # --- looking in --------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Complete all updates that are under way. Afterwards only buckets that travel are absent."""
+        self.engine.drain()
+
+    @contextmanager
+    def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Let ``params`` show their newest values, on the device; what is written to them is kept."""
+        with self._surface.present(list(params)):
+            yield
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out because a gradient was not finite, as far as known without waiting."""
+        return self.engine.skipped
+
+    @property
+    def device_bytes(self) -> int:
+        """Size of the arena on the device."""
+        return self.engine.arena.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the arena on the host."""
+        return self.engine.arena.host_bytes
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Views of a trained parameter's state by torch's names, and ``master`` in mixed precision; drains first."""
+        self.drain()
+        return self._surface.state_of(param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's form; tensors are views, not copies. ``save`` writes the same without a second copy."""
+        self.drain()
+        packed = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        packed["state"] = {i: state for i, param in enumerate(params) if (state := self._surface.state_of(param))["step"] > 0}
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy state in torch's form to where it lives, and hyperparameters into the groups."""
+        self.drain()
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, state in state_dict["state"].items():
+            self._surface.set_state(params[index], state)
+
+    def close(self) -> None:
+        """Give the model its weights back in ordinary memory on the CPU, and forget it."""
+        self.drain()
+        self._surface.take_out()
+        self.engine.close()
+        del self._model._stowed
+
+
+def mismatches(
+    model: nn.Module, layout: Layout, groups: list[dict[str, Any]], moments: int
+) -> Iterator[str]:
+    """Where ``layout`` does not fit, one line each."""
+    params = dict(model.named_parameters())
+    group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    if layout.moments != moments:
+        yield f"the plan has room for {layout.moments} moments per parameter, the update rule keeps {moments}"
+    planned: set[str] = set()
+    for bucket in layout.buckets:
+        for name, size in zip(bucket.params, bucket.sizes, strict=True):
+            planned.add(name)
+            param = params.get(name)
+            if param is None:
+                yield f"{name}: the model has no such parameter"
+                continue
+            group = group_of.get(id(param)) if param.requires_grad else None
+            found = (param.numel(), str(param.dtype).removeprefix("torch."), group)
+            if found != (size, bucket.dtype, bucket.group):
+                yield (
+                    f"{name}: the plan has {size} x {bucket.dtype} in group {bucket.group}, the model {found[0]} x "
+                    f"{found[1]} in group {found[2]}"
+                )
+    for name in params.keys() - planned:
+        yield f"{name}: not in the plan"

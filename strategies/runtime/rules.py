@@ -1,0 +1,127 @@
+"""Update rules: what an optimizer does to a parameter, its gradient and its state. Torch's own kernels.
+
+A rule knows neither homes nor buckets: it gets lists of views and updates them in place, wherever they are. It says how
+many fp32 numbers of state it keeps per element, so that a layout can find room for them.
+
+Exactness. The same torch function is called on views of the same shape split as plain training would call it on whole
+tensors. Element-wise kernels give each element the same bits wherever it lies; what is known about split points is
+written in [Note: split points] in ``update.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+
+class Rule(Protocol):
+    """An update rule. ``names`` are torch's for its state, one fp32 number per element each."""
+
+    names: ClassVar[tuple[str, ...]]
+
+    def defaults(self) -> dict[str, Any]:
+        """Hyperparameters of a parameter group, by torch's names."""
+
+    def update(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: Sequence[Sequence[Tensor]],
+        steps: Sequence[Tensor],
+        group: Mapping[str, Any],
+        bad: Tensor | None,
+    ) -> None:
+        """Update in place. ``state`` has one list per name; ``bad`` 1.0 leaves everything as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """``torch.optim.AdamW``. Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    Args:
+        fused: torch's fused kernel, for the CPU and for CUDA; otherwise what torch takes by default.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    fused: bool = True
+
+    def defaults(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "fused"}
+
+    def update(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: Sequence[Sequence[Tensor]],
+        steps: Sequence[Tensor],
+        group: Mapping[str, Any],
+        bad: Tensor | None,
+    ) -> None:
+        if not self.fused and bad is not None and bool(bad):  # the other kernels know no flag; this one waits for it
+            return
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(params),
+            list(grads),
+            list(state[0]),
+            list(state[1]),
+            [],
+            list(steps),
+            fused=self.fused or None,  # None: what torch takes by default, as torch.optim.AdamW does
+            found_inf=bad if self.fused else None,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD:
+    """``torch.optim.SGD`` without momentum: no state at all."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+    def defaults(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def update(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: Sequence[Sequence[Tensor]],
+        steps: Sequence[Tensor],
+        group: Mapping[str, Any],
+        bad: Tensor | None,
+    ) -> None:
+        if bad is not None and bool(bad):
+            return
+        sgd(
+            list(params),
+            list(grads),
+            [None] * len(params),
+            weight_decay=group["weight_decay"],
+            momentum=0.0,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        torch._foreach_add_(list(steps), 1)

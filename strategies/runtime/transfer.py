@@ -1,0 +1,176 @@
+"""Copies between the homes, and the only streams and events of the project.
+
+Four lanes: the device computes (COMPUTE), copies up (UP), copies down (DOWN); the worker on the host computes (HOST).
+Within a lane work runs in the order in which it was issued. Between lanes nothing is ordered but by an event: ``record``
+marks a point of a lane, ``wait`` makes another lane wait for it. The host waits for nobody, except the worker for what
+it is about to read.
+
+Without streams (a CPU machine) a copy is made when it is issued, and events are empty. ``Delayed`` makes each copy as
+late as its events allow, so that a forgotten wait shows as wrong numbers in a test on any machine.
+
+[Note: events that need no wait] An event of a lane says that everything before it in that lane is done. A lane that has
+waited for event 7 of UP need not wait for event 5 of UP. Each lane remembers the last event it waited for, by lane,
+which makes repeated waits free and lets callers wait for every event that could matter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lane(Enum):
+    """Where work runs in order."""
+
+    COMPUTE = "compute"
+    UP = "up"
+    DOWN = "down"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A point of a lane: everything issued there before it. ``number`` grows along the lane."""
+
+    lane: Lane
+    number: int
+    handle: Any = None  # torch.cuda.Event where there are streams
+
+
+class Transfer:
+    """Copies made at once: for machines whose device is their memory. Also the interface of the others."""
+
+    def __init__(self) -> None:
+        self._count: dict[Lane, int] = defaultdict(int)
+        self._seen: dict[tuple[Lane, Lane], int] = defaultdict(int)
+        self.bytes_up = self.bytes_down = 0
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        """Issue a copy of equal-sized flat tensors on ``lane``."""
+        if lane is Lane.UP:
+            self.bytes_up += target.nbytes
+        else:
+            self.bytes_down += target.nbytes
+        self._copy(lane, target, source)
+
+    def record(self, lane: Lane) -> Event:
+        """A point after everything issued on ``lane`` so far."""
+        self._count[lane] += 1
+        return Event(lane, self._count[lane], self._record(lane))
+
+    def wait(self, lane: Lane, *events: Event | None) -> None:
+        """``lane`` does nothing issued from now on before ``events``. See [Note: events that need no wait]."""
+        for event in events:
+            if event is None or event.lane is lane or self._seen[lane, event.lane] >= event.number:
+                continue
+            self._seen[lane, event.lane] = event.number
+            self._wait(lane, event)
+
+    def poison(self, lane: Lane, region: Tensor) -> None:
+        """Fill ``region`` with NaN on ``lane``: who reads it before the copy that follows will notice."""
+        self._copy(lane, region, torch.full((), float("nan"), dtype=region.dtype, device=region.device).expand_as(region))
+
+    def done(self, event: Event | None) -> bool:
+        """Whether ``event`` has passed, without waiting."""
+        return event is None or event.handle is None or bool(event.handle.query())
+
+    def host_wait(self, *events: Event | None) -> None:
+        """The calling thread waits for ``events``. For the worker, and where values leave for the user."""
+        for event in events:
+            if event is not None:
+                self._host_wait(event)
+
+    # What happened to which memory: nothing here; ``watch.py`` checks the order of every pair.
+    def reads(self, lane: Lane, *regions: Tensor | None) -> None: ...
+
+    def writes(self, lane: Lane, *regions: Tensor | None) -> None: ...
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def _record(self, lane: Lane) -> Any:
+        return None
+
+    def _wait(self, lane: Lane, event: Event) -> None: ...
+
+    def _host_wait(self, event: Event) -> None: ...
+
+
+class CudaTransfer(Transfer):
+    """One stream up, one down; compute is whatever stream the caller runs on.
+
+    A GPU has one copy engine per direction: more streams would add no bandwidth.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._streams = {Lane.UP: torch.cuda.Stream(device), Lane.DOWN: torch.cuda.Stream(device)}
+        self._device = device
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        # Backward runs in a thread of its own, on the stream of the forward it belongs to.
+        return self._streams.get(lane) or torch.cuda.current_stream(self._device)
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            target.copy_(source, non_blocking=True)
+
+    def _record(self, lane: Lane) -> torch.cuda.Event | None:
+        if lane is Lane.HOST:
+            return None  # the worker's result is awaited before its event is used
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event
+
+    def _wait(self, lane: Lane, event: Event) -> None:
+        if event.handle is not None and lane is not Lane.HOST:
+            self._stream(lane).wait_event(event.handle)
+
+    def _host_wait(self, event: Event) -> None:
+        if event.handle is not None:
+            event.handle.synchronize()
+
+
+class Delayed(Transfer):
+    """Copies made as late as their events allow. For tests: whoever forgets to wait reads old bytes.
+
+    Compute and the host are immediate, as on a machine without streams; each copy lane is a queue that is worked off
+    only as far as somebody waits for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: dict[Lane, deque[Callable[[], object]]] = {Lane.UP: deque(), Lane.DOWN: deque()}
+        self._done: dict[Lane, int] = {Lane.UP: 0, Lane.DOWN: 0}
+        self._lock = threading.RLock()  # the worker waits, too
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        self._queues[lane].append(lambda: target.copy_(source))
+
+    def _record(self, lane: Lane) -> None:
+        if lane in self._queues:
+            number = self._count[lane]
+            self._queues[lane].append(lambda: self._done.__setitem__(lane, number))
+
+    def _wait(self, lane: Lane, event: Event) -> None:
+        if lane in self._queues:
+            self._queues[lane].append(lambda: self._host_wait(event))
+        else:
+            self._host_wait(event)
+
+    def _host_wait(self, event: Event) -> None:
+        with self._lock:
+            while event.lane in self._queues and self._done[event.lane] < event.number:
+                self._queues[event.lane].popleft()()
+
+
+def transfer_for(device: torch.device) -> Transfer:
+    """The transfer that suits ``device``."""
+    return CudaTransfer(device) if device.type == "cuda" else Transfer()

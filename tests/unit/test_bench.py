@@ -1,0 +1,210 @@
+"""The bench: its arithmetic, its refusals, its table, and one real run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import bench
+from trainer.bench import harness, record, work
+from trainer.bench.record import Row, Spread
+from trainer.bench.work import MODELS, SUBJECTS, Subject, Work
+from trainer.errors import ConfigError, ExitCode
+
+
+def run(label: str, number: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
+    """What a run reports."""
+    told = {"host_peak_bytes": 1 << 30, "loss": 5.0, "notes": [], "others_share": 0.0}
+    return {"label": label, "round": number, "wall_s": 1.0, "tokens_per_s": tokens_per_s, **told, **more}
+
+
+def failed(label: str, number: int, reason: str) -> dict[str, Any]:
+    return {"label": label, "round": number, "wall_s": 1.0, "failed": reason}
+
+
+# --- summary -----------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """The machine halves its speed in round 2: the ratio holds, that of the medians would not."""
+    runs = [run("plain", 1, 100.0), run("a", 1, 90.0), run("plain", 2, 50.0), run("a", 2, 45.0), run("plain", 3, 96.0)]
+    first, second = record.summary(runs)
+    assert (first.label, first.tokens_per_s, first.of_plain) == ("plain", Spread(96.0, 50.0, 100.0), Spread(1, 1, 1))
+    assert (second.label, second.tokens_per_s, second.of_plain) == (
+        "a",
+        Spread(67.5, 45.0, 90.0),
+        Spread(0.9, 0.9, 0.9),
+    )
+
+
+def test_the_fastest_is_first_and_failures_are_last() -> None:
+    runs = [failed("x", 1, "no"), run("slow", 1, 1.0), run("fast", 1, 2.0), run("plain", 1, 1.5)]
+    assert [row.label for row in record.summary(runs)] == ["fast", "plain", "slow", "x"]
+
+
+def test_a_later_failure_keeps_what_was_measured() -> None:
+    (row,) = record.summary([run("a", 1, 10.0), failed("a", 2, "gone")])
+    assert row.tokens_per_s == Spread(10.0, 10.0, 10.0) and row.failed == "gone"
+    assert row.of_plain is None, "there is no plain run to compare with"
+
+
+def test_peaks_are_the_highest_of_any_run() -> None:
+    one = run("a", 1, 1.0, host_peak_bytes=3, device_peak_bytes=7)
+    other = run("a", 2, 1.0, host_peak_bytes=5, device_peak_bytes=6)
+    (row,) = record.summary([one, other])
+    assert (row.host_bytes, row.device_bytes) == (5, 7)
+
+
+def test_who_was_disturbed_says_so() -> None:
+    (row,) = record.summary([run("a", 1, 1.0, others_share=0.4), run("a", 2, 1.0, others_share=0.01)])
+    assert row.notes == ("not alone: other processes used up to 40% of the cores while it was measured",)
+    assert record.summary([run("a", 1, 1.0, others_share=0.04)])[0].notes == ()
+
+
+def test_the_table() -> None:
+    rows = [
+        Row("plain", Spread(1234.4, 1200.0, 1300.0), Spread(1, 1, 1), None, 1 << 30, 5.43217, None, ()),
+        Row("a", Spread(617.0, 600.0, 650.0), None, 3 << 20, 2 << 30, 5.5, None, ("it does less",)),
+        Row("x", failed="not installed"),
+    ]
+    lines = record.table(rows).splitlines()
+    assert len({len(line) for line in lines[:5]}) == 1, "aligned"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
+    assert cells[2][:5] == ["plain", "1,234", "1,200 to 1,300", "1.000", "1.000 to 1.000"]
+    assert cells[2][5:] == ["n/a", "1.0 GiB", "5.43217"]
+    assert cells[3][3:6] == ["n/a", "n/a", "3.0 MiB"]
+    assert cells[4] == ["x", "failed", *[""] * 6]
+    assert lines[6:] == ["- a: it does less", "- x failed: not installed"]
+
+
+def test_seconds_left() -> None:
+    """Two rounds of a (10 s) and b (20 s): after a and b of round 1, one of each is left."""
+    assert harness.seconds_left([], ["a"], 2) is None
+    assert harness.seconds_left([("a", 10.0)], ["a", "b"], 2) == 10.0 + 2 * 10.0
+    assert harness.seconds_left([("a", 10.0), ("b", 20.0)], ["a", "b"], 2) == 30.0
+
+
+# --- the work ----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_fix_the_rows() -> None:
+    assert work.work("45m").tokens == 512
+    assert work.work("45m", tokens=64) == Work(model="45m", rows=1, length=64)
+    assert work.work("45m", tokens=2048, accumulation=2) == Work(model="45m", rows=4, length=256, accumulation=2)
+    assert work.work("45m", tokens=1024, length=64) == Work(model="45m", rows=16, length=64)
+    assert work.work("45m", tokens=64, rows=2) == Work(model="45m", rows=2, length=32)
+
+
+@pytest.mark.parametrize("name", ["tiny", "45m"])
+def test_parameters_are_counted_right(name: str) -> None:
+    from trainer.bench.child import llama
+
+    model = llama(Work(model=name, rows=1, length=8))
+    assert sum(param.numel() for param in model.parameters()) == MODELS[name].num_params
+
+
+def test_weights_are_the_same_each_time_and_do_not_repeat() -> None:
+    from trainer.bench.child import llama
+
+    one, other = (dict(llama(Work(model="tiny", rows=1, length=8)).named_parameters()) for _ in range(2))
+    assert all(one[name].equal(other[name]) for name in one)
+    matrices = [param for param in one.values() if param.dim() == 2]
+    assert len({tuple(param.flatten()[:8].tolist()) for param in matrices}) == len(matrices)
+
+
+def test_every_subject_is_there() -> None:
+    import importlib
+
+    for subject in SUBJECTS:
+        module, name = subject.maker.split(":")
+        assert isinstance(getattr(importlib.import_module(f"trainer.bench.{module}"), name), type), subject.label
+
+
+def test_one_row_for_each_budget() -> None:
+    found = work.subjects(["plain", "ours-budget"], ["16GiB", "1.5gib"])
+    assert [subject.label for subject in found] == ["plain", "ours-budget 16GiB", "ours-budget 1.5gib"]
+    assert [subject.options.get("gpu_memory") for subject in found] == [None, 16 << 30, 3 << 29]
+    assert "ours-budget" not in [subject.label for subject in work.subjects(None, [])]
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--model 45", "--model 45: must be one of tiny, 45m, 1.3b, 6.7b; did you mean '45m'?"),
+        ("--dtype fp16", "--dtype fp16: must be one of fp32, bf16; did you mean 'bf16'?"),
+        ("--steps 0", "--steps 0: must be a whole number >= 1"),
+        ("--rounds two", "--rounds two: must be a whole number >= 1"),
+        ("--tokens 100 --length 64", "--tokens 100: must be rows x length x accumulation, here rows x 64 x 1"),
+        ("--tokens 64 --rows 3 --length 32", "--tokens 64: must be rows x length x accumulation, here 3 x 32 x 1"),
+        (
+            "--gpu-memory 16",
+            "--gpu-memory 16: must be a number with MiB or GiB, for example 16GiB; did you mean 16GiB?",
+        ),
+        ("--subjects ours-budget", "--subjects ours-budget: needs --gpu-memory, for example --gpu-memory 16GiB"),
+    ],
+)
+def test_a_wrong_option_is_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["offload", *words.split()]) == ExitCode.CONFIG
+    assert capsys.readouterr().err == f"{told}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("offload --subjects deepspeed-zero", ["--subjects deepspeed-zero: must be one of plain, ", "did you mean"]),
+        ("offload --round 3", ["--round: no such option", "--gpu-memory", "did you mean --rounds?"]),
+        ("offload --rows", ["--rows", "expected one argument"]),
+        ("ofload", ["ofload", "offload"]),
+        ("", ["THEME"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(words.split()) == ExitCode.CONFIG
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and all(part in told for part in parts), told
+
+
+def test_out_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--out .*file: cannot make a folder there"):
+        record.new_folder(tmp_path / "file", "offload", {"device_kind": "cpu", "usable_cores": 2})
+
+
+def test_folders_are_named_by_machine_and_never_shared(tmp_path: Path) -> None:
+    hardware = {"device_kind": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    first, second = (record.new_folder(tmp_path, "offload", hardware).name for _ in range(2))
+    assert first.endswith("_offload_h100-80gb-hbm3") and second == f"{first}_2"
+
+
+# --- real runs ---------------------------------------------------------------------------------------------------
+
+
+def test_plain_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 --subjects plain --out {tmp_path}"
+    assert bench.main(words.split()) == 0
+    (folder,) = tmp_path.iterdir()
+    told = json.loads((folder / "record.json").read_text())
+    assert told["command"] == f"python launch/bench.py {words}"
+    assert told["work"]["tokens_per_step"] == 128 and told["versions"]["torch"] and told["hardware"]["usable_cores"]
+    (only,) = told["runs"]
+    assert len(only["step_s"]) == 3 and len(only["losses"]) == 5
+    assert only["losses"][4] < only["losses"][0], "the tokens repeat, so it learns"
+    assert only["tokens_per_s"] == pytest.approx(3 * 128 / only["measured_s"])
+    assert sum(only["step_s"]) == pytest.approx(only["measured_s"], rel=0.1, abs=0.01)
+    assert only["host_peak_bytes"] > only["host_before_bytes"] > 1 << 20
+    table = (folder / "table.md").read_text()
+    assert table in capsys.readouterr().out and "| plain " in table
+    assert (folder / "logs" / "plain-1.log").exists()
+
+
+def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path) -> None:
+    broken = Subject("broken", "subjects:Plain", {"no_such": "option"})
+    said: list[str] = []
+    runs = list(harness.measure(work.work("tiny"), [broken], 2, tmp_path, said.append))
+    assert len(runs) == 1 and runs[0]["failed"].startswith("TypeError: ") and "no_such" in runs[0]["failed"]
+    assert "Traceback" in (tmp_path / "broken-1.log").read_text()
+    assert said[0] == "round 1 of 2: broken" and said[1].startswith("  failed: TypeError")

@@ -1,0 +1,179 @@
+"""The layout's sizes, from the table in its docstring, and buckets formed from parameters."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strategies.core.facts import Facts, Home, Param
+from strategies.core.layout import ITEM_BYTES, SCRATCH_ELEMENTS, Item, Site, needs, scratch_bytes
+from strategies.planner.buckets import block_bytes, form
+from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
+
+N = 1024  # elements of the bucket below
+
+
+def sizes(dtype: str, site: Site, ring: str | None, parks: Home, accumulation: int = 1) -> dict[str, tuple[str, int]]:
+    """Home and bytes per element by item; counts left out."""
+    group = None if site is Site.NONE else 0
+    made = bucket("b", "layers.0", N, dtype=dtype, site=site, ring=ring, parks=parks, group=group)
+    found = list(needs(made, layout(made, accumulation=accumulation)))
+    assert len({need.item for need in found}) == len(found)
+    return {
+        need.item.name: (need.home.value + (" ring" if need.ring else ""), need.num_bytes // N)
+        for need in found
+        if need.item is not Item.STEPS
+    }
+
+
+DEVICE, HOST = Home.DEVICE, Home.HOST
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (("float32", Site.NONE, None, DEVICE), {"WEIGHT": ("device", 4)}),
+        (("bfloat16", Site.NONE, "blocks", DEVICE), {"WEIGHT": ("device ring", 2), "COPY": ("host", 2)}),
+        (
+            ("float32", Site.DEVICE, None, DEVICE),
+            {"WEIGHT": ("device", 4), "GRAD": ("device", 4), "MOMENTS": ("device", 8)},
+        ),
+        (
+            ("bfloat16", Site.DEVICE, None, DEVICE),
+            {"WEIGHT": ("device", 2), "GRAD": ("device", 2), "MASTER": ("device", 4), "MOMENTS": ("device", 8)},
+        ),
+        (  # in fp32 the copy is the master
+            ("float32", Site.HOST, "blocks", HOST),
+            {
+                "WEIGHT": ("device ring", 4),
+                "COPY": ("host", 4),
+                "GRAD": ("device ring", 4),
+                "PARKED": ("host", 4),
+                "MOMENTS": ("host", 8),
+            },
+        ),
+        (
+            ("float32", Site.HOST, None, DEVICE),
+            {
+                "WEIGHT": ("device", 4),
+                "GRAD": ("device", 4),
+                "PARKED": ("host", 4),
+                "MASTER": ("host", 4),
+                "MOMENTS": ("host", 8),
+            },
+        ),
+        (
+            ("bfloat16", Site.STREAMED, "blocks", DEVICE),
+            {
+                "WEIGHT": ("device ring", 2),
+                "COPY": ("host", 2),
+                "GRAD": ("device", 2),
+                "MASTER": ("host", 4),
+                "MOMENTS": ("host", 8),
+                "VISIT": ("device ring", 12),
+            },
+        ),
+    ],
+)
+def test_bytes_per_element(
+    case: tuple[str, Site, str | None, Home], expected: dict[str, tuple[str, int]]
+) -> None:
+    assert sizes(*case) == expected
+
+
+def test_micro_batches_arrive_one_by_one() -> None:
+    once = sizes("bfloat16", Site.HOST, None, HOST)
+    more = sizes("bfloat16", Site.HOST, None, HOST, accumulation=2)
+    assert more == once | {"ARRIVAL": ("host ring", 2)}
+
+
+def test_counts_stand_where_the_update_is() -> None:
+    for site, home in ((Site.DEVICE, DEVICE), (Site.STREAMED, DEVICE), (Site.HOST, HOST)):
+        made = bucket("b", "layers.0", 10, 10, 10, site=site)
+        assert [(n.home, n.num_bytes) for n in needs(made, layout(made)) if n.item is Item.STEPS] == [(home, 512)]
+
+
+def test_scratch_is_for_mixed_precision_on_the_device() -> None:
+    def scratch(**changes: object) -> int:
+        return scratch_bytes(layout(bucket("b", "layers.0", 300, **changes)))
+
+    assert scratch(dtype="bfloat16") == 4 * 512
+    assert scratch(dtype="bfloat16", site=Site.STREAMED) == 4 * 512
+    assert scratch(dtype="bfloat16", site=Site.HOST) == 0
+    assert scratch() == 0
+    assert scratch_bytes(layout(bucket("b", "layers.0", 5 * SCRATCH_ELEMENTS, dtype="bfloat16"))) == 4 * SCRATCH_ELEMENTS
+
+
+# Buckets
+
+
+def test_a_block_is_a_bucket_and_small_vectors_share_one() -> None:
+    made = form(transformer(blocks=3))
+    assert [(b.name, b.group, b.units) for b in made] == [
+        ("embedding", 0, ("embedding",)),
+        ("layers.0..2", 1, ("layers.0", "layers.1", "layers.2")),
+        ("layers.0", 0, ("layers.0",)),
+        ("layers.1", 0, ("layers.1",)),
+        ("layers.2", 0, ("layers.2",)),
+        ("head:group1", 1, ("head",)),
+        ("head:group0", 0, ("head",)),
+    ]
+    assert made[2].params == ("layers.0.attention", "layers.0.ffn")
+    assert made[2].offsets == (0, 4 * 64 * 64)
+
+
+def test_one_group_makes_one_bucket_per_block() -> None:
+    made = form(transformer(blocks=3, groups=False))
+    assert [b.name for b in made] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+    assert {b.weight_bytes for b in made[1:4]} == {block_bytes(transformer(blocks=3))}
+
+
+def test_small_blocks_are_packed_and_large_ones_cut() -> None:
+    known = transformer(blocks=4, groups=False)
+    two = form(known, 2 * block_bytes(known))
+    assert [b.name for b in two] == ["embedding", "layers.0..1", "layers.2..3", "head"]
+    cut = form(known, 5 * 64 * 64 * 4)
+    assert [b.name for b in cut[:4]] == ["embedding", "layers.0/0", "layers.0/1", "layers.1/0"]
+    assert cut[1].params == ("layers.0.norm", "layers.0.attention")
+
+
+def test_a_tied_parameter_lies_at_its_first_use_and_names_the_other() -> None:
+    made = form(transformer(tied=True))
+    assert made[0].units == ("embedding", "head")
+    assert [b.name for b in made if "head" in b.units] == ["embedding", "head"]
+
+
+def test_offsets_are_aligned_in_the_compute_dtype() -> None:
+    (made,) = form(facts_of(*(Param(f"p{i}", "embedding", size, "bfloat16", 0) for i, size in enumerate((1, 257, 256)))))
+    assert made.offsets == (0, 256, 768)
+    assert made.num_elements == 1024
+
+
+def test_names_tell_groups_dtypes_and_frozen_ones_apart() -> None:
+    kinds = [("float32", 0), ("float32", None), ("bfloat16", 0)]
+    made = form(facts_of(*(Param(f"p{i}", "embedding", 5, dtype, group) for i, (dtype, group) in enumerate(kinds))))
+    assert [b.name for b in made] == [
+        "embedding:group0:float32",
+        "embedding:frozen:float32",
+        "embedding:group0:bfloat16",
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_facts(), st.none() | st.integers(512, 50_000))
+def test_every_bucket_keeps_the_rules(known: Facts, capacity: int | None) -> None:
+    made = form(known, capacity)
+    param = {p.name: p for p in known.params}
+    assert sorted(name for b in made for name in b.params) == sorted(param)
+    assert len({b.name for b in made}) == len(made)
+    order = [p.name for p in known.params]
+    firsts = [order.index(b.params[0]) for b in made]
+    assert firsts == sorted(firsts)
+    for b in made:
+        own = [param[name] for name in b.params]
+        assert {(p.dtype, p.group) for p in own} == {(b.dtype, b.group)}
+        assert [order.index(name) for name in b.params] == sorted(order.index(name) for name in b.params)
+        units = {p.unit for p in own}
+        assert len(units) == 1 or all(unit.startswith("layers") for unit in units)
+        limit = capacity or block_bytes(known, b.dtype)
+        in_block = next(iter(units)).startswith("layers")
+        assert len(own) == 1 or not in_block or b.num_elements * ITEM_BYTES[b.dtype] <= limit

@@ -1,0 +1,39 @@
+"""The benchmark ``offload``: plain training, this project's memory engine and the peers, on the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainer.bench import harness, record
+from trainer.bench.work import Subject, Work
+from trainer.errors import ExitCode
+
+
+def offload(
+    work: Work,
+    subjects: Sequence[Subject],
+    rounds: int,
+    out: Path,
+    command: str,
+    say: Callable[[str], None] = print,
+) -> ExitCode:
+    """Run it all. The record is written after every run, so that what was measured before an interrupt is kept.
+
+    Raises:
+        ConfigError: there is no room for the record in ``out``.
+    """
+    around = harness.surroundings()
+    folder = record.new_folder(out, "offload", around["hardware"])
+    say(f"{len(subjects)} subjects, {rounds} rounds; {record.conditions(work, rounds, around)}")
+    runs: list[harness.Run] = []
+    code, text = ExitCode.FINISHED, ""
+    try:
+        for run in harness.measure(work, subjects, rounds, folder / "logs", say):
+            runs.append(run)
+            text = record.write(folder, command, work, rounds, around, runs)
+    except KeyboardInterrupt:
+        say("interrupted; these runs had ended")
+        code = ExitCode.INTERRUPTED
+    say(f"\n{text}\nrecord: {folder}")
+    return code

@@ -1,0 +1,110 @@
+"""Plans for a live PyTorch model, without a config file: what ``stow`` takes.
+
+plan = plan_for(model, gpu_memory="20GiB", batch=(4, 2048))
+optimizer = stow(model, plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from strategies.core.compose import compose
+from strategies.core.facts import Precision, RunFacts
+from strategies.core.layout import ITEM_BYTES
+from strategies.core.plan import Plan
+from strategies.core.registry import find
+from trainer.facts import describe, machine_facts
+from trainer.machine import Machine, probe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Groups = Iterable[Tensor] | Iterable[Mapping[str, Any]]
+
+
+def plan_for(
+    model: nn.Module,
+    params: Groups | None = None,
+    *,
+    gpu_memory: str | float = "auto",
+    host_memory: str | float = "auto",
+    batch: tuple[int, int] | Mapping[str, Any] | None = None,
+    accumulation: int = 1,
+    max_grad_norm: float = 0.0,
+    moments: int = 2,
+    machine: Machine | None = None,
+    debug: bool = False,
+    **offload: Any,
+) -> Plan:
+    """Where everything rests that training ``model`` needs, and how it moves.
+
+    Args:
+        params: what a torch optimizer takes: parameters, or groups of them. None: all that require a gradient.
+        gpu_memory: "20GiB", a share such as 0.8, bytes, or "auto".
+        batch: keyword arguments of forward, or (rows, tokens): counts what backward keeps. None counts nothing.
+        accumulation: micro-batches per update.
+        max_grad_norm: what ``clip_grad_norm_`` will be called with; 0: it will not be called.
+        moments: fp32 numbers of optimizer state per parameter; AdamW keeps two.
+        debug: the runtime checks every use of a shared place.
+        offload: further options of ``strategies.offload``.
+
+    Raises:
+        ValueError: an option that cannot be, or a model that the engine cannot hold. Refusal: it does not fit.
+    """
+    groups = _group_names(model, params)
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    if dtypes - ITEM_BYTES.keys():
+        raise ValueError(
+            f"parameters of dtype {', '.join(sorted(dtypes - ITEM_BYTES.keys()))}: use float32 or bfloat16"
+        )
+    rows, tokens = _shape(batch)
+    run = RunFacts(
+        micro_batch=rows,
+        sequence=tokens,
+        accumulation=accumulation,
+        max_grad_norm=max_grad_norm,
+        precision=Precision.BF16 if "bfloat16" in dtypes else Precision.FP32,
+        world_size=1,
+        moments=moments,
+    )
+    facts = describe(model, batch, groups, run, machine_facts(machine or probe(), 1))
+    options = {"gpu_memory": gpu_memory, "host_memory": host_memory, **offload}
+    strategies = {"offload": find("offload").model_validate(options), "buffers": find("buffers").model_validate({"debug": debug})}
+    return compose(strategies, facts)
+
+
+def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
+    """Names of the parameters in each group.
+
+    Raises:
+        ValueError: a parameter in two groups, in none, or not of this model.
+    """
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    given: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
+    if not given:
+        raise ValueError("no parameters to train")
+    sets = [group["params"] for group in given] if isinstance(given[0], Mapping) else [given]
+    groups: list[list[Any]] = [[group] if hasattr(group, "requires_grad") else list(group) for group in sets]
+    seen: set[Any] = set()
+    for parameter in (parameter for group in groups for parameter in group):
+        if parameter not in names:
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not in the model")
+        if parameter in seen:
+            raise ValueError(f"{names[parameter]} is in more than one parameter group")
+        seen.add(parameter)
+    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in seen]
+    if left:
+        raise ValueError(f"{left[0]} requires a gradient and is in no parameter group; freeze it or add it")
+    return [[names[parameter] for parameter in group] for group in groups]
+
+
+def _shape(batch: tuple[int, int] | Mapping[str, Any] | None) -> tuple[int, int]:
+    """Rows and tokens of a batch, for the table."""
+    if batch is None:
+        return (1, 1)
+    if isinstance(batch, tuple):
+        return batch
+    sizes = [tuple(value.shape) for value in batch.values() if hasattr(value, "shape") and len(value.shape)]
+    first = sizes[0] if sizes else ()
+    return (first[0] if first else 1, first[1] if len(first) > 1 else 1)

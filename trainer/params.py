@@ -1,0 +1,67 @@
+"""The parameters of a model one by one: the unit that uses each first, its dtype, and the optimizer's group.
+
+Parameters registered before the first block belong to the embedding, those in a block to it, all others to the head. A
+parameter with several names is tied: it is listed under the first, with the units of the others as further users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from strategies.core.facts import Param
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EMBEDDING, HEAD = "embedding", "head"
+
+
+def units_by_name(model: nn.Module, blocks: Iterable[str]) -> dict[str, str]:
+    """The unit of every parameter name, tied ones included. ``blocks`` are dotted paths."""
+    blocks = set(blocks)
+    found: dict[str, str] = {}
+    outside = EMBEDDING
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        path = next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in blocks), None)
+        outside = HEAD if path is not None else outside
+        found[name] = path or outside
+    return found
+
+
+def list_params(
+    model: nn.Module,
+    blocks: Iterable[str],
+    group_of: Mapping[str, int],
+    dtype_of: Callable[[nn.Parameter], str],
+) -> tuple[Param, ...]:
+    """All parameters in order of registration.
+
+    Args:
+        group_of: the optimizer's group by name; frozen ones, and those without a group, are in none.
+    """
+    unit_of = units_by_name(model, blocks)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return tuple(
+        Param(
+            name=first,
+            unit=unit_of[first],
+            num_elements=parameter.numel(),
+            dtype=dtype_of(parameter),
+            group=group_of.get(first) if parameter.requires_grad else None,
+            users=tuple(dict.fromkeys(unit_of[name] for name in others if unit_of[name] != unit_of[first])),
+        )
+        for parameter, (first, *others) in names.items()
+    )
+
+
+def decay_groups(model: nn.Module) -> dict[str, int]:
+    """Hugging Face's groups: 0 for what weight decay applies to, 1 for norms and biases."""
+    from transformers import Trainer
+
+    rule: Callable[..., list[str]] = Trainer.get_decay_parameter_names  # uses nothing of its trainer
+    decayed = set(rule(None, model))
+    return {name: int(name not in decayed) for name, _ in model.named_parameters()}
