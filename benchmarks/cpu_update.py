@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
@@ -31,6 +30,7 @@ from trainer.machine import cores
 from trainer.ops import CPU_ADAM, cache_folder
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
+STEP = torch.tensor(3.0)
 WHOLE = "fp32, whole"
 BYTES = 28  # per parameter: weight and two moments read and written, and an fp32 gradient, or bf16 in and bf16 out
 Update = Callable[[], None]
@@ -38,9 +38,9 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
 
 
 def torch_kernel(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-    """The kernel of ``torch.optim.AdamW(fused=True)``; like the other, always as step 3."""
+    """The kernel of ``torch.optim.AdamW(fused=True)``, called, like the other, without its Python wrapper."""
     options: dict[str, Any] = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "weight_decay": DECAY}
-    adamw([p], [g], [m], [v], [], [torch.tensor(2.0)], fused=True, amsgrad=False, maximize=False, **options)
+    torch._fused_adamw_([p], [g], [m], [v], [], [STEP], amsgrad=False, maximize=False, **options)
 
 
 def deepspeed_kernel(build: bool) -> Kernel | None:

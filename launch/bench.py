@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))  # runs where the package is not installed, too
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
 from trainer.bench import work
 from trainer.bench.offload import offload
 from trainer.errors import ConfigError, UserError
 
-RECORDS = REPO / "benchmarks" / "records"
+RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 
 
 class Parser(argparse.ArgumentParser):

@@ -76,6 +76,7 @@ def choose(facts: Facts, wishes: Wishes, saved_bytes: int) -> Layout:
         if device <= wishes.device_bytes:
             if totals[Home.HOST] > wishes.host_bytes:
                 raise _no_host(wishes, totals[Home.HOST])
+            search.check_slots(step)
             return search.layout(step)
         smallest = device if smallest is None else min(smallest, device)
     assert smallest is not None
@@ -98,10 +99,7 @@ class _Search:
         self._hostable = [index for index in trainable if index not in always] if wishes.site == "auto" else []
         early = wishes.gradients == "host" or (wishes.gradients == "auto" and facts.run.accumulation == 1)
         self._parks_early = early
-        least = least_slots(facts, [self._buckets[index] for index in self._blocks], wishes.prefetch)
-        if wishes.slots is not None and self._blocks and wishes.slots < least:
-            cure = f"a block and what is fetched ahead of it need {least} slots; write {least}, or a lower prefetch"
-            raise Refusal(f"{KEY}.slots", wishes.slots, cure)
+        self._least = least = least_slots(facts, [self._buckets[index] for index in self._blocks], wishes.prefetch)
         self._frame = Layout(
             buckets=(),
             rings={BLOCKS: wishes.slots or max(SLOTS, least), ENDS: movable.end_slots(self._buckets, self._ends)},
@@ -111,6 +109,17 @@ class _Search:
             max_grad_norm=facts.run.max_grad_norm,
             moments=facts.run.moments,
         )
+
+    def check_slots(self, step: _Step) -> None:
+        """Nothing, if the buckets that travel have slots enough.
+
+        Raises:
+            Refusal: they have not.
+        """
+        slots, least = self._wishes.slots, self._least
+        if slots is not None and slots < min(least, step.travelling):
+            cure = f"a block and what is fetched ahead of it need {least} slots; write {least}, or a lower prefetch"
+            raise Refusal(f"{KEY}.slots", slots, cure)
 
     def _free(self, movable: list[int], *, even_if: bool = False) -> list[int]:
         """Those of ``movable`` whose state may rest where their weight does not."""

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from strategies.core.layout import Addresses, Item, Spot
 from strategies.core.plan import Home
@@ -114,4 +115,4 @@ def alone(view: Tensor) -> Tensor:
 
     Libraries take tensors that share a storage for tied weights; views of an arena share one and are not tied.
     """
-    return torch.from_dlpack(view.detach()) if view.numel() else view.detach()
+    return from_dlpack(view.detach()) if view.numel() else view.detach()

@@ -1,4 +1,4 @@
-"""The engine: what happens at each border of a scope and at each call of the optimizer. Everything else is a part of it.
+"""The engine: what happens at each border of a scope and at each call of the optimizer.
 
     forward enters a scope     settle its updates, fetch what is absent, fetch ahead
     backward enters a scope    the scopes after it are left; the same in the other direction
@@ -83,7 +83,10 @@ class Engine:
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _hold(self, params: Mapping[str, nn.Parameter]) -> Iterator[Held]:
-        nan = {name: torch.full((), float("nan"), dtype=name, device=self.device) for name in {p.dtype for p in params.values()}}
+        nan = {
+            name: torch.full((), float("nan"), dtype=name, device=self.device)
+            for name in {p.dtype for p in params.values()}
+        }
         for index, bucket in enumerate(self.layout.buckets):
             members = [params[name] for name in bucket.params]
             held = hold(bucket, index, members, self.arena, nan[members[0].dtype], self.layout.moments)
@@ -183,7 +186,9 @@ class Engine:
             self.updates.settle(held)
         if not held.present or held.pending is Pending.DEVICE:
             for rival in held.rivals:
-                if rival.pending is Pending.VISITING or (rival.present and (self._pinned(rival) or rival.index in soon)):
+                if rival.pending is Pending.VISITING or (
+                    rival.present and (self._pinned(rival) or rival.index in soon)
+                ):
                     return False
         if held.pending is Pending.DEVICE:
             if not self.updates.may_begin(held):

@@ -94,7 +94,9 @@ class Gradients:
         param.grad = None
         assert grad is not None and held.grad is not None
         if grad.layout is not torch.strided:
-            raise RuntimeError(f"{held.name}: sparse gradients are not supported; build the embedding with sparse=False")
+            raise RuntimeError(
+                f"{held.name}: sparse gradients are not supported; build the embedding with sparse=False"
+            )
         if self._fresh or index in held.landed:
             self._start_pass()
         if held.index in self._done:
@@ -220,6 +222,8 @@ class Gradients:
         assert target is not None, f"{held.name}: a second gradient, and nowhere to add it"
         if adds:
             self._wait_for_arrivals(target)
+        elif held.added is not None:  # by now long done: PARKED was read by an update since
+            transfer.wait(Lane.DOWN, held.added.result())
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), held.arrived)
         if len(held.unsent) == len(held.params):
             transfer.copy(Lane.DOWN, target, held.grad)
@@ -229,7 +233,7 @@ class Gradients:
         held.sent = transfer.record(Lane.DOWN)
         if adds:
             work = partial(self._add, held, target, sorted(held.unsent), frozenset(held.summed), held.sent)
-            self._arrivals[target.data_ptr()] = self._worker.submit(held.index, work)
+            held.added = self._arrivals[target.data_ptr()] = self._worker.submit(held.index, work)
         held.summed |= held.unsent
         held.unsent.clear()
 
@@ -282,7 +286,8 @@ class Gradients:
         in_order = [norms[held.index, index] for held, index in self._order if (held.index, index) in norms]
         if not in_order:
             return torch.zeros((), device=device)
-        return torch.linalg.vector_norm(torch.stack(in_order), 2.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
+        return total
 
     def discard(self) -> None:
         """As ``clear``, when nobody has taken the gradients: what the worker still adds is awaited."""

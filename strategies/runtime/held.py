@@ -73,6 +73,7 @@ class Held:
     unsent: set[int] = field(default_factory=set)  # of those: not yet on their way to the host
     touched: set[int] = field(default_factory=set)  # parameters with a gradient since the last update
     summed: set[int] = field(default_factory=set)  # of those: parameters whose gradient is in PARKED
+    added: Future[Event] | None = None  # the worker's last addition to PARKED
     norms: dict[int, Tensor] = field(default_factory=dict)
     norms_later: tuple[list[int], Future[list[Tensor]]] | None = None
     generation: int = 0  # of the home: how often this bucket has moved in

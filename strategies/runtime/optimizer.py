@@ -174,7 +174,9 @@ class StowOptimizer(torch.optim.Optimizer):
         self.drain()
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
-        packed["state"] = {i: state for i, param in enumerate(params) if (state := self._surface.state_of(param))["step"] > 0}
+        packed["state"] = {
+            i: state for i, param in enumerate(params) if (state := self._surface.state_of(param))["step"] > 0
+        }
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -193,9 +195,7 @@ class StowOptimizer(torch.optim.Optimizer):
         del self._model._stowed
 
 
-def mismatches(
-    model: nn.Module, layout: Layout, groups: list[dict[str, Any]], moments: int
-) -> Iterator[str]:
+def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], moments: int) -> Iterator[str]:
     """Where ``layout`` does not fit, one line each."""
     params = dict(model.named_parameters())
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}

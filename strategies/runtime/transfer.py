@@ -1,9 +1,9 @@
 """Copies between the homes, and the only streams and events of the project.
 
 Four lanes: the device computes (COMPUTE), copies up (UP), copies down (DOWN); the worker on the host computes (HOST).
-Within a lane work runs in the order in which it was issued. Between lanes nothing is ordered but by an event: ``record``
-marks a point of a lane, ``wait`` makes another lane wait for it. The host waits for nobody, except the worker for what
-it is about to read.
+Within a lane work runs in the order in which it was issued. Between lanes nothing is ordered but by an event:
+``record`` marks a point of a lane, ``wait`` makes another lane wait for it. The host waits for nobody, except the
+worker for what it is about to read.
 
 Without streams (a CPU machine) a copy is made when it is issued, and events are empty. ``Delayed`` makes each copy as
 late as its events allow, so that a forgotten wait shows as wrong numbers in a test on any machine.
@@ -75,7 +75,9 @@ class Transfer:
 
     def poison(self, lane: Lane, region: Tensor) -> None:
         """Fill ``region`` with NaN on ``lane``: who reads it before the copy that follows will notice."""
-        self._copy(lane, region, torch.full((), float("nan"), dtype=region.dtype, device=region.device).expand_as(region))
+        self._copy(
+            lane, region, torch.full((), float("nan"), dtype=region.dtype, device=region.device).expand_as(region)
+        )
 
     def done(self, event: Event | None) -> bool:
         """Whether ``event`` has passed, without waiting."""

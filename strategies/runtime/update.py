@@ -16,8 +16,8 @@ Ordering, by memory that two lanes touch:
     visit slot   UP writes after the former visitor's DOWN (``stored``); COMPUTE after UP (``arrived``); DOWN after
                  COMPUTE (``used``)
     host state   UP reads after the DOWN that wrote it (``stored``); the worker waits for ``stored`` and ``arrived``
-    PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future is awaited); the next
-                 DOWN waits for that UP (``arrived``)
+    PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
+                 next DOWN waits for that UP (``arrived``)
     COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``)
 
 [Note: split points] Element-wise CUDA kernels give an element the same bits wherever a call is cut. Torch's CPU kernels
@@ -146,6 +146,8 @@ class Updates:
         if held.parks_down:
             assert held.grad is not None and held.parked is not None
             self.enter_slot(held, Lane.UP)
+            if held.added is not None:
+                transfer.wait(Lane.UP, held.added.result())
             transfer.wait(Lane.UP, held.sent)
             transfer.copy(Lane.UP, held.grad, held.parked)
         held.arrived = transfer.record(Lane.UP)

@@ -170,7 +170,7 @@ def test_a_wrong_command_line_is_one_line(words: str, parts: list[str], capsys: 
 
 def test_out_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--out .*file: cannot make a folder there"):
+    with pytest.raises(ConfigError, match=r"--out .*file: cannot make a folder there"):
         record.new_folder(tmp_path / "file", "offload", {"device_kind": "cpu", "usable_cores": 2})
 
 

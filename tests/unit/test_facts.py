@@ -5,14 +5,18 @@ attention kernel, on batches that need a mask (padded or packed; see the docstri
 """
 
 import gc
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers import Trainer, TrainingArguments
 
-from strategies.core.facts import Precision, Unit, UnitKind
+from strategies.core.facts import Facts, Precision, Unit, UnitKind
+from strategies.core.registry import find
+from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 from trainer import model as model_module
 from trainer.config.sections import RunConfig
@@ -185,8 +189,8 @@ def test_a_fake_run_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_half_precision_halves_what_is_saved_only_under_zero(name: str) -> None:
-    """DeepSpeed casts the model; plain training autocasts fp32 weights and saves their casts besides."""
+def test_half_precision_halves_what_is_saved_only_in_an_engine(name: str) -> None:
+    """DeepSpeed and ours cast the model; plain training autocasts fp32 weights and saves their casts besides."""
     saved = {
         (bf16, stage): sum(
             unit.saved_bytes for unit in count_model(run_config(MODELS[name], bf16=bf16, stage=stage)).units[1:3]
@@ -195,6 +199,58 @@ def test_half_precision_halves_what_is_saved_only_under_zero(name: str) -> None:
     }
     assert saved[True, 2] < 0.75 * saved[False, None]
     assert saved[True, 2] < saved[True, None]
+    ours = count_model(offloaded(MODELS[name], bf16=True)).units[1:3]
+    assert sum(unit.saved_bytes for unit in ours) == saved[True, 2]
+
+
+# Single parameters
+
+
+def offloaded(config: Mapping[str, Any], **changes: Any) -> RunConfig:
+    plain = run_config(config, **changes)
+    return plain.model_copy(update={"strategies": {"offload": find("offload").model_validate({})}})
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model(name: str, tied: bool) -> None:
+    config = offloaded({**MODELS[name], "tie_word_embeddings": tied})
+    count = count_model(config)
+    real = real_model(config)
+    assert {p.name: p.num_elements for p in count.params} == {n: p.numel() for n, p in real.named_parameters()}
+    assert {p.dtype for p in count.params} == {"float32"}
+    assert [p.users for p in count.params if p.users] == ([("head",)] if tied else [])
+    Facts(count.units, run_facts(), GPU, count.params)  # they add up to the units
+    # Hugging Face's trainer makes the same groups.
+    groups = {p.name: p.group for p in count.params}
+    decayed = set(Trainer(real, TrainingArguments(use_cpu=True)).get_decay_parameter_names(real))
+    assert groups == {name: int(name not in decayed) for name, _ in real.named_parameters()}
+
+
+def test_parameters_are_listed_where_they_are_placed_one_by_one() -> None:
+    assert count_model(config_of("llama")).params == ()
+
+
+def test_parameters_in_bf16_and_frozen_ones() -> None:
+    lora = {"lora": {"r": 3, "target_modules": ["q_proj"]}}
+    params = count_model(offloaded(LLAMA, model=lora, bf16=True)).params
+    assert {p.dtype for p in params} == {"bfloat16"}
+    assert {p.group is None for p in params if "lora" in p.name} == {False}
+    assert {p.group for p in params if "lora" not in p.name} == {None}
+
+
+def test_facts_with_parameters_are_json() -> None:
+    known = gather(offloaded(LLAMA), 1, 1, probe())
+    tree = json.loads(json.dumps(known.to_json()))
+    assert len(tree["params"]) == len(known.params) > 0
+    assert tree["params"][0] == {
+        "name": "model.embed_tokens.weight",
+        "unit": "embedding",
+        "num_elements": VOCAB * 32,
+        "dtype": "float32",
+        "group": 0,
+        "users": [],
+    }
 
 
 # Adapters

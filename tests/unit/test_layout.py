@@ -74,9 +74,7 @@ DEVICE, HOST = Home.DEVICE, Home.HOST
         ),
     ],
 )
-def test_bytes_per_element(
-    case: tuple[str, Site, str | None, Home], expected: dict[str, tuple[str, int]]
-) -> None:
+def test_bytes_per_element(case: tuple[str, Site, str | None, Home], expected: dict[str, tuple[str, int]]) -> None:
     assert sizes(*case) == expected
 
 
@@ -100,7 +98,9 @@ def test_scratch_is_for_mixed_precision_on_the_device() -> None:
     assert scratch(dtype="bfloat16", site=Site.STREAMED) == 4 * 512
     assert scratch(dtype="bfloat16", site=Site.HOST) == 0
     assert scratch() == 0
-    assert scratch_bytes(layout(bucket("b", "layers.0", 5 * SCRATCH_ELEMENTS, dtype="bfloat16"))) == 4 * SCRATCH_ELEMENTS
+    assert (
+        scratch_bytes(layout(bucket("b", "layers.0", 5 * SCRATCH_ELEMENTS, dtype="bfloat16"))) == 4 * SCRATCH_ELEMENTS
+    )
 
 
 # Buckets
@@ -143,7 +143,9 @@ def test_a_tied_parameter_lies_at_its_first_use_and_names_the_other() -> None:
 
 
 def test_offsets_are_aligned_in_the_compute_dtype() -> None:
-    (made,) = form(facts_of(*(Param(f"p{i}", "embedding", size, "bfloat16", 0) for i, size in enumerate((1, 257, 256)))))
+    (made,) = form(
+        facts_of(*(Param(f"p{i}", "embedding", size, "bfloat16", 0) for i, size in enumerate((1, 257, 256))))
+    )
     assert made.offsets == (0, 256, 768)
     assert made.num_elements == 1024
 

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +184,7 @@ def timed(
     return {
         "tokens_per_s": work.tokens * work.steps / seconds,
         "measured_s": seconds,
-        "step_s": [after - before for before, after in zip(stamps, stamps[1:], strict=False)],
+        "step_s": [after - before for before, after in pairwise(stamps)],
         "losses": [float(loss) for loss in losses],
         "loss": float(losses[-1]),
         "threads": torch.get_num_threads(),

@@ -27,7 +27,12 @@ Run = dict[str, Any]  # what one run measured (``child.py``), or its reason unde
 
 def surroundings() -> dict[str, Any]:
     """Hardware and versions. Asked of a process of its own, so that this one holds nothing on a device."""
-    return child({}, sys.stderr)
+    with tempfile.TemporaryFile("w+") as log:
+        told = child({}, log)
+        log.seek(0)
+        if "failed" in told:
+            raise RuntimeError(f"this machine cannot be asked what it is: {told['failed']}\n{log.read()[-4000:]}")
+    return told
 
 
 def child(request: dict[str, Any], log: Any) -> Run:

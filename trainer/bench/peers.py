@@ -83,17 +83,21 @@ class Fsdp2(Trained):
     """``fully_shard`` per block with ``CPUOffloadPolicy``: weights, gradients and moments in fp32 on the host."""
 
     def __init__(self, work: Work, model: Any, device: torch.device) -> None:
-        from torch.distributed import HashStore, init_process_group
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         super().__init__(work, device)
         on_cuda = device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"  # the norm of gradients on the host needs gloo
-        init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        distributed: Any = torch.distributed
+        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (1,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if work.dtype == "bf16" else MixedPrecisionPolicy()
-        shared = {"mesh": mesh, "mp_policy": policy, "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda)}
+        shared: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda),
+        }
         model.float()  # the shards are the masters
         for block in model.model.layers:
             fully_shard(block, **shared)

@@ -61,9 +61,11 @@ class Plain(Trained):
     def __init__(self, work: Work, model: nn.Module, device: torch.device) -> None:
         super().__init__(work, device)
         self.model = model.to(device)
-        self.params = list(model.parameters())
+        self.params: list[Tensor] = list(model.parameters())
         self.mixed = work.dtype == "bf16"
-        self.masters = [p.detach().float().requires_grad_() for p in self.params] if self.mixed else self.params
+        self.masters: list[Tensor] = (
+            [p.detach().float().requires_grad_() for p in self.params] if self.mixed else self.params
+        )
         self.optimizer = torch.optim.AdamW(self.masters, fused=True, **work.adamw)
         self.settings = {"optimizer": "torch.optim.AdamW(fused=True)", "fp32_masters": self.mixed}
 

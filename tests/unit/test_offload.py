@@ -1,0 +1,300 @@
+"""Offload and buffers: one plan whose table adds up to the arenas, options as people write them, live models."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from pydantic import ValidationError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from strategies.core.compose import compose, with_implied
+from strategies.core.facts import Facts, Home, MachineFacts, Precision
+from strategies.core.layout import Site
+from strategies.core.plan import Conflict, Kind, Plan, Travel
+from strategies.core.protocol import BITWISE, Refusal
+from strategies.core.registry import find
+from strategies.core.render import rows, table, to_json
+from strategies.core.sizes import check_budget, parse_bytes, written
+from strategies.planner.validate import validate
+from tests.helpers.fakes import CPU, block, facts, run_facts
+from tests.helpers.layouts import random_facts, transformer
+from tests.helpers.tiny import GPT2, LLAMA
+from tests.unit.test_planner_rule import wish
+from trainer.memory import plan_for
+
+GIB = 1 << 30
+
+
+def offload(**options: Any) -> Any:
+    return find("offload").model_validate(options)
+
+
+def plan_of(known: Facts, *, debug: bool = False, **options: Any) -> Plan:
+    return compose({"offload": offload(**options), "buffers": find("buffers").model_validate({"debug": debug})}, known)
+
+
+def in_table(plan: Plan, home: Home) -> int:
+    """The table's bytes at one home, without what forward saves."""
+    return sum(row.num_bytes for row in rows(plan) if row.home is home and row.tensors != "saved for backward")
+
+
+# The plan
+
+
+@settings(max_examples=150, deadline=None)
+@given(random_facts(), wish)
+def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) -> None:
+    size = asked["bucket_bytes"]
+    plan = plan_of(
+        known,
+        site=asked["site"],
+        weights=asked["weights"],
+        gradients=asked["gradients"],
+        prefetch=asked["prefetch"],
+        bucket_size=f"{size}B" if size else "auto",
+    )
+    assert plan.addresses is not None and plan.layout is not None
+    saved = sum(unit.saved_bytes for unit in known.units)
+    assert in_table(plan, Home.DEVICE) == plan.addresses.device_bytes
+    assert in_table(plan, Home.HOST) == plan.addresses.host_bytes
+    assert plan.peak(Home.DEVICE) == plan.addresses.device_bytes + saved
+    assert plan.peak(Home.HOST) == plan.addresses.host_bytes + known.machine.runtime_host_bytes
+    assert validate(plan.layout, plan.addresses, known.params) == []
+    json.dumps(to_json(plan))
+
+
+def test_mixed_precision_on_the_host_by_hand() -> None:
+    known = transformer(dtype="bfloat16", groups=False, precision=Precision.BF16)
+    plan = plan_of(known, site="host")
+    params = known.num_params
+    assert {kind: plan.total(kind, Home.DEVICE) // params for kind in Kind} == {
+        Kind.PARAM: 2,
+        Kind.GRAD: 0,
+        Kind.MASTER: 0,
+        Kind.MOMENT: 0,
+    }
+    assert plan.states(Home.HOST) == (2 + 4 + 8) * params
+    travelling = plan_of(known, site="host", weights="streamed")
+    blocks = sum(unit.num_params for unit in known.units[1:-1])
+    assert travelling.total(Kind.PARAM, Home.HOST) == 2 * blocks
+    reserves = {reserve.owner: reserve.num_bytes for reserve in travelling.reserves(Home.DEVICE)}
+    block_of_one = travelling.layout.buckets[1].weight_bytes  # type: ignore[union-attr]  # there is one
+    assert reserves["device: slots for weights"] == 3 * block_of_one
+
+
+def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
+    plan = plan_of(transformer(blocks=4), site="host", weights="streamed")
+    parameters = [row for row in rows(plan) if row.unit == "layers.0" and row.tensors == "parameters"]
+    assert [(row.count, row.home, row.num_bytes) for row in parameters] == [
+        (4, Home.HOST, 4 * 4 * 12 * 64 * 64),
+        (4, Home.DEVICE, 4 * 4 * 64),
+    ]
+    assert [row.reason for row in parameters] == ["fetched for use, slot by slot", "always present"]
+    assert plan.home("layers.0", Kind.PARAM) is Home.HOST
+
+
+def test_units_that_travel_are_fetched_ahead() -> None:
+    plan = plan_of(transformer(), site="host", weights="streamed", prefetch=2)
+    ahead = {d.unit: d.fetch_ahead for d, _ in plan.answers.values() if isinstance(d, Travel)}
+    assert ahead == {"embedding": 0, **{f"layers.{i}": 2 for i in range(4)}, "head": 0}
+
+
+def test_offload_brings_its_buffers() -> None:
+    assert list(with_implied({"offload": offload()})) == ["offload", "buffers"]
+    plan = compose({"offload": offload()}, transformer())
+    assert plan.place is not None and not plan.place.debug
+    debugged = plan_of(transformer(), debug=True)
+    assert debugged.place is not None and debugged.place.debug
+    assert "idle" not in table(plan)
+
+
+def test_buffers_alone_are_idle() -> None:
+    plan = compose({"buffers": find("buffers").model_validate({})}, transformer())
+    assert plan.idle == {"buffers": "nothing travels: strategies.offload is not on"}
+    assert plan.layout is None and plan.addresses is None
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_two_engines_are_one_too_many(stage: int, precision: Precision) -> None:
+    both = {"offload": offload(), "zero": find("zero").model_validate({"stage": stage})}
+    with pytest.raises(Conflict) as caught:
+        compose(both, transformer(precision=precision, world_size=2))
+    assert str(caught.value) == (
+        "strategies.zero and strategies.offload both decide share of all units, differently: remove one of the two"
+    )
+
+
+def test_refusals() -> None:
+    with pytest.raises(Refusal, match=r"training.fp16 = True: .* write training.bf16: true"):
+        plan_of(transformer(precision=Precision.FP16))
+    with pytest.raises(Refusal, match=r"update_in_backward = True: the norm is known only after backward"):
+        plan_of(transformer(max_grad_norm=1.0), update_in_backward=True)
+    with pytest.raises(AssertionError, match="do not list them"):
+        plan_of(facts(block(0, 10)))
+
+
+@pytest.mark.parametrize(
+    ("wished", "norm", "expected"), [("auto", 0.0, True), ("auto", 1.0, False), (False, 0.0, False), (True, 0.0, True)]
+)
+def test_updates_start_in_backward_unless_they_wait_for_the_norm(wished: Any, norm: float, expected: bool) -> None:
+    plan = plan_of(transformer(max_grad_norm=norm), update_in_backward=wished)
+    assert plan.layout is not None and plan.layout.in_backward is expected
+
+
+def test_parity() -> None:
+    assert offload().parity(run_facts()) == BITWISE
+    assert offload().parity(run_facts(precision=Precision.BF16)).tolerance > 0
+
+
+# Budgets
+
+
+def machine(device: int, host: int, runtime: int = 0, name: str = "gpu") -> MachineFacts:
+    return MachineFacts(name, device, host, runtime)
+
+
+def test_budgets() -> None:
+    roomy = machine(100 * GIB, 200 * GIB, 10 * GIB)
+
+    def budgets(**options: Any) -> tuple[int, int]:
+        wishes = offload(**options)._wishes(transformer(machine=roomy))
+        return wishes.device_bytes, wishes.host_bytes
+
+    assert budgets() == (90 * GIB, 170 * GIB)
+    assert budgets(gpu_memory=0.5, host_memory=0.5) == (50 * GIB, 90 * GIB)
+    assert budgets(gpu_memory="20GiB", host_memory="30GiB") == (20 * GIB, 30 * GIB)
+    assert budgets(gpu_memory=4096, host_memory="1.5KiB") == (4096, 1536)
+
+
+def test_without_an_accelerator_auto_takes_all_and_moves_nothing() -> None:
+    plan = plan_of(transformer(machine=CPU))
+    assert plan.layout is not None and {b.site for b in plan.layout.buckets} == {Site.DEVICE}
+    assert offload()._wishes(transformer(machine=CPU)).device_bytes == CPU.device_bytes
+
+
+def test_both_homes_are_shown_on_a_machine_where_they_are_one_memory() -> None:
+    text = table(plan_of(transformer(machine=CPU), site="host"))
+    assert "device (this machine's RAM): " in text and "host (the same RAM): " in text
+    assert "the same RAM" not in table(plan_of(transformer(machine=CPU)))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("20GiB", 20 * GIB),
+        ("512 MiB", 512 << 20),
+        ("20GB", 20 * 10**9),
+        ("1.5kb", 1500),
+        ("4096", 4096),
+        ("1tib", 1 << 40),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-5GiB", "5 apples", "5GiBs", "1e9", "12", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be a size, as in|write the unit, as in"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -0.5, float("nan"), 0, -5, 80, "80", "most"])
+def test_what_is_no_budget(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        check_budget(value)
+    with pytest.raises(ValidationError):
+        offload(gpu_memory=value)
+
+
+@pytest.mark.parametrize("num_bytes", [1024, 1025, 10**6, 16 << 20, 10**9, 10**12 + 1])
+def test_what_a_refusal_writes_can_be_written(num_bytes: int) -> None:
+    assert num_bytes <= parse_bytes(written(num_bytes)) < num_bytes + max(1024, num_bytes // 15)
+
+
+# Live models
+
+
+def make(config: Any, head: Any = AutoModelForCausalLM, **changes: Any) -> Any:
+    tree = {**config, **changes}
+    return head.from_config(AutoConfig.for_model(tree.pop("model_type"), **tree))
+
+
+T5 = {
+    "model_type": "t5",
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 128,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "units"),
+    [
+        (make(LLAMA), (2, 8), ["embedding", "model.layers.0", "model.layers.1", "head"]),
+        (make(GPT2), (2, 8), ["embedding", "transformer.h.0", "transformer.h.1", "head"]),
+        (
+            make(T5, AutoModelForSeq2SeqLM),
+            (2, 8),
+            ["embedding", *(f"{side}.block.{i}" for side in ("encoder", "decoder") for i in (0, 1)), "head"],
+        ),
+        (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), {"input": torch.zeros(3, 4)}, ["embedding"]),
+    ],
+    ids=["llama", "gpt2", "t5", "no blocks"],
+)
+@pytest.mark.parametrize("site", ["device", "host", "streamed"])
+def test_any_model_is_planned_and_left_as_it_is(model: Any, batch: Any, units: list[str], site: str) -> None:
+    model.eval()
+    before = [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()]
+    random = torch.get_rng_state()
+    weights = "resident" if site == "device" else "streamed"
+    plan = plan_for(model, batch=batch, site=site, weights=weights, max_grad_norm=1.0)
+    assert [unit.name for unit in plan.facts.units] == units
+    assert sum(b.num_elements for b in plan.layout.buckets) >= sum(p.numel() for p in model.parameters())  # type: ignore[union-attr]  # there is one
+    assert plan.peak(Home.DEVICE) > plan.addresses.device_bytes  # type: ignore[union-attr]  # and addresses, too
+    assert [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()] == before
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_without_a_batch_nothing_counts_as_saved() -> None:
+    plan = plan_for(make(LLAMA))
+    assert sum(unit.saved_bytes for unit in plan.facts.units) == 0
+
+
+def test_groups_as_torch_takes_them() -> None:
+    model = make(LLAMA).to(torch.bfloat16)
+    model.lm_head.weight.requires_grad_(False)
+    matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    plan = plan_for(model, [{"params": matrices, "lr": 1.0}, {"params": vectors}])
+    found = {param.name: (param.group, param.dtype) for param in plan.facts.params}
+    assert found["model.layers.0.mlp.up_proj.weight"] == (0, "bfloat16")
+    assert found["model.norm.weight"] == (1, "bfloat16")
+    assert found["lm_head.weight"] == (None, "bfloat16")
+    assert plan.facts.run.precision is Precision.BF16
+    flat = plan_for(model, (p for p in model.parameters() if p.requires_grad))
+    assert {param.group for param in flat.facts.params} == {0, None}
+
+
+def test_groups_that_cannot_be() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="bias requires a gradient and is in no parameter group"):
+        plan_for(model, [model.weight])
+    with pytest.raises(ValueError, match="weight is in more than one parameter group"):
+        plan_for(model, [{"params": [model.weight, model.bias]}, {"params": [model.weight]}])
+    with pytest.raises(ValueError, match=r"of shape \(3,\) is not in the model"):
+        plan_for(model, [nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="no parameters to train"):
+        plan_for(model, [])
+    with pytest.raises(ValueError, match="dtype float64: use float32 or bfloat16"):
+        plan_for(model.double())

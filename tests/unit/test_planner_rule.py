@@ -1,0 +1,254 @@
+"""The placement rule: the order of its measures by hand, its refusals to the letter, its budgets on random models."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strategies.core.facts import Facts, Home, Param
+from strategies.core.layout import Layout, Site
+from strategies.core.protocol import Refusal
+from strategies.core.sizes import parse_bytes
+from strategies.planner.addresses import place
+from strategies.planner.rule import BLOCKS, ENDS, Wishes, choose
+from strategies.planner.validate import validate
+from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
+
+PLENTY = 1 << 50
+DEVICE, HOST = Home.DEVICE, Home.HOST
+
+
+def wishes(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any) -> Wishes:
+    return Wishes(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        gpu_memory=device_bytes,
+        host_memory=host_bytes,
+        **changes,
+    )
+
+
+def chosen(known: Facts, device_bytes: int = PLENTY, saved: int = 0, **changes: Any) -> Layout:
+    return choose(known, wishes(device_bytes, **changes), saved)
+
+
+def device_bytes(made: Layout) -> int:
+    return place(made).device_bytes
+
+
+def every_budget(known: Facts, **changes: Any) -> list[Layout]:
+    """The layouts from plenty of memory down to the least, each made by taking one byte from the one before."""
+    found = [chosen(known, **changes)]
+    while True:
+        try:
+            found.append(chosen(known, device_bytes(found[-1]) - 1, **changes))
+        except Refusal:
+            return found
+
+
+# The order of measures
+
+
+def test_what_fits_is_not_moved() -> None:
+    made = chosen(transformer())
+    assert set(homes_of(made).values()) == {(Site.DEVICE, None, DEVICE)}
+    assert made.rings == {}
+    exact = device_bytes(made)
+    assert chosen(transformer(), exact) == made
+    assert chosen(transformer(), exact + 7, saved=7) == made
+    assert chosen(transformer(), exact + 6, saved=7) != made
+
+
+def test_first_the_last_states_then_gradients_then_the_first_weights_then_the_ends() -> None:
+    """With accumulation gradients stay as long as they can."""
+    known = transformer(groups=False, blocks=6, accumulation=2)
+    budgets = every_budget(known)
+    stages = [
+        (
+            sum(site is Site.HOST for site, _, _ in homes_of(made).values()),
+            sum(park is HOST for _, _, park in homes_of(made).values()),
+            sum(ring == BLOCKS for _, ring, _ in homes_of(made).values()),
+            sum(ring == ENDS for _, ring, _ in homes_of(made).values()),
+        )
+        for made in budgets
+    ]
+    assert stages == sorted(stages)
+    assert stages[0] == (0, 0, 0, 0)
+    assert stages[-1] == (8, 8, 6, 2)
+    for made in budgets:
+        sites = [b.site for b in made.buckets]
+        parks = [b.parks for b in made.buckets]
+        rings = [b.ring for b in made.buckets[1:-1]]
+        assert sites == sorted(sites, key=[Site.DEVICE, Site.HOST].index)
+        assert parks == sorted(parks, key=[DEVICE, HOST].index)
+        assert rings == sorted(rings, key=[BLOCKS, None].index)
+        if HOST in parks:
+            assert Site.DEVICE not in sites
+        if BLOCKS in rings:
+            assert DEVICE not in parks
+
+
+def test_a_single_micro_batch_is_sent_down_at_once() -> None:
+    for made in every_budget(transformer(groups=False)):
+        assert all((b.site is Site.HOST) is (b.parks is HOST) for b in made.buckets)
+
+
+def test_a_window_of_three_slots_and_what_is_fetched_ahead() -> None:
+    known = transformer(blocks=8, groups=False)
+    assert chosen(known, weights="streamed").rings == {BLOCKS: 3}
+    assert chosen(known, weights="streamed", prefetch=4).rings == {BLOCKS: 5}
+    assert chosen(known, weights="streamed", slots=2).rings == {BLOCKS: 2}
+    assert chosen(known, weights="streamed", slots=1, prefetch=0).rings == {BLOCKS: 1}
+
+
+def test_all_pieces_of_a_block_are_present_together() -> None:
+    known = transformer(blocks=8, groups=False)
+    made = chosen(known, weights="streamed", bucket_bytes=5 * 64 * 64 * 4)
+    assert [b.name for b in made.buckets if b.ring][:3] == ["layers.0/0", "layers.0/1", "layers.1/0"]
+    assert made.rings == {BLOCKS: 4}
+
+
+# What stays
+
+
+def test_small_buckets_and_widely_used_ones_stay() -> None:
+    made = chosen(transformer(blocks=8), weights="streamed")
+    assert [b.name for b in made.buckets if b.resident] == ["embedding", "layers.0..7", "head:group1", "head:group0"]
+    known = transformer(blocks=4, groups=False)
+    packed = chosen(known, weights="streamed", bucket_bytes=10 * 12 * 64 * 64 * 4)
+    assert [b.name for b in packed.buckets] == ["embedding", "layers.0..3", "head"]
+    assert all(b.resident for b in packed.buckets)
+
+
+def test_tied_ends_stay() -> None:
+    least = every_budget(transformer(tied=True, groups=False))[-1]
+    assert ENDS not in least.rings
+    assert least.buckets[0].resident
+
+
+def test_what_stands_between_two_stacks_of_blocks_stays() -> None:
+    big = 64 * 64
+    known = facts_of(
+        Param("tokens", "embedding", big, "float32", 0),
+        *(
+            Param(f"{stack}.{i}.w", f"{stack}.{i}", big, "float32", 0)
+            for stack in ("encoder", "decoder")
+            for i in (0, 1)
+        ),
+        Param("output", "head", big, "float32", 0),
+    )
+    assert {made.rings.get(ENDS) for made in every_budget(known)} == {None}
+
+
+def test_frozen_weights_travel_while_the_adapters_stay() -> None:
+    known = transformer(blocks=6, frozen=True)
+    made = chosen(known, site="device", weights="streamed")
+    assert {b.site for b in made.buckets if b.ring} == {Site.NONE}
+    small = chosen(known, device_bytes(chosen(known, site="device")) - 1, site="device")
+    assert {b.site for b in small.buckets} == {Site.NONE, Site.DEVICE}
+    assert small.rings == {BLOCKS: 3}
+
+
+# Forced options
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("site", ["device", "host", "streamed"])
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_forced_options_hold_for_every_bucket(site: Any, weights: Any, gradients: Any, accumulation: int) -> None:
+    known = transformer(groups=False, accumulation=accumulation)
+    made = chosen(known, site=site, weights=weights, gradients=gradients)
+    assert {b.site for b in made.buckets} == {Site(site)}
+    assert {b.ring for b in made.buckets[1:-1]} == {BLOCKS if weights == "streamed" else None}
+    parks = HOST if gradients == "host" and site != "device" else DEVICE
+    assert {b.parks for b in made.buckets} == {parks}
+    assert validate(made, place(made), known.params) == []
+
+
+def test_travelling_weights_alone_take_their_state_with_them() -> None:
+    made = chosen(transformer(groups=False), weights="streamed")
+    assert [b.site for b in made.buckets] == [Site.DEVICE, *4 * [Site.HOST], Site.DEVICE]
+
+
+def test_state_that_visits_parks_its_gradients_when_it_must() -> None:
+    known = transformer(groups=False)
+    roomy = chosen(known, site="streamed", weights="resident")
+    assert {b.parks for b in roomy.buckets} == {DEVICE}
+    tight = chosen(known, device_bytes(roomy) - 1, site="streamed", weights="resident")
+    assert HOST in {b.parks for b in tight.buckets}
+
+
+# Refusals
+
+
+def refusal(known: Facts, *budgets: int, **changes: Any) -> str:
+    with pytest.raises(Refusal) as caught:
+        choose(known, wishes(*budgets, **changes), 1000)
+    return str(caught.value)
+
+
+def test_a_device_that_is_too_small() -> None:
+    known = transformer(groups=False)
+    text = refusal(known, 100_000)
+    assert text.startswith("strategies.offload.gpu_memory = 100000: ")
+    assert text.endswith(" or more, or a smaller training.per_device_train_batch_size")
+    least = parse_bytes(text.split("write ")[1].split(" or more")[0])
+    assert choose(known, wishes(least), 1000).rings == {BLOCKS: 3, ENDS: 1}
+    assert "1000 B of them for what forward saves" in text
+
+
+def test_a_refusal_names_what_was_forced() -> None:
+    assert refusal(transformer(), 100_000, site="device").endswith(", or leave strategies.offload.site at auto")
+
+
+def test_a_host_that_is_too_small() -> None:
+    known = transformer(groups=False)
+    text = refusal(known, PLENTY, 5000, site="host")
+    assert text.startswith("strategies.offload.host_memory = 5000: ")
+    enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
+    assert place(choose(known, wishes(PLENTY, enough, site="host"), 0)).host_bytes <= enough
+
+
+def test_too_few_slots() -> None:
+    known = transformer(groups=False)
+    assert refusal(known, PLENTY, PLENTY, weights="streamed", slots=2, prefetch=2) == (
+        "strategies.offload.slots = 2: a block and what is fetched ahead of it need 3 slots; "
+        "write 3, or a lower prefetch"
+    )
+    assert chosen(known, slots=1).rings == {}  # unless nothing travels
+
+
+# Any model, any wish
+
+wish = st.fixed_dictionaries(
+    {
+        "site": st.sampled_from(["auto", "auto", "device", "host", "streamed"]),
+        "weights": st.sampled_from(["auto", "auto", "resident", "streamed"]),
+        "gradients": st.sampled_from(["auto", "auto", "device", "host"]),
+        "bucket_bytes": st.none() | st.integers(1024, 40_000),
+        "prefetch": st.integers(0, 3),
+        "slots": st.none() | st.integers(1, 9),
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_facts(), wish, st.integers(1, 400_000))
+def test_what_is_chosen_is_valid_and_within_the_budget(known: Facts, asked: dict[str, Any], budget: int) -> None:
+    saved = sum(unit.saved_bytes for unit in known.units)
+    try:
+        made = choose(known, wishes(budget, **asked), saved)
+    except Refusal as refused:
+        if refused.key.endswith("slots"):
+            return
+        least = parse_bytes(str(refused).split("write ")[1].split(" or more")[0])
+        assert budget < least
+        made, budget = choose(known, wishes(least, **asked), saved), least
+    addresses = place(made)
+    assert validate(made, addresses, known.params) == []
+    assert addresses.device_bytes + saved <= budget
+    for b in made.buckets:
+        assert b.site is not Site.DEVICE or b.resident or (asked["site"], asked["weights"]) == ("device", "streamed")
+    assert made == choose(known, wishes(budget, **asked), saved)

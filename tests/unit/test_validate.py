@@ -1,0 +1,228 @@
+"""The validator: accepts what the contract allows, and names every way to break it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from strategies.core.facts import Facts, Home
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, Spot
+from strategies.planner.addresses import place
+from strategies.planner.rule import choose
+from strategies.planner.validate import check, validate
+from tests.helpers.layouts import bucket, layout, random_facts
+from tests.unit.test_planner_rule import wish, wishes
+
+Case = tuple[Layout, Addresses]
+Mutation = Callable[[Layout, Addresses, st.DataObject], Case]
+
+
+def two() -> Layout:
+    return layout(
+        bucket("a", "layers.0", 100, 50, site=Site.HOST, ring="blocks", parks=Home.HOST),
+        bucket("b", "layers.1", 100, site=Site.HOST, ring="blocks", parks=Home.HOST),
+        bucket("c", "layers.2", 100, site=Site.HOST, ring="blocks", parks=Home.HOST),
+        bucket("d", "head", 70),
+        bucket("e", "head", 70, site=Site.NONE, group=None),
+    )
+
+
+def complaints(made: Layout, addresses: Addresses | None = None) -> str:
+    return "; ".join(validate(made, addresses or place(made)))
+
+
+def with_bucket(made: Layout, index: int, **changes: Any) -> Layout:
+    buckets = list(made.buckets)
+    buckets[index] = replace(buckets[index], **changes)
+    return replace(made, buckets=tuple(buckets))
+
+
+def with_spot(addresses: Addresses, key: tuple[str, Item], **changes: Any) -> Addresses:
+    return replace(addresses, spots={**addresses.spots, key: replace(addresses.spots[key], **changes)})
+
+
+# One mistake each
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prefetch": -1}, "prefetch = -1: must be at least 0"),
+        ({"accumulation": 0}, "accumulation = 0"),
+        ({"grad_slots": 0}, "grad_slots = 0"),
+        ({"moments": -1}, "moments = -1"),
+        ({"rings": {"blocks": 0}}, "ring blocks: 0 slots"),
+        ({"rings": {"blocks": 2, "gradient": 2}}, "ring gradient: that name belongs"),
+        ({"in_backward": True, "max_grad_norm": 1.0}, "updates in backward cannot clip"),
+    ],
+)
+def test_settings(changes: dict[str, Any], words: str) -> None:
+    made = two()
+    assert words in complaints(replace(made, **changes), place(made))
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "words"),
+    [
+        (1, {"name": "a"}, "bucket a: 2 have this name"),
+        (1, {"params": ("a.0",)}, "parameter a.0: lies in 2 places"),
+        (0, {"offsets": (0, 0)}, "a.0 overlaps what lies before it"),
+        (0, {"offsets": (0, 100)}, "a.1 is not aligned"),
+        (0, {"num_elements": 128}, "parameters reach beyond the end"),
+        (0, {"num_elements": 257}, "its size is not aligned"),
+        (0, {"sizes": (100,)}, "not equally many"),
+        (0, {"dtype": "float16"}, "unknown dtype float16"),
+        (0, {"units": ()}, "no unit that uses it"),
+        (0, {"ring": "other"}, "no ring other"),
+        (0, {"group": None}, "if, and only if"),
+        (0, {"group": -1}, "group -1"),
+        (0, {"site": Site.NONE}, "if, and only if"),
+        (4, {"group": 0}, "if, and only if"),
+        (3, {"parks": Home.HOST}, "cannot park on the host"),
+        (4, {"parks": Home.HOST}, "cannot park on the host"),
+    ],
+)
+def test_buckets(index: int, changes: dict[str, Any], words: str) -> None:
+    made = two()
+    assert words in complaints(with_bucket(made, index, **changes), place(made))
+
+
+def test_addresses_by_hand() -> None:
+    made = two()
+    right = place(made)
+    weight = right.of("a", Item.WEIGHT)
+    cases = {
+        "weight of a: has no address": replace(
+            right, spots={key: spot for key, spot in right.spots.items() if key != ("a", Item.WEIGHT)}
+        ),
+        "weight of a: lies on the host, not on the device": with_spot(right, ("a", Item.WEIGHT), home=Home.HOST),
+        "weight of a: is not aligned": with_spot(right, ("a", Item.WEIGHT), offset=weight.offset + 4),
+        "weight of a: lies outside its arena": replace(right, device_bytes=weight.offset),
+        "weight of d overlaps": with_spot(right, ("d", Item.WEIGHT), offset=weight.offset),
+        "scratch: has an address and needs none": replace(
+            right, spots={**right.spots, ("", Item.SCRATCH): Spot(Home.DEVICE, 0, 512)}
+        ),
+    }
+    assert complaints(made, right) == ""
+    for words, addresses in cases.items():
+        assert words in complaints(made, addresses)
+
+
+def test_members_of_a_ring_may_share_but_not_those_of_one_block() -> None:
+    made = two()
+    right = place(made)
+    assert right.of("a", Item.WEIGHT).overlaps(right.of("c", Item.WEIGHT))
+    same = with_bucket(made, 2, units=("layers.0",))
+    assert complaints(same, right) == "layers.0 uses a and c, which share an address"
+
+
+def test_an_overlap_behind_a_long_spot_is_found() -> None:
+    made = layout(*(bucket(name, f"layers.{name}", 2048) for name in "abc"))
+    right = place(made)
+    long = right.of("a", Item.WEIGHT)
+    inside = with_spot(
+        with_spot(right, ("b", Item.WEIGHT), offset=long.offset + 512), ("c", Item.WEIGHT), offset=long.offset + 1024
+    )
+    assert "weight of b overlaps" in complaints(made, inside)
+    assert "weight of c overlaps" in complaints(made, inside)
+
+
+def test_check_raises_with_all_of_it() -> None:
+    made = two()
+    check(made, place(made))
+    broken = replace(with_bucket(made, 0, ring="other"), prefetch=-1)
+    with_all = r"cannot be carried out: prefetch = -1: must be at least 0; a: no ring other$"
+    with pytest.raises(ValueError, match=with_all):
+        check(broken, place(made))
+
+
+# Random mutations of what the planner makes
+
+
+def pick(data: st.DataObject, things: Any) -> Any:
+    things = list(things)
+    assume(things)
+    return things[data.draw(st.integers(0, len(things) - 1))]
+
+
+def drop_bucket(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
+    gone = pick(data, made.buckets)
+    return replace(made, buckets=tuple(b for b in made.buckets if b is not gone)), addresses
+
+
+def repeat_bucket(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
+    return replace(made, buckets=(*made.buckets, pick(data, made.buckets))), addresses
+
+
+def change_bucket(change: Callable[[Bucket], dict[str, Any]]) -> Mutation:
+    def mutate(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
+        index = data.draw(st.integers(0, len(made.buckets) - 1))
+        changed = with_bucket(made, index, **change(made.buckets[index]))
+        assume(changed != made)
+        return changed, addresses
+
+    return mutate
+
+
+def change_spot(change: Callable[[Spot], dict[str, Any]]) -> Mutation:
+    def mutate(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
+        key = pick(data, addresses.spots)
+        return made, with_spot(addresses, key, **change(addresses.spots[key]))
+
+    return mutate
+
+
+def drop_spot(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
+    gone = pick(data, addresses.spots)
+    return made, replace(addresses, spots={key: spot for key, spot in addresses.spots.items() if key != gone})
+
+
+def onto_another(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
+    """One spot at the address of another kind of memory."""
+    key = pick(data, addresses.spots)
+    spot = addresses.spots[key]
+    others = [
+        other
+        for name, other in addresses.spots.items()
+        if name[1] is not key[1] and other.home is spot.home and other.offset + spot.num_bytes <= spot.end
+    ]
+    return made, with_spot(addresses, key, offset=pick(data, others).offset)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "drop a bucket": drop_bucket,
+    "repeat a bucket": repeat_bucket,
+    "another group": change_bucket(lambda b: {"group": 2}),
+    "another dtype": change_bucket(lambda b: {"dtype": "bfloat16" if b.dtype == "float32" else "float32"}),
+    "another size": change_bucket(lambda b: {"sizes": (b.sizes[0] + 1, *b.sizes[1:])}),
+    "another unit": change_bucket(lambda b: {"units": (*b.units, "nowhere")}),
+    "no such ring": change_bucket(lambda b: {"ring": "nowhere"}),
+    "shifted parameters": change_bucket(lambda b: {"offsets": tuple(offset + 1 for offset in b.offsets)}),
+    "frozen but updated": change_bucket(lambda b: {"site": Site.HOST if b.group is None else Site.NONE}),
+    "drop a spot": drop_spot,
+    "a spot of the other home": change_spot(
+        lambda spot: {"home": Home.HOST if spot.home is Home.DEVICE else Home.DEVICE}
+    ),
+    "a smaller spot": change_spot(lambda spot: {"num_bytes": spot.num_bytes - 1}),
+    "an odd address": change_spot(lambda spot: {"offset": spot.offset + 8}),
+    "outside": change_spot(lambda spot: {"offset": spot.offset + (1 << 40)}),
+    "before the start": change_spot(lambda spot: {"offset": -512}),
+    "onto another": onto_another,
+    "smaller arenas": lambda made, addresses, data: (
+        made,
+        replace(addresses, device_bytes=addresses.device_bytes - 512),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@settings(max_examples=40, deadline=None)
+@given(random_facts(), wish, st.data())
+def test_every_mutation_is_refused(name: str, known: Facts, asked: dict[str, Any], data: st.DataObject) -> None:
+    made = choose(known, wishes(**asked | {"slots": None}), 0)
+    addresses = place(made)
+    assert validate(made, addresses, known.params) == []
+    assert validate(*MUTATIONS[name](made, addresses, data), known.params) != []
