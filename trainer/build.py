@@ -20,7 +20,7 @@ from strategies.core.compose import compose, in_order
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human, table, to_json
-from trainer import checkpoint, engine, facts, model
+from trainer import checkpoint, engine, facts, model, stowing
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
@@ -77,6 +77,8 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     machine = probe(folder if folder.is_dir() else Path())
     plan = plan_of(config, ranks, machine)
     check_packing(config)
+    if plan.layout is not None:
+        stowing.refuse_optimizer(config.training)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
     if ranks.is_first:
         write_plan(run)
@@ -192,6 +194,8 @@ def make_arguments(run: Run) -> TrainingArguments:
         given["eval_strategy"] = "no"
     if engine.clips_itself(run.plan):
         given["max_grad_norm"] = 0.0
+    if run.plan.layout is not None:
+        given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
     given.setdefault("use_cpu", run.machine.device_kind == "cpu")
     given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
     return TrainingArguments(
@@ -213,6 +217,8 @@ def make_model(run: Run) -> PreTrainedModel:
             setattr(hf_config, name, getattr(run.tokenizer, name))
     weights = model.build(section, hf_config, seed=seed, partitioned=engine.stage(run.plan) == 3)
     apply_strategies(weights, run)
+    if run.plan.layout is not None:
+        stowing.to_compute_dtype(weights, run.plan)
     return weights
 
 
@@ -245,6 +251,7 @@ def make_trainer(run: Run) -> Trainer:
     trainer = Trainer(
         model=make_model(run),
         args=run.arguments,
+        maker=None if run.plan.layout is None else stowing.maker(run.plan, run.arguments),
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,

@@ -66,6 +66,8 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     if hasattr(model, "peft_config"):
         expected = {}  # reloaded adapters are called otherwise than trained ones; their values are compared
         if merge:
+            if trainer.stowed is not None:
+                trainer.stowed.close()  # merging works on the weights in place: they come back to ordinary memory
             for name, parameter in model.named_parameters():
                 if hasattr(parameter, "ds_id"):  # stage 3: only a share is here
                     parameter.data = state[name]

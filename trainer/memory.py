@@ -70,8 +70,8 @@ def plan_for(
     )
     facts = describe(model, batch, groups, run, machine_facts(machine or probe(), 1))
     options = {"gpu_memory": gpu_memory, "host_memory": host_memory, **offload}
-    strategies = {"offload": find("offload").model_validate(options), "buffers": find("buffers").model_validate({"debug": debug})}
-    return compose(strategies, facts)
+    strategies = {"offload": options, "buffers": {"debug": debug}}
+    return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, facts)
 
 
 def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:

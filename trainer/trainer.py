@@ -3,6 +3,7 @@
 * the Accelerator is ours (``trainer/accelerator.py``);
 * evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
 * every log record gets our numbers before anyone sees it (``trainer/callbacks.py``);
+* with a memory engine the model is not moved to the device, and optimizer state is saved bucket by bucket;
 * a checkpoint is marked complete by a file written after all ranks have written theirs, and only such a checkpoint
   is resumed automatically.
 
@@ -18,14 +19,20 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
+from strategies.runtime import StowOptimizer
 from trainer.accelerator import StowAccelerator
 from trainer.callbacks import Meter
 from trainer.checkpoint import mark_complete, prune, unmark
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
+    Maker = Callable[[torch.nn.Module, Collection[str]], StowOptimizer]
+
 IGNORED = -100
+OPTIMIZER, SCHEDULER = "optimizer", "scheduler.pt"  # in a checkpoint; the scheduler's is Hugging Face's name
 
 
 class Trainer(transformers.Trainer):
@@ -35,10 +42,13 @@ class Trainer(transformers.Trainer):
         meter: counts tokens and time; fills each record.
         own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
             ``trainer/accelerator.py``); ``args.max_grad_norm`` is then 0, so that nobody clips twice.
+        maker: makes the optimizer of a memory engine, which hooks the model; None: Hugging Face's optimizers.
     """
 
-    def __init__(self, *args: Any, meter: Meter, own_clipping: float | None, **kwargs: Any) -> None:
-        self.meter = meter
+    def __init__(
+        self, *args: Any, meter: Meter, own_clipping: float | None, maker: Maker | None = None, **kwargs: Any
+    ) -> None:
+        self.meter, self._maker = meter, maker
         self._own_clipping = own_clipping
         self._accelerator_args: dict[str, Any] = {}
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
@@ -59,6 +69,38 @@ class Trainer(transformers.Trainer):
         self.accelerator = StowAccelerator(**again)
         self.gather_function = self.accelerator.gather_for_metrics
         self.accelerator.max_grad_norm = self._own_clipping
+
+    @property
+    def stowed(self) -> StowOptimizer | None:
+        """The memory engine's optimizer, where the plan has a layout and training has begun."""
+        return self.optimizer if isinstance(self.optimizer, StowOptimizer) else None
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """As Hugging Face's, or the memory engine's."""
+        if self._maker is None or self.optimizer is not None:
+            return super().create_optimizer(*(() if model is None else (model,)))
+        self.optimizer = self._maker(self.model, self.get_decay_parameter_names(self.model))
+        return self.optimizer
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """As Hugging Face's, but an engine moves the model itself, as far as the plan says."""
+        if self._maker is None:
+            super()._move_model_to_device(model, device)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As Hugging Face's, but an engine's state goes to disk bucket by bucket, without a second copy in memory."""
+        if self.stowed is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            self.stowed.save(Path(output_dir) / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.stowed is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self.stowed.load(Path(checkpoint) / OPTIMIZER)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self.meter.count(inputs["input_ids"].numel())

@@ -137,11 +137,13 @@ def _tokenizer() -> Any:
 def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
     """Parameters by name, gathered one by one where they are split. A collective."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    state = model.state_dict()  # has right values of weights that are away at the moment
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         with _gathered(parameter):
             if ranks.is_first:
-                found[name] = parameter.detach().float().cpu().clone()
+                weight = parameter if hasattr(parameter, "ds_id") else state[name]
+                found[name] = weight.detach().float().cpu().clone()
     return found
 
 

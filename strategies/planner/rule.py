@@ -9,8 +9,8 @@ In this order, one bucket at a time, until the device's budget holds everything:
 4. embedding and head share one place.
 
 Never moved are weights of buckets that are small (a copy costs its latency and saves nothing) and of those that more
-than half of the blocks use (they would come back for every block). A bucket whose state rests on the device keeps its
-weight there too, unless both are forced.
+than half of the blocks use (they would come back for every block); nor do their gradients wait on the host. A bucket
+whose state rests on the device keeps its weight there too, unless both are forced.
 
 Refused: budgets that nothing fits into; the message says what would.
 """
@@ -95,6 +95,7 @@ class _Search:
         self._ends = self._free(movable.ends(self._buckets))
         always = set(self._blocks) if wishes.weights == "streamed" and wishes.site == "auto" else set()
         self._hosted_always = always
+        self._passing = set(movable.passing(self._buckets))
         trainable = [index for index, bucket in enumerate(self._buckets) if bucket.group is not None]
         self._hostable = [index for index in trainable if index not in always] if wishes.site == "auto" else []
         early = wishes.gradients == "host" or (wishes.gradients == "auto" and facts.run.accumulation == 1)
@@ -148,7 +149,7 @@ class _Search:
             return []
         sites = self._sites(step)
         free = {Site.STREAMED} if self._parks_early else {Site.STREAMED, Site.HOST}
-        return [index for index, site in enumerate(sites) if site in free]
+        return [index for index, site in enumerate(sites) if site in free and index in self._passing]
 
     def _sites(self, step: _Step) -> list[Site]:
         forced = None if self._wishes.site == "auto" else Site(self._wishes.site)
@@ -165,7 +166,7 @@ class _Search:
         down = set(parkable[len(parkable) - step.parked :])
         if self._parks_early:
             early = {Site.HOST, Site.STREAMED} if self._wishes.gradients == "host" else {Site.HOST}
-            down |= {index for index, site in enumerate(sites) if site in early}
+            down |= {index for index, site in enumerate(sites) if site in early and index in self._passing}
         rings = dict.fromkeys(self._blocks[: step.travelling], BLOCKS)
         rings |= dict.fromkeys(self._ends if step.ends else (), ENDS)
         return [
@@ -208,6 +209,17 @@ class _Movable:
     def blocks(self, buckets: Sequence[Bucket]) -> list[int]:
         """Indices of buckets that only blocks use, large enough, and used by few."""
         return [index for index, bucket in enumerate(buckets) if self._is_large(bucket) and self._by_few_blocks(bucket)]
+
+    def passing(self, buckets: Sequence[Bucket]) -> list[int]:
+        """Indices of buckets whose gradients may pass through a ring: large, and complete within a few blocks.
+
+        The gradients of others are few and land all through backward; they would hold a slot all the time.
+        """
+        return [
+            index
+            for index, bucket in enumerate(buckets)
+            if self._is_large(bucket) and (len(bucket.units) == 1 or self._by_few_blocks(bucket))
+        ]
 
     def ends(self, buckets: Sequence[Bucket]) -> list[int]:
         """Indices of large buckets of embedding and head; none, where only one of the two has any."""

@@ -12,6 +12,7 @@ takes its work decide how long that takes, never what is found.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout, Site
 from strategies.runtime.arena import Arena
-from strategies.runtime.gradients import Gradients, norms_of
+from strategies.runtime.gradients import Gradients
 from strategies.runtime.held import Held, Pending, hold, rivals_of
 from strategies.runtime.homes import Homes
 from strategies.runtime.rules import Rule
 from strategies.runtime.scopes import Borders, Itinerary, Scope, find_scopes
 from strategies.runtime.transfer import Lane, Transfer
 from strategies.runtime.update import Job, Scale, Updates
-from strategies.runtime.worker import Worker
+from strategies.runtime.worker import Worker, spare_cores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,6 +42,7 @@ class Engine:
     Args:
         groups: gives hyperparameters by optimizer group; asked when a job is made.
         transfer: moves the bytes; tests give one that delays or watches them.
+        beside: host updates run beside the caller, in a worker of their own.
         group: ranks to take the mean of gradients over; None for one rank.
     """
 
@@ -56,13 +58,14 @@ class Engine:
         *,
         group: ProcessGroup | None = None,
         debug: bool = False,
+        beside: bool = True,
     ) -> None:
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
         self._groups = groups
         self.arena = Arena(addresses, device)
         self.held = list(self._hold(dict(model.named_parameters())))
         rivals_of(self.held, self.arena)
-        self.worker = Worker()
+        self.worker = Worker(spare_cores() if beside else None)
         self.homes = Homes(transfer, self._pinned, debug=debug)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
         self.updates = Updates(rule, self.homes, transfer, self.worker, scratch)
@@ -215,13 +218,8 @@ class Engine:
     def _scale_so_far(self, held: Held) -> Scale:
         # A gradient that is not finite stops the update of its bucket and of all that come after it in this step.
         # Where the loss itself is not finite that is all of them.
-        if held.norms_later is not None:
-            held.norms = dict(enumerate(norm.to(self.device) for norm in held.norms_later[1].result()))
-        norms = list(held.norms.values())
-        if not norms:
-            assert held.grad is not None
-            norms = norms_of([held.shaped(held.grad, index) for index in sorted(held.touched)])
-        bad = torch.logical_not(torch.stack(norms).isfinite().all()).float()
+        norms = self.gradients.norms_in(held, self.device)
+        bad = torch.logical_not(torch.stack(list(norms)).isfinite().all()).float()
         if self._scale is not None and self._scale.bad is not None:
             bad = torch.maximum(bad, self._scale.bad)
         self._scale = self._make_scale(None, bad)
@@ -234,13 +232,18 @@ class Engine:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of all gradients; the update will multiply them with torch's factor for ``max_norm``."""
-        if self.layout.in_backward:
+        """The norm of all gradients; the update will multiply them with torch's factor for ``max_norm``.
+
+        0 and infinity clip nothing.
+        """
+        if self.layout.in_backward and max_norm != math.inf:
             raise RuntimeError("the plan updates in backward, before the norm is known: plan with max_grad_norm > 0")
         self.borders.close_all()
         norm = self.gradients.norm(self.device)
+        if self.layout.in_backward:
+            return norm
         bad = torch.logical_not(norm.isfinite()).float()
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else None
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if 0 < max_norm < math.inf else None
         self._scale = self._make_scale(factor, bad)
         return norm
 

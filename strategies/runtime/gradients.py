@@ -179,9 +179,6 @@ class Gradients:
     def _finish(self, held: Held) -> None:
         """For this update no further gradient of ``held`` will come."""
         self._done.add(held.index)
-        if held.parks_down and self._layout.accumulation == 1:
-            parts = {index: held.shaped(held.grad, index) for index in sorted(held.touched)}  # type: ignore[arg-type]
-            held.norms = dict(zip(parts, norms_of(list(parts.values())), strict=True))
         if held.parks_down or held.bucket.site is Site.HOST:
             self._send(held)
         if held.parks_down and self._layout.accumulation > 1:
@@ -217,6 +214,9 @@ class Gradients:
         if not held.unsent:
             return
         assert held.grad is not None and held.parked is not None
+        if held.parks_down and self._layout.accumulation == 1:  # the slot may be another's before the rest has landed
+            parts = {index: held.shaped(held.grad, index) for index in sorted(held.unsent)}
+            held.norms |= zip(parts, norms_of(list(parts.values())), strict=True)
         transfer, adds = self._transfer, bool(held.unsent & held.summed)
         target = held.arrival if adds else held.parked
         assert target is not None, f"{held.name}: a second gradient, and nowhere to add it"
@@ -268,22 +268,30 @@ class Gradients:
         future = self._worker.submit(held.index, measure)
         held.norms_later = (touched, future)
 
+    def norms_in(self, held: Held, device: torch.device) -> list[Tensor]:
+        """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
+        if held.norms_later is not None:
+            touched, future = held.norms_later
+            held.norms = dict(zip(touched, (norm.to(device) for norm in future.result()), strict=True))
+            held.norms_later = None
+        if not held.norms and held.touched:
+            self._measure([held])
+        return list(held.norms.values())
+
+    def _measure(self, several: Sequence[Held]) -> None:
+        """The norms of gradients that park on the device, in one call: one kernel for all of them."""
+        places = [(held, index) for held in several for index in sorted(held.touched)]
+        norms = norms_of([held.shaped(held.grad, index) for held, index in places])  # type: ignore[arg-type]
+        for (held, index), norm in zip(places, norms, strict=True):
+            held.norms[index] = norm
+
     def norm(self, device: torch.device) -> Tensor:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
         self.finish()
-        norms: dict[tuple[int, int], Tensor] = {}
-        here: list[tuple[int, int]] = []
+        self._measure([held for held in self._all if not held.parks_down and not held.norms])
         for held in self._all:
-            if held.norms_later is not None:
-                touched, future = held.norms_later
-                held.norms = dict(zip(touched, (norm.to(device) for norm in future.result()), strict=True))
-            norms |= {(held.index, index): norm for index, norm in held.norms.items()}
-            if not held.parks_down:
-                here += [(held.index, index) for index in sorted(held.touched)]
-        by_index = {held.index: held for held in self._all}
-        grads = [by_index[bucket].shaped(by_index[bucket].grad, index) for bucket, index in here]  # type: ignore[arg-type]
-        norms |= dict(zip(here, norms_of(grads), strict=True))
-        in_order = [norms[held.index, index] for held, index in self._order if (held.index, index) in norms]
+            self.norms_in(held, device)
+        in_order = [held.norms[index] for held, index in self._order if index in held.norms]
         if not in_order:
             return torch.zeros((), device=device)
         total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)

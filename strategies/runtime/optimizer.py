@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout
+from strategies.planner.validate import check
 from strategies.runtime.engine import Engine
 from strategies.runtime.rules import AdamW, Rule
 from strategies.runtime.surface import Surface
@@ -47,6 +48,7 @@ def stow(
     device: torch.device | str | None = None,
     process_group: ProcessGroup | None = None,
     transfer: Transfer | None = None,
+    beside: bool | None = None,
 ) -> StowOptimizer:
     """Move ``model`` into the memory that ``plan`` gives it and return the optimizer that drives it.
 
@@ -57,7 +59,8 @@ def stow(
         rule: the update rule and its hyperparameters; AdamW with torch's defaults.
         device: the one to train on; by default CUDA where there is one.
         process_group: ranks that train together, each holding everything.
-        transfer: for tests.
+        transfer: how bytes move; for tests.
+        beside: host updates run in a worker; None: where the device is not the CPU itself.
 
     Raises:
         ValueError: the plan does not fit the model, or the model is stowed already.
@@ -67,7 +70,8 @@ def stow(
     rule = rule or AdamW()
     if getattr(model, "_stowed", False):
         raise ValueError("this model is stowed already; close() its optimizer first")
-    optimizer = StowOptimizer(model, plan, params, rule, where, process_group, transfer or transfer_for(where))
+    beside = where.type != "cpu" if beside is None else beside
+    optimizer = StowOptimizer(model, plan, params, rule, where, process_group, transfer or transfer_for(where), beside)
     model._stowed = True  # type: ignore[assignment]
     return optimizer
 
@@ -84,6 +88,7 @@ class StowOptimizer(torch.optim.Optimizer):
         device: torch.device,
         process_group: ProcessGroup | None,
         transfer: Transfer,
+        beside: bool,
     ) -> None:
         chosen: Any = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
         self._ready = False
@@ -91,6 +96,7 @@ class StowOptimizer(torch.optim.Optimizer):
         layout, place = plan.layout, plan.place
         if layout is None or place is None:
             raise ValueError("the plan has no layout: switch strategies.offload on")
+        check(layout, place.addresses)
         names = {id(param): name for name, param in model.named_parameters()}
         complaints = list(mismatches(model, layout, self.param_groups, len(rule.names)))
         if complaints:
@@ -99,7 +105,7 @@ class StowOptimizer(torch.optim.Optimizer):
             buffer.data = buffer.data.to(device)
         self.engine = Engine(
             model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
-            group=process_group, debug=place.debug,
+            group=process_group, debug=place.debug, beside=beside,
         )  # fmt: skip
         self.names = {names[key]: found for key, found in self.engine.place_of.items()}
         self._surface = Surface(model, self.engine)

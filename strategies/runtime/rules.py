@@ -21,9 +21,15 @@ from torch.optim.sgd import sgd
 
 
 class Rule(Protocol):
-    """An update rule. ``names`` are torch's for its state, one fp32 number per element each."""
+    """An update rule. ``names`` are torch's for its state, one fp32 number per element each.
+
+    ``flagged``: its kernel takes a flag that leaves everything as it is. Of other rules the caller waits for the flag.
+    """
 
     names: ClassVar[tuple[str, ...]]
+
+    @property
+    def flagged(self) -> bool: ...
 
     def defaults(self) -> dict[str, Any]:
         """Hyperparameters of a parameter group, by torch's names."""
@@ -37,7 +43,7 @@ class Rule(Protocol):
         group: Mapping[str, Any],
         bad: Tensor | None,
     ) -> None:
-        """Update in place. ``state`` has one list per name; ``bad`` 1.0 leaves everything as it is."""
+        """Update in place. ``state`` has one list per name; ``bad`` (only if ``flagged``) 1.0 leaves all as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,10 @@ class AdamW:
     weight_decay: float = 1e-2
     fused: bool = True
 
+    @property
+    def flagged(self) -> bool:
+        return self.fused
+
     def defaults(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "fused"}
 
@@ -68,8 +78,6 @@ class AdamW:
         group: Mapping[str, Any],
         bad: Tensor | None,
     ) -> None:
-        if not self.fused and bad is not None and bool(bad):  # the other kernels know no flag; this one waits for it
-            return
         beta1, beta2 = group["betas"]
         adamw(
             list(params),
@@ -79,7 +87,7 @@ class AdamW:
             [],
             list(steps),
             fused=self.fused or None,  # None: what torch takes by default, as torch.optim.AdamW does
-            found_inf=bad if self.fused else None,
+            found_inf=bad,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -99,6 +107,10 @@ class SGD:
     lr: float = 1e-3
     weight_decay: float = 0.0
 
+    @property
+    def flagged(self) -> bool:
+        return False
+
     def defaults(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -111,8 +123,6 @@ class SGD:
         group: Mapping[str, Any],
         bad: Tensor | None,
     ) -> None:
-        if bad is not None and bool(bad):
-            return
         sgd(
             list(params),
             list(grads),

@@ -13,7 +13,8 @@ their weights again in this pass. Weights whose gradients have all landed are li
 
 Recomputation runs a scope's forward inside its backward, and may stop in the middle, so that the end of that forward is
 never seen; a forward that raised has no end either. Therefore a scope is left when another one is entered that is not
-inside it, and nowhere else is it taken for left.
+inside it, in whichever direction, and nowhere else is it taken for left. Recomputation of several blocks begins in the
+backward of the last of them, which is left by that and entered again before its backward goes on.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class Borders:
         self._scopes = scopes
         self._in_forward: list[Scope] = []
         self._in_backward: list[Scope] = []
+        self._backward = False  # backward has begun
 
     def attach(self) -> list[Handle]:
         handles: list[Handle] = []
@@ -147,7 +149,7 @@ class Borders:
     @property
     def recomputing(self) -> bool:
         """Whether a forward now would be part of a backward."""
-        return bool(self._in_backward)
+        return self._backward
 
     def pinned(self, held: Held) -> bool:
         """Whether a scope that is open uses the bucket."""
@@ -157,9 +159,11 @@ class Borders:
         """Forward and backward are over, regularly or by an error."""
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
+        self._backward = False
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
         self._close(self._in_forward, scope)
+        self._close(self._in_backward, scope)
         self._in_forward.append(scope)
         self._enter_forward(scope)
 
@@ -175,7 +179,10 @@ class Borders:
     def _before_backward(self, scope: Scope, grads: Any) -> None:
         if self._in_backward and self._in_backward[-1] is scope:
             return  # another output of it
+        if self._backward:
+            self._close(self._in_forward, scope)  # what was recomputed
         self._close(self._in_backward, scope)
+        self._backward = True
         self._in_backward.append(scope)
         self._enter_backward(scope)
 

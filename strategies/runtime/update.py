@@ -41,7 +41,9 @@ from strategies.runtime.rules import Rule
 from strategies.runtime.transfer import Event, Lane, Transfer
 from strategies.runtime.worker import Worker
 
-HOST_STRETCH = 1 << 16  # elements the worker takes at a time: gradient, weight and moments of it fit the core's cache
+HOST_STRETCH = (
+    1 << 20
+)  # elements the worker takes at a time; fastest in benchmarks/records/2026-11-21_cpu-update_2-core
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +206,24 @@ class Updates:
         state = _visiting(held) if held.visit is not None else held.states()
         transfer.reads(Lane.COMPUTE, held.grad)
         transfer.writes(Lane.COMPUTE, held.weight, *state)
+        skips = job.scale.bad is not None and not self._rule.flagged and self._known_bad(job.scale)
+        bad = job.scale.bad if self._rule.flagged else None
         if held.bucket.mixed:
-            self._mixed_on_device(held, job, state[0], state[1:])
-        else:
-            self._plain_on_device(held, job, state)
+            self._mixed_on_device(held, job, () if skips else job.touched, state, bad)
+        elif not skips:
+            self._plain_on_device(held, job, state, bad)
         held.pending = Pending.NOTHING
         held.used = transfer.record(Lane.COMPUTE)
         held.bind()
         if held.visit is not None or held.copy is not None:
             self._write_back(held, state)
 
-    def _plain_on_device(self, held: Held, job: Job, moments: Sequence[Tensor]) -> None:
+    def _known_bad(self, scale: Scale) -> bool:
+        assert scale.on_host is not None
+        self._transfer.host_wait(scale.known)
+        return bool(scale.on_host[1])
+
+    def _plain_on_device(self, held: Held, job: Job, moments: Sequence[Tensor], bad: Tensor | None) -> None:
         assert held.grad is not None and held.steps is not None
         grads = [held.part(held.grad, index) for index in job.touched]
         if job.scale.factor is not None:
@@ -225,13 +234,16 @@ class Updates:
             [[held.part(moment, index) for index in job.touched] for moment in moments],
             [held.steps[index] for index in job.touched],
             job.group,
-            job.scale.bad,
+            bad,
         )
 
-    def _mixed_on_device(self, held: Held, job: Job, master: Tensor, moments: Sequence[Tensor]) -> None:
+    def _mixed_on_device(
+        self, held: Held, job: Job, touched: Sequence[int], state: Sequence[Tensor], bad: Tensor | None
+    ) -> None:
         assert held.grad is not None and held.steps is not None and self._scratch is not None
-        for call in stretches(held, job.touched, min(SCRATCH_ELEMENTS, self._scratch.numel())):
-            self._one_call(held, job, call, self._scratch, held.grad, master, moments, job.scale.factor, job.scale.bad)
+        master, moments = state[0], state[1:]
+        for call in stretches(held, touched, min(SCRATCH_ELEMENTS, self._scratch.numel())):
+            self._one_call(held, job, call, self._scratch, held.grad, master, moments, job.scale.factor, bad)
         for index in range(len(held.params)):
             held.part(held.weight, index).copy_(held.part(master, index))
 
@@ -251,15 +263,14 @@ class Updates:
         """In the worker. Whether there are new weights, and the point at which they are there."""
         transfer = self._transfer
         transfer.host_wait(*waits)
-        factor, bad = (None, None) if job.scale.on_host is None else job.scale.on_host
-        if job.scale.bad is not None and bad is not None and bool(bad):
+        if job.scale.bad is not None and self._known_bad(job.scale):
             return False, transfer.record(Lane.HOST)
         assert held.parked is not None and held.steps is not None
         master = held.master if held.master is not None else held.copy
         assert master is not None
         transfer.reads(Lane.HOST, held.parked)
         transfer.writes(Lane.HOST, master, *held.moments)
-        factor = None if job.scale.factor is None else factor
+        factor = None if job.scale.factor is None or job.scale.on_host is None else job.scale.on_host[0]
         with torch.no_grad():
             for call in stretches(held, job.touched, HOST_STRETCH):
                 scratch = self._host_scratch if held.bucket.mixed else None

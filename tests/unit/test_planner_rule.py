@@ -234,7 +234,7 @@ wish = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(random_facts(), wish, st.integers(1, 400_000))
 def test_what_is_chosen_is_valid_and_within_the_budget(known: Facts, asked: dict[str, Any], budget: int) -> None:
     saved = sum(unit.saved_bytes for unit in known.units)
@@ -245,7 +245,11 @@ def test_what_is_chosen_is_valid_and_within_the_budget(known: Facts, asked: dict
             return
         least = parse_bytes(str(refused).split("write ")[1].split(" or more")[0])
         assert budget < least
-        made, budget = choose(known, wishes(least, **asked), saved), least
+        try:
+            made, budget = choose(known, wishes(least, **asked), saved), least
+        except Refusal as again:  # it fits, with too few slots for what travels
+            assert again.key.endswith("slots")
+            return
     addresses = place(made)
     assert validate(made, addresses, known.params) == []
     assert addresses.device_bytes + saved <= budget

@@ -192,6 +192,12 @@ def onto_another(made: Layout, addresses: Addresses, data: st.DataObject) -> Cas
     return made, with_spot(addresses, key, offset=pick(data, others).offset)
 
 
+def smaller_arena(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
+    """The last slot of a ring may be larger than who uses it, so not every byte less is one too few."""
+    end = max(spot.end for spot in addresses.spots.values() if spot.home is Home.DEVICE)
+    return made, replace(addresses, device_bytes=end - 1)
+
+
 MUTATIONS: dict[str, Mutation] = {
     "drop a bucket": drop_bucket,
     "repeat a bucket": repeat_bucket,
@@ -211,10 +217,7 @@ MUTATIONS: dict[str, Mutation] = {
     "outside": change_spot(lambda spot: {"offset": spot.offset + (1 << 40)}),
     "before the start": change_spot(lambda spot: {"offset": -512}),
     "onto another": onto_another,
-    "smaller arenas": lambda made, addresses, data: (
-        made,
-        replace(addresses, device_bytes=addresses.device_bytes - 512),
-    ),
+    "smaller arenas": smaller_arena,
 }
 
 

@@ -47,6 +47,7 @@ class Row:
     loss: float | None = None
     failed: str | None = None
     notes: tuple[str, ...] = ()
+    others_share: float = 0.0
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -75,15 +76,9 @@ def _row(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> Row:
         max((run["host_peak_bytes"] for run in good), default=None),
         good[-1]["loss"] if good else None,
         next((run["failed"] for run in runs if "failed" in run), None),
-        (*good[-1]["notes"], *_disturbed(good)) if good else (),
+        tuple(good[-1]["notes"]) if good else (),
+        max((run["others_share"] for run in good), default=0.0),
     )
-
-
-def _disturbed(runs: Sequence[Run]) -> tuple[str, ...]:
-    worst = max(run["others_share"] for run in runs)
-    if worst <= QUIET:
-        return ()
-    return (f"not alone: other processes used up to {worst:.0%} of the cores while it was measured",)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -94,6 +89,9 @@ def table(rows: Sequence[Row]) -> str:
     text = ["| " + " | ".join(map(_padded, range(len(HEAD)), line, widths)) + " |" for line in lines]
     remarks = [f"- {row.label}: {note}" for row in rows for note in row.notes]
     remarks += [f"- {row.label} failed: {row.failed}" for row in rows if row.failed is not None]
+    disturbed = [f"{row.label} {row.others_share:.0%}" for row in rows if row.others_share > QUIET]
+    if disturbed:
+        remarks.append(f"- not alone: other processes used the cores while it ran, at worst: {', '.join(disturbed)}")
     return "\n".join([*text, "", *remarks] if remarks else text)
 
 

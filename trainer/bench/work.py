@@ -40,7 +40,7 @@ class Shape:
 
 MODELS: Mapping[str, Shape] = {
     "tiny": Shape(64, 192, 2, 4, 256, rows=2, length=32),
-    "45m": Shape(512, 1536, 12, 8, 4096, rows=2, length=256),
+    "45m": Shape(512, 1536, 12, 8, 4096, rows=4, length=256),
     "1.3b": Shape(2048, 5504, 24, 16, 32000, rows=4, length=1024),
     "6.7b": Shape(4096, 11008, 32, 32, 32000, rows=4, length=2048),
 }

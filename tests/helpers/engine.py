@@ -1,0 +1,284 @@
+"""Two ways to train: a plain loop as anybody would write it, and the engine. What they leave behind is compared by bits.
+
+In bf16 the plain loop keeps fp32 masters: gradients are summed in bf16, copied to the masters as fp32, clipped and
+applied there, and the masters are rounded into the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.facts import Home, Param, UnitKind
+from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.plan import Plan
+from strategies.planner.addresses import place
+from strategies.planner.buckets import block_bytes
+from strategies.planner.validate import check, validate
+from strategies.runtime import AdamW, Rule, stow
+from strategies.runtime.transfer import Transfer
+from strategies.runtime.watch import Watch
+from trainer.machine import Machine, probe
+from trainer.memory import plan_for
+
+LR, DECAY = 1e-2, 0.1
+STEPS = 3
+Batches = Sequence[Mapping[str, Tensor]]
+Schedule = Callable[[torch.optim.Optimizer], Any]  # makes a learning-rate scheduler
+_machines: list[Machine] = []
+
+
+@dataclass(slots=True)
+class Result:
+    """What training leaves behind. ``tensors``: weight, step and state of every parameter, by name and torch's names."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def differences(expected: Result, found: Result) -> list[str]:
+    """What is not equal to the last bit; weights that are not finite prove nothing and count as different."""
+    wrong = [name for name in ("losses", "norms") if repr(getattr(expected, name)) != repr(getattr(found, name))]
+    wrong += sorted(expected.tensors.keys() ^ found.tensors.keys())
+    for name in expected.tensors.keys() & found.tensors.keys():
+        first, second = expected.tensors[name], found.tensors[name]
+        if first.dtype != second.dtype or not torch.equal(first, second) or not first.isfinite().all():
+            wrong.append(name)
+    return wrong
+
+
+def groups_of(model: nn.Module, number: int) -> list[dict[str, Any]]:
+    """The trained parameters, all alike, or vectors apart with a rate and a decay of their own."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if number == 1:
+        return [{"params": trained}]
+    matrices = [param for param in trained if param.ndim > 1]
+    vectors = [param for param in trained if param.ndim < 2]
+    return [{"params": matrices}, {"params": vectors, "lr": LR / 3, "weight_decay": 0.0}]
+
+
+def checkpointing(model: nn.Module, recompute: str) -> None:
+    """Switch recomputation on, unless ``recompute`` is "none"."""
+    if recompute != "none":
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": recompute == "reentrant"})
+
+
+def adamw(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    """What the engine is compared with, unless a test says otherwise."""
+    return torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, fused=True)
+
+
+def plain(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    accumulation: int = 1,
+    max_norm: float = 0.0,
+    groups: int = 1,
+    make: Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer] = adamw,
+    schedule: Schedule | None = None,
+) -> Result:
+    """Train ``model`` as PyTorch's manual says."""
+    result = Result()
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    mixed = any(param.dtype is not torch.float32 for param in trained.values())
+    masters = {name: nn.Parameter(p.detach().float()) if mixed else p for name, p in trained.items()}
+    master_of = {trained[name]: master for name, master in masters.items()}
+    made = [{**group, "params": [master_of[p] for p in group["params"]]} for group in groups_of(model, groups)]
+    optimizer = make(made)
+    scheduler = schedule(optimizer) if schedule else None
+    torch.manual_seed(5)
+    for window in _windows(batches, accumulation):
+        for batch in window:
+            loss = model(**batch).loss / accumulation
+            loss.backward()
+            result.losses.append(loss.item())
+        if mixed:
+            for param, master in master_of.items():
+                master.grad = None if param.grad is None else param.grad.float()
+        if max_norm:
+            result.norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        if scheduler:
+            scheduler.step()
+        with torch.no_grad():
+            for param, master in master_of.items() if mixed else ():
+                param.copy_(master)
+    names = _state_names(optimizer)
+    for name, param in model.named_parameters():
+        result.tensors[name] = param.detach().clone()
+        if name in masters:
+            state = optimizer.state.get(masters[name], {})
+            empty = torch.zeros_like(masters[name])
+            result.tensors |= {f"{name} {key}": state.get(key, empty).detach().clone() for key in names}
+            # torch.optim.SGD counts nothing
+            result.tensors |= {f"{name} step": state.get("step", torch.zeros(())).clone()} if names else {}
+            result.tensors |= {f"{name} master": masters[name].detach().clone()} if mixed else {}
+    return result
+
+
+def stowed(
+    model: nn.Module,
+    plan: Plan | Made,
+    batches: Batches,
+    *,
+    accumulation: int = 1,
+    max_norm: float = 0.0,
+    groups: int = 1,
+    rule: Rule | None = None,
+    schedule: Schedule | None = None,
+    transfer: Transfer | None = None,
+) -> Result:
+    """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards."""
+    result, rule = Result(), rule or AdamW(lr=LR, weight_decay=DECAY)
+    transfer = transfer or Transfer()
+    given: Any = plan
+    optimizer = stow(model, given, groups_of(model, groups), rule, device="cpu", transfer=transfer)
+    scheduler = schedule(optimizer) if schedule else None
+    torch.manual_seed(5)
+    for window in _windows(batches, accumulation):
+        for batch in window:
+            loss = model(**batch).loss / accumulation
+            loss.backward()
+            result.losses.append(loss.item())
+        if max_norm:
+            result.norms.append(optimizer.clip_grad_norm_(max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+    weights = model.state_dict()
+    for name, param in model.named_parameters():
+        result.tensors[name] = weights[name].clone()
+        if param.requires_grad:
+            state = optimizer.state_of(param)
+            shown = (*rule.names, *(("step",) if rule.names else ()), *(("master",) if "master" in state else ()))
+            result.tensors |= {f"{name} {key}": state[key].clone() for key in shown}
+    assert optimizer.skipped == 0
+    optimizer.close()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, result.tensors[name]), f"{name} is another one after close()"
+    if isinstance(transfer, Watch):
+        assert transfer.races == []
+    return result
+
+
+def _windows(batches: Batches, accumulation: int) -> list[Batches]:
+    assert len(batches) % accumulation == 0
+    return [batches[start : start + accumulation] for start in range(0, len(batches), accumulation)]
+
+
+def _state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") if isinstance(optimizer, torch.optim.AdamW) else ()
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What ``stow`` reads of a plan, for layouts that the planner does not make."""
+
+    layout: Layout
+    place: Any
+
+    @classmethod
+    def of(cls, layout: Layout, params: Iterable[Param]) -> Made:
+        """``layout`` at its addresses, if it is valid."""
+        addresses = place(layout)
+        check(layout, addresses, params)
+        return cls(layout, SimpleNamespace(addresses=addresses, debug=True))
+
+
+def plan_of(
+    model: nn.Module,
+    *,
+    site: str = "device",
+    weights: str = "resident",
+    bucket: str = "one",
+    slots: int | str = 3,
+    park: str = "device",
+    prefetch: int = 1,
+    in_backward: bool = False,
+    accumulation: int = 1,
+    max_norm: float = 0.0,
+    groups: int = 1,
+    moments: int = 2,
+) -> Made:
+    """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
+
+    Args:
+        site: "device", "host", "streamed", or "mixed": all three in turn.
+        weights: "resident", "travelling" (all that only blocks use), or "some": of those every other one, and
+            embedding and head, one ring each.
+        bucket: "half" a block, "one", or "several".
+        slots: of each ring, or more, where a block needs more; "all": as many as buckets.
+    """
+    if not _machines:
+        _machines.append(probe())
+    params = groups_of(model, groups)
+    share = {"half": 0.5, "one": 1, "several": 2}[bucket]
+    facts = plan_for(model, params, machine=_machines[0]).facts
+    made = plan_for(
+        model,
+        params,
+        accumulation=accumulation,
+        max_grad_norm=max_norm,
+        moments=moments,
+        machine=_machines[0],
+        debug=True,
+        site="device" if site == "mixed" else site,
+        weights="resident" if weights == "resident" else "streamed",
+        gradients=park,
+        prefetch=prefetch,
+        update_in_backward=in_backward,
+        bucket_size="auto" if bucket == "one" else str(int(share * block_bytes(facts))),
+    )
+    assert made.layout is not None
+    buckets = made.layout.buckets
+    if site == "mixed":
+        buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE)
+    if weights == "travelling":
+        blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+        buckets = tuple(replace(b, ring="blocks" if set(b.units) <= blocks else None) for b in buckets)
+    if weights == "some":
+        blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+        alone = [b.name for b in buckets if set(b.units) <= blocks][::2]
+        rings = {b.name: "blocks" for b in buckets if b.name in alone}
+        rings |= {b.name: "ends" for b in buckets if not set(b.units) & blocks}
+        buckets = tuple(replace(b, ring=rings.get(b.name)) for b in buckets)
+    layout = with_slots(replace(made.layout, buckets=buckets), slots)
+    return Made.of(layout, made.facts.params)
+
+
+def _in_turn(buckets: Iterable[Bucket], parks: Home) -> tuple[Bucket, ...]:
+    sites = (Site.HOST, Site.DEVICE, Site.STREAMED)
+    turn = {b.name: sites[index % 3] for index, b in enumerate(b for b in buckets if b.group is not None)}
+    return tuple(
+        replace(b, site=turn[b.name], parks=Home.DEVICE if turn[b.name] is Site.DEVICE else parks)
+        if b.name in turn
+        else b
+        for b in buckets
+    )
+
+
+def with_slots(layout: Layout, slots: int | str) -> Layout:
+    """Each ring with ``slots``, or with the fewest from there on with which the layout is valid."""
+    members = [bucket.ring for bucket in layout.buckets if bucket.ring is not None]
+    layout = replace(layout, rings={name: members.count(name) for name in members})
+    for name, most in layout.rings.items():
+        for number in range(most if slots == "all" else int(slots), most):
+            fewer = replace(layout, rings={**layout.rings, name: number})
+            if not validate(fewer, place(fewer)):
+                layout = fewer
+                break
+    return layout

@@ -1,0 +1,102 @@
+"""The grid of the engine's exactness gate: what a case is made of, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from strategies.runtime.transfer import Delayed, Transfer
+from strategies.runtime.watch import Watch
+from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
+from tests.helpers.models import build, tokens
+from tests.helpers.pairwise import Row, Table
+
+NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
+TRANSFERS: Mapping[str, type[Transfer]] = {"at-once": Transfer, "delayed": Delayed, "watched": Watch}
+
+# Gradients of what is updated on the device have no reason to go down; slots mean nothing where nothing travels.
+FORBIDDEN = [
+    (("site", "device"), ("park", "host")),
+    *((("weights", "resident"), ("slots", slots)) for slots in (1, 2, "all")),
+]
+FP32 = Table(
+    {
+        "model": ("llama", "qwen3", "gpt2", "opt", "bloom", "mixtral", "experts", "bert"),
+        "site": ("host", "streamed", "mixed", "device"),
+        "weights": ("travelling", "some", "resident"),
+        "bucket": ("one", "several", "half"),
+        "slots": (3, 2, 1, "all"),
+        "park": ("host", "device"),
+        "clip": ("in-backward", "off", "tight", "loose"),
+        "accumulation": (1, 3),
+        "tied": (False, True),
+        "groups": (1, 2),
+        "recompute": ("none", "later", "reentrant"),
+        "prefetch": (1, 0, 2),
+        "transfer": ("delayed", "watched", "at-once"),
+    },
+    FORBIDDEN,
+    strength=3,
+)
+BF16 = Table(
+    {
+        "model": ("llama", "experts", "gpt2"),
+        "site": ("host", "streamed", "mixed", "device"),
+        "weights": ("travelling", "some", "resident"),
+        "bucket": ("one", "half"),
+        "slots": (3, 2, "all"),
+        "park": ("host", "device"),
+        "clip": ("in-backward", "off", "tight", "loose"),
+        "accumulation": (1, 3),
+        "tied": (False, True),
+        "groups": (1, 2),
+        "recompute": ("none", "later"),
+        "prefetch": (1, 0),
+        "transfer": ("delayed", "watched", "at-once"),
+    },
+    FORBIDDEN,
+)
+
+
+def title(row: Row) -> str:
+    """A row as one word."""
+    words = {"tied": "tied", "groups": "groups", "accumulation": "x", "slots": "slots", "prefetch": "ahead"}
+    named = {"park": "grads-", "recompute": "recompute-", "bucket": ""}
+    parts = []
+    for name, level in row.items():
+        if name == "tied":
+            parts += [words[name]] if level else []
+        elif name in words:
+            parts.append(f"{words[name]}{level}" if name == "accumulation" else f"{level}{words[name]}")
+        elif (name, level) not in {("recompute", "none"), ("transfer", "at-once"), ("bucket", "one")}:
+            parts.append(f"{named.get(name, '')}{level}")
+    return "-".join(parts)
+
+
+@cache
+def expected(model: str, tied: bool, recompute: str, dtype: torch.dtype, **loop: Any) -> Result:
+    """Plain training, once for all cases that differ in memory only."""
+    made = build(model, tied=tied, dtype=dtype)
+    checkpointing(made, recompute)
+    return plain(made, tokens(model, STEPS * loop["accumulation"]), **loop)
+
+
+def run(row: Row, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Train a case both ways; what differs."""
+    case: dict[str, Any] = dict(row)
+    loop = {
+        "accumulation": case["accumulation"],
+        "max_norm": NORMS[case["clip"]],
+        "groups": case["groups"],
+    }
+    wanted = expected(case["model"], case["tied"], case["recompute"], dtype, **loop)
+    model = build(case["model"], tied=case["tied"], dtype=dtype)
+    checkpointing(model, case["recompute"])
+    where = {name: case[name] for name in ("site", "weights", "bucket", "slots", "park", "prefetch")}
+    plan = plan_of(model, in_backward=case["clip"] == "in-backward", **where, **loop)
+    batches = tokens(case["model"], STEPS * case["accumulation"])
+    found = stowed(model, plan, batches, transfer=TRANSFERS[case["transfer"]](), **loop)
+    return differences(wanted, found)

@@ -1,0 +1,177 @@
+"""Models for tests of the engine: Hugging Face's of a few thousand parameters, and modules written by hand.
+
+Those written by hand have what the others lack: experts whose gradient is None, modules that are called twice, odd
+sizes, parameters of the root. They are called as the others are, with ids and labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.tiny import MODELS
+
+VOCAB, LAYERS, WIDTH = 64, 4, 32
+SIZES: Mapping[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS}
+BERT: Mapping[str, Any] = {
+    "model_type": "bert",
+    "hidden_size": WIDTH,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": LAYERS},
+    "bloom": {"n_layer": LAYERS},
+    "opt": {"dropout": 0.1},
+    "mixtral": {"router_jitter_noise": 0.0, "output_router_logits": False},
+}
+
+
+def build(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of ``kind`` with the same random weights each time, in training mode."""
+    torch.manual_seed(0)
+    model = Mixture(tied) if kind == "experts" else _from_hub(kind, tied, dtype)
+    return model.to(dtype).train()
+
+
+def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    given = dict(BERT if kind == "bert" else MODELS[kind])
+    given |= {name: size for name, size in SIZES.items() if name not in ("num_hidden_layers",) or "n_layer" not in given}
+    config = AutoConfig.for_model(given.pop("model_type"), **given | CHANGES.get(kind, {}) | {"tie_word_embeddings": tied})
+    maker = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    model: nn.Module = maker.from_config(config, dtype=dtype)
+    return model
+
+
+def tokens(kind: str, count: int) -> list[dict[str, Tensor]]:
+    """The same random batches each time; so few tokens for a mixture that some expert gets none."""
+    generator = torch.Generator().manual_seed(1)
+    shape = {"mixtral": (1, 3), "experts": (1, 3)}.get(kind, (2, 8))
+    ids = [torch.randint(2, VOCAB, shape, generator=generator) for _ in range(count)]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+class Mixture(nn.Module):
+    """Blocks of experts, of which each token takes one: whoever gets no token has no gradient at all."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Experts(4) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.recompute: dict[str, Any] | None = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+        """As Hugging Face's."""
+        self.recompute = gradient_checkpointing_kwargs
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x) if self.recompute is None else checkpoint(layer, x, **self.recompute)
+        logits = self.head(self.norm(x))
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+class Experts(nn.Module):
+    """A block of ``Mixture``."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).flatten(0, 1)
+        weights = self.router(y).softmax(-1)
+        best = weights.argmax(-1)
+        out = torch.zeros_like(y)
+        for index, expert in enumerate(self.experts):
+            rows = (best == index).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(y[rows]) * weights[rows, index, None])
+        return x + out.view_as(x)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What ``Odd`` is made of; blocks are numbered as they are registered.
+
+    Args:
+        calls: blocks in order of use; some perhaps twice, some never.
+        shares: (block, earlier block) whose inner layer is one module.
+        frozen: how many of ten parameters are frozen, spread evenly.
+    """
+
+    width: int
+    hidden: tuple[int, ...]
+    calls: tuple[int, ...]
+    bias: bool = True
+    shares: tuple[int, int] | None = None
+    on_root: bool = False
+    tied: bool = False
+    frozen: int = 0
+    dropout: float = 0.0
+
+
+class Odd(nn.Module):
+    """Residual layers of odd sizes."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        if spec.on_root:
+            self.scale = nn.Parameter(torch.randn(spec.width))
+        self.embed = nn.Embedding(7, spec.width)
+        self.layers = nn.ModuleList(Residual(spec, size) for size in spec.hidden)
+        if spec.shares is not None:
+            later, earlier = spec.shares
+            self.layers[later].inner = self.layers[earlier].inner
+        self.head = nn.Linear(spec.width, 7, bias=spec.bias)
+        if spec.tied:
+            self.head.weight = self.embed.weight
+        for index, param in enumerate(self.parameters()):
+            param.requires_grad_((index * spec.frozen) % 10 + spec.frozen < 10)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        for index in self.spec.calls:
+            x = self.layers[index](x)
+        if self.spec.on_root:
+            x = x * self.scale
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x), labels))
+
+
+class Residual(nn.Module):
+    """A block of ``Odd``. ``inner`` maps the width to itself, so that two blocks may share it."""
+
+    def __init__(self, spec: Spec, hidden: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(spec.width, spec.width, bias=spec.bias)
+        self.up = nn.Linear(spec.width, hidden, bias=spec.bias)
+        self.down = nn.Linear(hidden, spec.width, bias=spec.bias)
+        self.drop = nn.Dropout(spec.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.inner(x)))))
+
+
+def odd_batches(count: int) -> list[dict[str, Tensor]]:
+    """Batches for ``Odd``."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 7, (5,), generator=generator) for _ in range(count)]
+    return [{"input_ids": one, "labels": one.flip(0)} for one in ids]
