@@ -33,8 +33,6 @@ def refuse_optimizer(training: TrainingSection) -> None:
         raise ConfigError(
             f"training.optim = {training.optim!r}: strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
         )
-    if training.optim_args:
-        raise ConfigError(f"training.optim_args = {training.optim_args!r}: strategies.offload takes none; leave it out")
 
 
 def rule_of(arguments: TrainingArguments) -> Rule:

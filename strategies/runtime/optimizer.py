@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout
 from strategies.planner.validate import check
+from strategies.runtime import saving
 from strategies.runtime.engine import Engine
 from strategies.runtime.rules import AdamW, Rule
 from strategies.runtime.surface import Surface
@@ -192,6 +194,64 @@ class StowOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for index, state in state_dict["state"].items():
             self._surface.set_state(params[index], state)
+
+    # --- on disk -----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write state and hyperparameters into ``folder``, which is theirs alone, whole or not at all; drains first.
+
+        No second copy is made in memory. Gradients that wait for a step are not saved, weights neither: save those by
+        ``model.save_pretrained`` or from ``model.state_dict()``. Of several ranks, which hold the same, one saves.
+
+        Raises:
+            ValueError: a hyperparameter that JSON cannot hold.
+            OSError: the disk would not have it; an earlier save in ``folder`` is intact.
+        """
+        self.drain()
+        head = self._head()
+        saving.check_json(head["param_groups"])
+        saving.write(Path(folder), list(self._entries()), head)
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Read what ``save`` wrote, under whatever layout; in mixed precision the weights follow their masters.
+
+        Gradients that wait for a step are discarded. Load the weights of the same moment as well.
+
+        Raises:
+            ValueError: it is of another model or rule, or damaged, with all complaints. Nothing has changed then.
+        """
+        self.drain()
+        where, content = saving.read_index(Path(folder))
+        head, expected = self._head(), {entry.name: entry for entry in self._entries()}
+        complaints = [*saving.misfits(content, expected, head), *saving.damaged_files(where, content)]
+        complaints = complaints or list(saving.absent_tensors(where, content))
+        if complaints:
+            raise ValueError(f"{where}: the optimizer state was not loaded:\n  " + "\n  ".join(complaints))
+        self.zero_grad()
+        params = dict(self._model.named_parameters())
+        for name in expected:
+            self._surface.forget_state(params[name])
+        saving.read(where, content, lambda name, key, value: self._surface.set_state(params[name], {key: value}))
+        for group, saved in zip(self.param_groups, content["param_groups"], strict=True):
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    def _head(self) -> dict[str, Any]:
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        groups = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in self.param_groups]
+        return {"rule": type(self.engine.rule).__name__, "state": list(self.engine.rule.names), "param_groups": groups}
+
+    def _entries(self) -> Iterator[saving.Entry]:
+        """Every trained parameter in the order of the layout. One that was never updated has no counts and moments."""
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        for held in self.engine.held:
+            for param in held.params if held.bucket.group is not None else ():
+                state = self._surface.state_of(param)
+                if not state["step"] > 0:
+                    state = {key: value for key, value in state.items() if key == "master"}
+                yield saving.Entry(names[id(param)], tuple(param.shape), held.bucket.dtype, state, held.name)
 
     def close(self) -> None:
         """Give the model its weights back in ordinary memory on the CPU, and forget it."""

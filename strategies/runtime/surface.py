@@ -74,6 +74,7 @@ class Surface:
         for place in (held.rest(), held.master if master else None, held.weight if held.present else None):
             if place is not None and held.part(place, index).data_ptr() != value.data_ptr():
                 held.part(place, index).copy_(value.reshape(-1))
+        held.used = self._engine.transfer.record(Lane.COMPUTE)
         self._show_again(held, index)
 
     def _show_again(self, held: Held, index: int) -> None:
@@ -132,6 +133,13 @@ class Surface:
                 place.copy_(torch.as_tensor(state[name]))
         if "master" in state:
             self._adopt(param, self.state_of(param)["master"].to(param.dtype), master=False)
+
+    @torch.no_grad()
+    def forget_state(self, param: nn.Parameter) -> None:
+        """As if ``param`` had never been updated; its master stays."""
+        for name, place in self.state_of(param).items():
+            if name != "master":
+                place.zero_()
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

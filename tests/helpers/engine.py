@@ -1,4 +1,4 @@
-"""Two ways to train: a plain loop as anybody would write it, and the engine. What they leave behind is compared by bits.
+"""Two ways to train: a plain loop as anybody would write it, and the engine. What they leave is compared by bits.
 
 In bf16 the plain loop keeps fp32 masters: gradients are summed in bf16, copied to the masters as fp32, clipped and
 applied there, and the masters are rounded into the weights.
@@ -35,7 +35,7 @@ _machines: list[Machine] = []
 
 @dataclass(slots=True)
 class Result:
-    """What training leaves behind. ``tensors``: weight, step and state of every parameter, by name and torch's names."""
+    """What training leaves. ``tensors``: weight, step and state of every parameter, by its name and torch's names."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -46,8 +46,12 @@ def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     given = dict(BERT if kind == "bert" else MODELS[kind])
-    given |= {name: size for name, size in SIZES.items() if name not in ("num_hidden_layers",) or "n_layer" not in given}
-    config = AutoConfig.for_model(given.pop("model_type"), **given | CHANGES.get(kind, {}) | {"tie_word_embeddings": tied})
+    given |= {
+        name: size for name, size in SIZES.items() if name not in ("num_hidden_layers",) or "n_layer" not in given
+    }
+    config = AutoConfig.for_model(
+        given.pop("model_type"), **given | CHANGES.get(kind, {}) | {"tie_word_embeddings": tied}
+    )
     maker = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     model: nn.Module = maker.from_config(config, dtype=dtype)
     return model
@@ -126,6 +130,8 @@ class Spec:
     tied: bool = False
     frozen: int = 0
     dropout: float = 0.0
+    recompute: int = 0  # so many blocks at a time
+    reentrant: bool = False
 
 
 class Odd(nn.Module):
@@ -148,12 +154,21 @@ class Odd(nn.Module):
             param.requires_grad_((index * spec.frozen) % 10 + spec.frozen < 10)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
-        x = self.embed(input_ids)
-        for index in self.spec.calls:
-            x = self.layers[index](x)
-        if self.spec.on_root:
+        x, spec = self.embed(input_ids), self.spec
+        for start in range(0, len(spec.calls), spec.recompute or 1):
+            calls = spec.calls[start : start + (spec.recompute or 1)]
+            if spec.recompute and x.requires_grad:  # reentrant checkpoints give no gradients otherwise
+                x = checkpoint(self._several, x, calls, use_reentrant=spec.reentrant)
+            else:
+                x = self._several(x, calls)
+        if spec.on_root:
             x = x * self.scale
         return SimpleNamespace(loss=F.cross_entropy(self.head(x), labels))
+
+    def _several(self, x: Tensor, calls: tuple[int, ...]) -> Tensor:
+        for index in calls:
+            x = self.layers[index](x)
+        return x
 
 
 class Residual(nn.Module):

@@ -1,0 +1,183 @@
+"""The exactness gate of the memory engine: whatever is moved where and when, training has the bits of plain training.
+
+A case is a row of a grid (``tests/helpers/grid.py``): a model, a loop and a layout. The rows are chosen so that any
+three levels of the grid meet in one of them; ``test_pairwise.py`` checks that. Compared are all losses, norms, weights,
+moments and update counts. Everything runs with the engine's own checks on.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.layout import Site
+from strategies.runtime import SGD, AdamW
+from strategies.runtime.transfer import Delayed
+from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
+from tests.helpers.grid import BF16, FP32, expected, run, title
+from tests.helpers.models import build, tokens
+from tests.helpers.pairwise import Row, Table
+
+# Layouts for what does not depend on the grid.
+LAYOUTS: Mapping[str, dict[str, Any]] = {
+    "device": {"site": "device"},
+    "device, travelling": {"site": "device", "weights": "travelling", "slots": 2},
+    "host": {"site": "host", "park": "host"},
+    "host, travelling": {"site": "host", "weights": "travelling", "bucket": "half"},
+    "streamed": {"site": "streamed", "park": "host", "prefetch": 2},
+    "streamed, travelling": {"site": "streamed", "weights": "travelling", "slots": 1, "park": "host"},
+    "mixed": {"site": "mixed", "weights": "some", "park": "host"},
+}
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+layouts = pytest.mark.parametrize("where", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def rows(table: Table) -> list[Any]:
+    return [pytest.param(row, id=title(row)) for row in table.rows()]
+
+
+@pytest.mark.parametrize("row", rows(FP32))
+def test_fp32(row: Row) -> None:
+    assert run(row) == []
+
+
+@pytest.mark.parametrize("row", rows(BF16))
+def test_bf16(row: Row) -> None:
+    """Against a loop that keeps fp32 masters and sums gradients in bf16."""
+    assert run(row, torch.bfloat16) == []
+
+
+# --- the test itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", FP32.factors["model"])
+def test_training_is_worth_comparing(model: str) -> None:
+    """Weights that never move, and clipping that never triggers, would prove nothing."""
+    loop = {"accumulation": 1, "groups": 1}
+    tight = expected(model, False, "none", torch.float32, max_norm=0.05, **loop)
+    loose = expected(model, False, "none", torch.float32, max_norm=1e6, **loop)
+    off = expected(model, False, "none", torch.float32, max_norm=0.0, **loop)
+    assert min(tight.norms) > 0.05
+    assert max(loose.norms) < 1e6
+    assert differences(off, loose) == ["norms"]
+    assert differences(off, tight)
+    moved = [name for name, start in build(model).named_parameters() if not torch.equal(start, off.tensors[name])]
+    counted = [name for name in moved if off.tensors[f"{name} step"] > 0]
+    assert len(moved) > 0.8 * len(list(build(model).named_parameters()))
+    assert moved == counted
+
+
+def test_some_expert_has_no_gradient() -> None:
+    found = expected("experts", False, "none", torch.float32, accumulation=1, groups=1, max_norm=0.0)
+    steps = {int(tensor) for name, tensor in found.tensors.items() if name.endswith("step") and ".experts." in name}
+    assert {0, STEPS} < steps
+
+
+@pytest.mark.parametrize("recompute", ["later", "reentrant"])
+def test_recomputation_happens(recompute: str) -> None:
+    calls = []
+    for model in (build("llama"), build("experts")):
+        checkpointing(model, recompute)
+        inner: Any = model.get_submodule("model.layers.0.self_attn" if hasattr(model, "model") else "layers.0.router")
+        inner.register_forward_pre_hook(lambda *args: calls.append(args[0]))
+        model(**tokens("experts", 1)[0]).loss.backward()
+    assert len(calls) == 4
+
+
+def test_a_difference_of_one_bit_is_found() -> None:
+    first, second = (
+        plain(build("llama"), tokens("llama", 1), max_norm=1.0),
+        plain(build("llama"), tokens("llama", 1), max_norm=1.0),
+    )
+    assert differences(first, second) == []
+    name = next(name for name in second.tensors if name.endswith("exp_avg"))
+    second.tensors[name].view(-1).view(torch.int32)[0] ^= 1
+    assert differences(first, second) == [name]
+
+
+# --- other rules and schedules ---------------------------------------------------------------------------------------
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("accumulation", "max_norm"), [(1, 0.05), (3, 0.0)])
+def test_sgd(where: dict[str, Any], dtype: torch.dtype, accumulation: int, max_norm: float) -> None:
+    """A rule without state."""
+    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": max_norm, "groups": 2}
+    batches = tokens("llama", STEPS * accumulation)
+    wanted = plain(
+        build("llama", dtype=dtype),
+        batches,
+        make=lambda groups: torch.optim.SGD(groups, lr=LR, weight_decay=DECAY),
+        **loop,
+    )
+    model = build("llama", dtype=dtype)
+    plan = plan_of(model, moments=0, in_backward=max_norm == 0, **where, **loop)
+    found = stowed(model, plan, batches, rule=SGD(lr=LR, weight_decay=DECAY), transfer=Delayed(), **loop)
+    assert differences(wanted, found) == []
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_adamw_as_torch_takes_it_by_default(where: dict[str, Any], dtype: torch.dtype) -> None:
+    loop: dict[str, Any] = {"max_norm": 0.05, "groups": 2}
+    batches = tokens("gpt2", STEPS)
+    wanted = plain(
+        build("gpt2", dtype=dtype),
+        batches,
+        make=lambda groups: torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY),
+        **loop,
+    )
+    model = build("gpt2", dtype=dtype)
+    rule = AdamW(lr=LR, weight_decay=DECAY, fused=False)
+    found = stowed(model, plan_of(model, **where, **loop), batches, rule=rule, transfer=Delayed(), **loop)
+    assert differences(wanted, found) == []
+
+
+@layouts
+@pytest.mark.parametrize("in_backward", [False, True], ids=["later", "in-backward"])
+def test_a_schedule_that_steps_while_updates_are_pending(where: dict[str, Any], in_backward: bool) -> None:
+    """Each update is made with the rate that was set when ``step`` was called."""
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    batches = tokens("llama", 2 * STEPS)
+    wanted = plain(build("llama"), batches, groups=2, schedule=schedule)
+    model = build("llama")
+    plan = plan_of(model, groups=2, in_backward=in_backward, **where)
+    found = stowed(model, plan, batches, groups=2, schedule=schedule, transfer=Delayed())
+    assert differences(wanted, found) == []
+    assert differences(wanted, plain(build("llama"), batches, groups=2))
+
+
+# --- what the helpers say is what is tested --------------------------------------------------------------------------
+
+
+def test_layouts_are_what_they_are_called() -> None:
+    model = build("llama")
+    made = plan_of(model, site="mixed", weights="some", park="host", slots=1).layout
+    assert {bucket.site for bucket in made.buckets} == {Site.DEVICE, Site.HOST, Site.STREAMED}
+    assert {bucket.ring for bucket in made.buckets} == {None, "blocks", "ends"}
+    assert made.rings == {"blocks": 1, "ends": 1}
+    per_block = {
+        size: len([b for b in plan_of(model, bucket=size).layout.buckets if "model.layers.0" in b.units])
+        for size in ("half", "one")
+    }
+    assert per_block["half"] > per_block["one"] == 1
+    several = plan_of(model, bucket="several", weights="travelling", slots="all").layout
+    assert [len(b.units) for b in several.buckets if b.ring] == [2, 2]
+    assert several.rings == {"blocks": 2}
+    # A bucket that all blocks use shares its place with none of theirs.
+    alike = plan_of(model, groups=2, weights="travelling", slots=1).layout
+    assert alike.rings["blocks"] > 1

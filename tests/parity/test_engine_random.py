@@ -1,0 +1,86 @@
+"""The engine on models and layouts that nobody would choose: odd sizes, any cuts, sites, rings and orders of use.
+
+Valid layouts train with the bits of plain training; broken ones are refused before anything is touched.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from strategies.planner.validate import check, validate
+from strategies.runtime import AdamW, stow
+from strategies.runtime.transfer import Delayed, Transfer
+from strategies.runtime.watch import Watch
+from tests.helpers.draws import BREAKS, layouts, odd_model, params_of, specs
+from tests.helpers.engine import DECAY, LR, Made, differences, groups_of, plain, stowed
+from tests.helpers.models import Spec, odd_batches
+
+STEADY: dict[str, Any] = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+}
+loops = st.fixed_dictionaries(
+    {
+        "accumulation": st.sampled_from([1, 1, 2]),
+        "max_norm": st.sampled_from([0.0, 0.01, 1e6]),
+        "groups": st.sampled_from([1, 2]),
+    }
+)
+
+
+def trainable(spec: Spec) -> bool:
+    """Whether any parameter that is used has a gradient."""
+    model = odd_model(spec)
+    loss = model(**odd_batches(1)[0]).loss
+    return bool(loss.requires_grad) and len({id(group) for group in groups_of(model, 2) if group["params"]}) == 2
+
+
+def both(spec: Spec, data: st.DataObject, loop: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    """Train ``spec`` both ways; what differs."""
+    assume(trainable(spec))
+    batches = odd_batches(3 * loop["accumulation"])
+    model = odd_model(spec, dtype)
+    params = params_of(model, loop["groups"])
+    layout = data.draw(layouts(params, loop["accumulation"], loop["max_norm"]))
+    transfer: Transfer = data.draw(st.sampled_from([Delayed, Watch]))()
+    wanted = plain(odd_model(spec, dtype), batches, **loop)
+    return differences(wanted, stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop))
+
+
+@settings(max_examples=60, **STEADY)
+@given(specs(), loops, st.data())
+def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], data: st.DataObject) -> None:
+    assert both(spec, data, loop, torch.float32) == []
+
+
+@settings(max_examples=20, **STEADY)
+@given(specs(), loops, st.data())
+def test_any_layout_of_any_model_in_bf16(spec: Spec, loop: dict[str, Any], data: st.DataObject) -> None:
+    assert both(spec, data, loop, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("name", BREAKS)
+@settings(max_examples=10, **STEADY)
+@given(specs(), st.data())
+def test_every_broken_layout_is_refused(name: str, spec: Spec, data: st.DataObject) -> None:
+    """By the validator, which knows the model's parameters, and by ``stow``, which leaves the model as it is."""
+    assume(trainable(spec))
+    model = odd_model(spec)
+    params = params_of(model, 2)
+    layout = data.draw(layouts(params, 1, 0.0))
+    broken, addresses = BREAKS[name](layout, data)
+    assert validate(broken, addresses, params) != []
+    with pytest.raises(ValueError, match="cannot be carried out"):
+        check(broken, addresses, params)
+    plan: Any = SimpleNamespace(layout=broken, place=SimpleNamespace(addresses=addresses, debug=True))
+    groups, weights = groups_of(model, 2), [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"cannot be carried out|made for something else"):
+        stow(model, plan, groups, AdamW(lr=LR, weight_decay=DECAY), device="cpu")
+    assert weights == [param.data_ptr() for param in model.parameters()]
+    stow(model, Made.of(layout, params), groups, AdamW(), device="cpu").close()  # type: ignore[arg-type]

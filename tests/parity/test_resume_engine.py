@@ -1,0 +1,121 @@
+"""Saved under one layout, loaded under another, trained on: the bits of a run that was never interrupted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.runtime import SGD, AdamW, StowOptimizer, stow
+from strategies.runtime.transfer import Delayed, Transfer
+from tests.helpers.engine import DECAY, LR, Batches, Result, differences, groups_of, plan_of
+from tests.helpers.models import build, tokens
+
+BEFORE, AFTER = 2, 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "device": {"site": "device", "bucket": "one"},
+    "device, travelling": {"site": "device", "weights": "travelling", "bucket": "half", "slots": 3},
+    "host, travelling": {"site": "host", "weights": "travelling", "slots": 2, "park": "host"},
+    "host, resident": {"site": "host", "bucket": "several"},
+    "streamed": {"site": "streamed", "weights": "travelling", "slots": 3, "bucket": "half", "park": "host"},
+    "mixed": {"site": "mixed", "weights": "some", "slots": 2, "bucket": "several"},
+}
+NAMES = list(LAYOUTS)
+PAIRS = [(one, NAMES[(index + shift) % len(NAMES)]) for index, one in enumerate(NAMES) for shift in (1, 3)]
+
+
+def begin(kind: str, dtype: torch.dtype, layout: str, clip: float = 1.0) -> tuple[nn.Module, StowOptimizer]:
+    model = build(kind, dtype=dtype)
+    return model, stowed(model, layout, clip)
+
+
+def stowed(model: nn.Module, layout: str, clip: float = 1.0, transfer: Transfer | None = None) -> StowOptimizer:
+    plan: Any = plan_of(model, groups=2, max_norm=clip, **LAYOUTS[layout])
+    rule = AdamW(lr=LR, weight_decay=DECAY)
+    return stow(model, plan, groups_of(model, 2), rule, device="cpu", transfer=transfer)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def steps(model: nn.Module, optimizer: StowOptimizer, scheduler: Any, batches: Batches, result: Result) -> None:
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        result.losses.append(loss.item())
+        result.norms.append(optimizer.clip_grad_norm_(1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def left(model: nn.Module, optimizer: StowOptimizer, result: Result) -> Result:
+    for name, weight in model.state_dict().items():
+        result.tensors[name] = weight.clone()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            result.tensors |= {f"{name} {key}": value.clone() for key, value in optimizer.state_of(param).items()}
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_resumed_under_another_layout(first: str, second: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    batches = tokens("llama", BEFORE + AFTER)
+    model, optimizer = begin("llama", dtype, first)
+    scheduler, whole = schedule(optimizer), Result()
+    steps(model, optimizer, scheduler, batches[:BEFORE], whole)
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    optimizer.save(tmp_path / "optimizer")
+    counts = scheduler.state_dict()
+    whole.losses, whole.norms = [], []
+    steps(model, optimizer, scheduler, batches[BEFORE:], whole)
+    left(model, optimizer, whole)
+
+    fresh = type(model).from_pretrained(tmp_path / "model", dtype=dtype).train()  # type: ignore[attr-defined]
+    resumed, result = stowed(fresh, second, transfer=Delayed()), Result()
+    again = schedule(resumed)
+    resumed.load(tmp_path / "optimizer")
+    again.load_state_dict(counts)
+    assert [group["initial_lr"] for group in resumed.param_groups] == [LR, LR / 3]
+    if dtype is torch.bfloat16:
+        for name, param in fresh.named_parameters():
+            assert torch.equal(fresh.state_dict()[name], resumed.state_of(param)["master"].bfloat16())
+    steps(fresh, resumed, again, batches[BEFORE:], result)
+    assert differences(whole, left(fresh, resumed, result)) == []
+
+
+def test_a_parameter_without_gradient_stays_uncounted(tmp_path: Path) -> None:
+    """Experts that no token chose have no state in the files, and the counts differ from one parameter to the next."""
+    batches = tokens("experts", 4)
+    model, optimizer = begin("experts", torch.float32, "host, travelling")
+    whole = Result()
+    steps(model, optimizer, schedule(optimizer), batches[:1], whole)
+    optimizer.save(tmp_path / "optimizer")
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = left(model, optimizer, Result())
+    counts = {int(value) for name, value in expected.tensors.items() if name.endswith(" step")}
+    assert counts == {0, 1}
+    fresh, resumed = begin("experts", torch.float32, "mixed")
+    steps(fresh, resumed, schedule(resumed), batches[1:3], Result())  # so that there is something to overwrite
+    fresh.load_state_dict(weights)
+    resumed.load(tmp_path / "optimizer")
+    assert differences(expected, left(fresh, resumed, Result())) == []
+
+
+def test_a_rule_without_state(tmp_path: Path) -> None:
+    def begun(layout: str) -> tuple[nn.Module, StowOptimizer]:
+        model = build("llama", dtype=torch.bfloat16)
+        plan: Any = plan_of(model, moments=0, **LAYOUTS[layout])
+        return model, stow(model, plan, rule=SGD(lr=0.5), device="cpu")
+
+    model, optimizer = begun("host, travelling")
+    for batch in tokens("llama", 2):
+        model(**batch).loss.backward()
+        optimizer.step()
+    optimizer.save(tmp_path / "optimizer")
+    other, loaded = begun("streamed")
+    loaded.load(tmp_path / "optimizer")
+    assert differences(left(model, optimizer, Result()), left(other, loaded, Result())) == []

@@ -1,0 +1,43 @@
+"""The covering tables: every combination that may be is there, and none that may not."""
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.helpers.grid import BF16, FP32, title
+from tests.helpers.pairwise import Table
+
+
+@pytest.mark.parametrize("table", [FP32, BF16], ids=["fp32", "bf16"])
+def test_the_grids_cover_what_is_legal(table: Table) -> None:
+    rows = list(table.rows())
+    assert all(table.legal(row) and list(row) == list(table.factors) for row in rows)
+    met = {frozenset(some) for row in rows for some in combinations(row.items(), table.strength)}
+    assert met == set(table.wanted())
+    # Every pair, too: those that never meet are those that may not.
+    pairs = {frozenset(pair) for row in rows for pair in combinations(row.items(), 2)}
+    every = {
+        frozenset(zip(names, levels, strict=True))
+        for names in combinations(table.factors, 2)
+        for levels in product(*(table.factors[name] for name in names))
+    }
+    assert every - pairs == every & set(table.forbidden)
+    assert every - pairs
+    assert rows == list(table.rows())
+
+
+def test_the_grid_is_large_enough_and_its_titles_are_unique() -> None:
+    titles = [title(row) for row in FP32.rows()]
+    assert len(titles) == len(set(titles)) >= 150
+
+
+def test_what_cannot_be_completed_is_not_wanted() -> None:
+    """b=2 forbids every level of c, so no row has it."""
+    table = Table({"a": (1, 2), "b": (1, 2), "c": (1, 2)}, [(("b", 2), ("c", 1)), (("b", 2), ("c", 2))])
+    assert all(row["b"] == 1 for row in table.rows())
+    assert len(list(table.wanted())) == 4 + 2 + 2
+
+
+def test_few_rows() -> None:
+    """Thirteen factors of three levels: known tables of pairs have 15 rows, all combinations would be 1.6 million."""
+    assert 9 <= len(list(Table({str(i): (0, 1, 2) for i in range(13)}).rows())) <= 32
