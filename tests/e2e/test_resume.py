@@ -16,11 +16,19 @@ from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, me
 pytestmark = pytest.mark.ranks
 
 STEPS, SAVE = 8, 4
-CASES = [("server", 1, None), ("server", 1, 0), ("deepspeed", 2, 2), ("server", 2, 3)]
-IDS = ["plain", "stage 0", "stage 2 on two ranks", "stage 3 on two ranks"]
+STREAMED = {"offload": {"site": "host", "weights": "streamed"}}
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("server", 1, {}),
+    ("server", 1, {"zero": {"stage": 0}}),
+    ("deepspeed", 2, {"zero": {"stage": 2}}),
+    ("server", 2, {"zero": {"stage": 3}}),
+    ("server", 1, STREAMED),
+    ("server", 2, STREAMED),
+]
+IDS = ["plain", "stage 0", "stage 2 on two ranks", "stage 3 on two ranks", "offload", "offload on two ranks"]
 
 
-def config_in(folder: Path, stage: int | None) -> Path:
+def config_in(folder: Path, strategies: dict[str, Any]) -> Path:
     write_text_data(folder / "few.jsonl", num_rows=15)  # 1 rank: 3.75 steps an epoch, 2 ranks: 2
     return write_config(
         folder,
@@ -34,7 +42,7 @@ def config_in(folder: Path, stage: int | None) -> Path:
             "warmup_steps": 3,
             "max_grad_norm": 0.5,
         },
-        strategies={} if stage is None else {"zero": {"stage": stage}},
+        strategies=strategies,
     )
 
 
@@ -48,12 +56,16 @@ def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
     job.kill()
 
 
-@pytest.mark.parametrize(("starter", "num_ranks", "stage"), CASES, ids=IDS)
+@pytest.mark.parametrize(("starter", "num_ranks", "strategies"), CASES, ids=IDS)
 def test_killed_and_resumed(
-    starter: str, num_ranks: int, stage: int | None, server: Server, tmp_path_factory: pytest.TempPathFactory
+    starter: str,
+    num_ranks: int,
+    strategies: dict[str, Any],
+    server: Server,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("resume")
-    whole, killed = config_in(folder / "whole", stage), config_in(folder / "killed", stage)
+    whole, killed = config_in(folder / "whole", strategies), config_in(folder / "killed", strategies)
     server.run(num_ranks, whole).check().quiet()
     if starter == "server":
         job: Job = server.start(num_ranks, ["--config", str(killed)], killed.parent)

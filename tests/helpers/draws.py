@@ -35,7 +35,7 @@ def specs(draw: st.DrawFn) -> Spec:
     later, earlier = draw(numbers), draw(numbers)
     recompute = draw(st.sampled_from([0, 0, 1, 2, 3]))
     frozen = draw(st.sampled_from([0, 0, 3, 5]))
-    # A reentrant checkpoint delivers the gradient of what two of them share in two parts: see test_engine_random.py.
+    # Refused, see test_gradients_in_parts_are_refused.
     once = len(set(calls)) == len(calls) and later == earlier
     return Spec(
         width=draw(ODD),

@@ -16,7 +16,7 @@ from strategies.runtime import AdamW, stow
 from strategies.runtime.transfer import Delayed, Transfer
 from strategies.runtime.watch import Watch
 from tests.helpers.draws import BREAKS, layouts, odd_model, params_of, specs
-from tests.helpers.engine import DECAY, LR, Made, differences, groups_of, plain, stowed
+from tests.helpers.engine import DECAY, LR, Made, differences, groups_of, plain, plan_of, stowed
 from tests.helpers.models import Spec, odd_batches
 
 STEADY: dict[str, Any] = {
@@ -63,6 +63,14 @@ def test_any_layout_of_any_model(spec: Spec, loop: dict[str, Any], data: st.Data
 @given(specs(), loops, st.data())
 def test_any_layout_of_any_model_in_bf16(spec: Spec, loop: dict[str, Any], data: st.DataObject) -> None:
     assert both(spec, data, loop, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("spec", [{"shares": (2, 0), "calls": (0, 1, 2)}, {"calls": (0, 1, 0)}], ids=["layer", "block"])
+def test_gradients_in_parts_are_refused(spec: dict[str, Any]) -> None:
+    """Reentrant checkpoints deliver the gradient of what two of them use in two parts, as two backward passes would."""
+    model = odd_model(Spec(width=8, hidden=(4, 4, 4), recompute=1, reentrant=True, **spec))
+    with pytest.raises(RuntimeError, match="a backward pass after the gradients of 1 were complete"):
+        stowed(model, plan_of(model), odd_batches(1))
 
 
 @pytest.mark.parametrize("name", BREAKS)

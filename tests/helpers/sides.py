@@ -1,0 +1,127 @@
+"""One script, two sides: a plain model with torch's optimizer, and the same model stowed. Compared by bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.runtime import AdamW, stow
+from strategies.runtime.transfer import Delayed
+from tests.helpers.engine import DECAY, LR, plan_of
+
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "host, two slots": {"site": "host", "weights": "travelling", "slots": 2, "park": "host"},
+    "streamed": {"site": "streamed", "weights": "travelling", "slots": 3, "bucket": "half"},
+    "device, resident": {"site": "device"},
+    "mixed": {"site": "mixed", "weights": "some", "slots": 2},
+}
+TWO = ("host, two slots", "streamed")
+
+
+class Plain(torch.optim.AdamW):
+    """Torch's AdamW with the few methods that the engine's optimizer has beyond torch's."""
+
+    def __init__(self, model: nn.Module, max_norm: float) -> None:
+        super().__init__([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=DECAY, fused=True)
+        self._max_norm, self._clipped = max_norm, False
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        self._clipped = True
+        return torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self._max_norm and not self._clipped:
+            self.clip_grad_norm_(self._max_norm)
+        self._clipped = False
+        super().step()
+
+    def present(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def drain(self) -> None: ...
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
+        zero = torch.zeros_like(param)
+        return self.state.get(param) or {"step": torch.zeros(()), "exp_avg": zero, "exp_avg_sq": zero}
+
+    def close(self) -> None: ...
+
+
+Script = Callable[[nn.Module, Any], object]
+Maker = Callable[[], nn.Module]
+
+
+def stowed(model: nn.Module, layout: str | Mapping[str, Any], **wishes: Any) -> Any:
+    """The model's optimizer under a layout of ``LAYOUTS`` with changes; copies are made as late as they may."""
+    known = LAYOUTS[layout] if isinstance(layout, str) else layout
+    plan: Any = plan_of(model, **{**known, **wishes})
+    return stow(model, plan, rule=AdamW(lr=LR, weight_decay=DECAY), device="cpu", transfer=Delayed())
+
+
+def train(
+    model: nn.Module, optimizer: Any, batches: Iterable[Mapping[str, Tensor]], *, zero: bool = True
+) -> list[float]:
+    """Ordinary steps; the losses."""
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        if zero:
+            optimizer.zero_grad()
+    return losses
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of all weights and all state."""
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            found |= {f"{name} {key}": value.detach().clone() for key, value in optimizer.state_of(param).items()}
+    return found
+
+
+def unequal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Names that only one of them has, or whose bits differ."""
+    both = first.keys() & second.keys()
+    return sorted(first.keys() ^ second.keys()) + [name for name in both if not torch.equal(first[name], second[name])]
+
+
+def both_sides(
+    make: Maker, script: Script, layouts: Iterable[str] = TWO, *, max_norm: float = 0.0, **wishes: Any
+) -> None:
+    """Run ``script`` plainly and under each layout: what it returns and what it leaves must be equal by bits."""
+    model = make()
+    optimizer = Plain(model, max_norm)
+    torch.manual_seed(3)
+    expected, weights = script(model, optimizer), None
+    weights = everything(model, optimizer)
+    for layout in layouts:
+        model = make()
+        engine = stowed(model, layout, max_norm=max_norm, **wishes)
+        torch.manual_seed(3)
+        found = script(model, engine)
+        where = _first_difference(expected, found)
+        assert where is None, f"{layout}: what the script saw differs at {where}"
+        assert unequal(weights, everything(model, engine)) == [], layout
+        engine.close()
+
+
+def _first_difference(first: Any, second: Any, place: str = "it") -> str | None:
+    """Where two nested results differ."""
+    if isinstance(first, Mapping):
+        first, keys = list(first.values()), list(first)
+        second = [second[key] for key in keys]
+    else:
+        keys = list(range(len(first))) if isinstance(first, list | tuple) else []
+    if isinstance(first, list | tuple):
+        pairs = zip(keys, first, second, strict=True)
+        found = (_first_difference(one, two, f"{place}[{key!r}]") for key, one, two in pairs)
+        return next((where for where in found if where is not None), None)
+    same = torch.equal(first, second) if isinstance(first, Tensor) else repr(first) == repr(second)
+    return None if same else place

@@ -1,0 +1,325 @@
+"""The model stays a model: what libraries read from it and write to it is right at any moment, stowed or not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from strategies.runtime.held import Held
+from tests.helpers.engine import plan_of
+from tests.helpers.models import build, tokens
+from tests.helpers.sides import LAYOUTS, TWO, both_sides, everything, stowed, train, unequal
+
+BATCHES = tokens("llama", 8)
+layouts = pytest.mark.parametrize("layout", TWO)
+
+
+def llama() -> nn.Module:
+    return build("llama")
+
+
+def tied() -> nn.Module:
+    return build("llama", tied=True)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def held_of(optimizer: Any, name: str) -> Held:
+    held, _ = optimizer.names[name]
+    assert isinstance(held, Held)
+    return held
+
+
+# --- absent and present ----------------------------------------------------------------------------------------------
+
+
+@layouts
+def test_absent_is_nan_and_refuses_writes(layout: str) -> None:
+    """At every border of a step each parameter is its own weight or NaN, never another bucket's bytes."""
+    model = llama()
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    optimizer = stowed(model, layout)
+    absent = 0
+
+    def look(*_: object) -> None:
+        nonlocal absent
+        for name, param in model.named_parameters():
+            assert param.shape == shapes[name] and param.dtype == torch.float32
+            held = held_of(optimizer, name)
+            if held.present and held.settled:
+                assert param.data_ptr() >= held.weight.data_ptr()
+                continue
+            absent += 1
+            assert param.isnan().all()
+            with pytest.raises(RuntimeError), torch.no_grad():
+                param.mul_(2.0)
+            with pytest.raises(RuntimeError):
+                param.data.zero_()
+
+    for block in model.model.layers:  # type: ignore[union-attr]
+        block.register_forward_hook(look)
+        block.register_full_backward_hook(look)
+    train(model, optimizer, BATCHES[:2])
+    look()
+    assert absent > 0
+
+
+def test_an_absent_parameter_shows_itself_or_nan() -> None:
+    """Without updates in between, what is visible has the values that the model had."""
+    model = llama()
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = stowed(model, "host, two slots")
+    for batch in BATCHES[:2]:
+        with torch.no_grad():
+            model(**batch)
+        optimizer.drain()
+        for name, param in model.named_parameters():
+            assert param.isnan().all() or torch.equal(param, expected[name])
+
+
+def test_present_shows_and_keeps() -> None:
+    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+        params = list(model.parameters())
+        for batch in BATCHES[:3]:
+            train(model, optimizer, [batch])  # updates are pending now
+            with optimizer.present(params):
+                seen += [param.detach().clone() for param in params]
+            with optimizer.present(params[3:6]), torch.no_grad():
+                params[4].mul_(1.5)
+                params[5].data[0] = 7.0
+            with optimizer.present([params[4]]):
+                seen.append(params[4].detach().clone())
+        return seen
+
+    both_sides(llama, script, LAYOUTS)
+
+
+def test_present_between_backward_and_step() -> None:
+    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        params = list(model.parameters())
+        train(model, optimizer, BATCHES[:1])
+        model(**BATCHES[1]).loss.backward()
+        with optimizer.present(params), torch.no_grad():
+            seen = [param.detach().clone() for param in params]
+            params[7].add_(0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, BATCHES[2:4])
+        return seen
+
+    both_sides(llama, script, LAYOUTS)
+
+
+def test_present_in_bf16_changes_the_master() -> None:
+    model = build("llama", dtype=torch.bfloat16)
+    param = model.model.layers[2].mlp.up_proj.weight  # type: ignore[union-attr, index]
+    for layout in LAYOUTS:
+        model = build("llama", dtype=torch.bfloat16)
+        param = model.get_parameter("model.layers.2.mlp.up_proj.weight")
+        optimizer = stowed(model, layout)
+        train(model, optimizer, BATCHES[:1])
+        master = optimizer.state_of(param)["master"]
+        before = master.clone()
+        with optimizer.present([param]):
+            pass
+        assert torch.equal(master, before), "looking rounds nothing"
+        with optimizer.present([param]), torch.no_grad():
+            param.fill_(0.5)
+        assert (master == 0.5).all()
+        optimizer.close()
+
+
+# --- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_at_any_time() -> None:
+    def script(model: nn.Module, optimizer: Any) -> list[dict[str, Tensor]]:
+        seen = [weights_of(model)]
+        block = model.model.layers[1]  # type: ignore[union-attr, index]
+        for batch in BATCHES[:3]:
+            loss = model(**batch).loss
+            seen.append(weights_of(model))
+            loss.backward()
+            seen.append(weights_of(model))
+            seen.append(weights_of(block))  # type: ignore[arg-type]
+            optimizer.step()
+            seen.append(weights_of(block))  # type: ignore[arg-type]
+            seen.append(weights_of(model))
+            optimizer.zero_grad()
+        return seen
+
+    both_sides(tied, script, LAYOUTS)
+
+
+@pytest.mark.parametrize("make", [llama, tied])
+@layouts
+def test_save_pretrained(layout: str, make: Any, tmp_path: Path) -> None:
+    plain, model = make(), make()
+    optimizer = stowed(model, layout)
+    for side in (plain, model):
+        train(
+            side,
+            optimizer if side is model else torch.optim.AdamW(side.parameters(), lr=1e-2, weight_decay=0.1, fused=True),
+            BATCHES[:2],
+        )
+    plain.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "ours")
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    assert unequal(expected, load_file(tmp_path / "ours" / "model.safetensors")) == []
+    again = type(model).from_pretrained(tmp_path / "ours")
+    assert unequal(weights_of(plain), weights_of(again)) == []
+    train(model, optimizer, BATCHES[2:3])  # and it goes on
+
+
+@layouts
+def test_state_dict_copies_nothing(layout: str) -> None:
+    model = llama()
+    optimizer = stowed(model, layout)
+    train(model, optimizer, BATCHES[:1])
+    for name, value in model.state_dict().items():
+        held, index = optimizer.names[name]
+        assert value.data_ptr() == held.part(held.rest(), index).data_ptr()
+        assert value.untyped_storage().nbytes() == value.nbytes, "a storage of its own, or it looks tied"
+
+
+def test_load_state_dict() -> None:
+    other = weights_of(build("llama").apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None))
+    part = {name.removeprefix("model.layers.0."): value for name, value in other.items() if "layers.0." in name}
+
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        losses = train(model, optimizer, BATCHES[:2])
+        keys: Any = model.load_state_dict(other)
+        losses += train(model, optimizer, BATCHES[2:4])
+        model.model.layers[3].load_state_dict(part)  # type: ignore[union-attr, index, operator]
+        return [*losses, list(keys.missing_keys), *train(model, optimizer, BATCHES[4:6])]
+
+    both_sides(llama, script, LAYOUTS)
+
+
+@layouts
+def test_a_state_dict_that_does_not_fit(layout: str) -> None:
+    model = llama()
+    optimizer = stowed(model, layout)
+    train(model, optimizer, BATCHES[:1])
+    before = everything(model, optimizer)
+    wrong = weights_of(model)
+    wrong["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(wrong)
+    assert unequal(before, everything(model, optimizer)) == []
+    train(model, optimizer, BATCHES[1:2])
+
+
+def test_loading_in_bf16_reaches_the_masters() -> None:
+    for layout in LAYOUTS:
+        model = build("llama", dtype=torch.bfloat16)
+        optimizer = stowed(model, layout)
+        train(model, optimizer, BATCHES[:1])
+        other = {name: torch.full_like(value, 0.25) for name, value in weights_of(model).items()}
+        model.load_state_dict(other)
+        for name, param in model.named_parameters():
+            assert (optimizer.state_of(param)["master"] == 0.25).all(), name
+        optimizer.close()
+
+
+# --- forwards in between ---------------------------------------------------------------------------------------------
+
+
+def test_eval_and_forwards_without_gradient() -> None:
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def evaluate() -> None:
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(**BATCHES[7]).loss.item())
+            with torch.inference_mode():
+                seen.append(model(**BATCHES[6]).loss.item())
+            model.train()
+
+        evaluate()
+        for batch in BATCHES[:3]:
+            loss = model(**batch).loss
+            loss.backward()
+            evaluate()
+            optimizer.step()
+            evaluate()
+            optimizer.zero_grad()
+        return seen
+
+    both_sides(llama, script, LAYOUTS, max_norm=0.5)
+    both_sides(lambda: build("gpt2"), script, TWO)
+
+
+def test_generate() -> None:
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        seen = []
+        for batch in BATCHES[:2]:
+            train(model, optimizer, [batch], zero=False)
+            made = model.generate(batch["input_ids"][:1], max_new_tokens=8, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+            seen.append(made.tolist())
+            optimizer.zero_grad()
+        return seen
+
+    both_sides(llama, script, TWO, max_norm=1.0)
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def test_close_gives_a_plain_model_back() -> None:
+    for layout in LAYOUTS:
+        model, untouched = llama(), llama()
+        optimizer = stowed(model, layout)
+        train(model, optimizer, BATCHES[:2])
+        expected = weights_of(model)
+        model(**BATCHES[2]).loss.backward()
+        optimizer.step()
+        model.load_state_dict(expected)
+        optimizer.close()
+        assert unequal(expected, weights_of(model)) == []
+        start, end = optimizer.engine.arena._host.data_ptr(), optimizer.engine.arena.host_bytes
+        for param in model.parameters():
+            assert param.grad is None and not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            assert not start <= param.data_ptr() < start + max(end, 1)
+        for ours, theirs in zip(model.modules(), untouched.modules(), strict=True):
+            for name, value in vars(theirs).items():
+                if "hooks" in name and isinstance(value, dict):
+                    assert len(vars(ours)[name]) == len(value), name
+        assert not hasattr(model, "_stowed")
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), BATCHES[:1])
+        stowed(model, layout).close()
+
+
+def test_stowing_twice() -> None:
+    model = llama()
+    stowed(model, "streamed")
+    with pytest.raises(ValueError, match="stowed already"):
+        stowed(model, "streamed")
+
+
+def test_a_plan_for_another_model() -> None:
+    from strategies.runtime import SGD, stow
+
+    plan: Any = plan_of(llama())
+    for other, said in (
+        (build("gpt2"), "the model has no such parameter"),
+        (build("llama", dtype=torch.bfloat16), "the model .* x bfloat16"),
+        (tied(), "lm_head.weight: the model has no such parameter"),
+    ):
+        before = weights_of(other)
+        with pytest.raises(ValueError, match=f"made for something else(.|\n)*{said}"):
+            stow(other, plan, device="cpu")
+        assert unequal(before, weights_of(other)) == [] and not hasattr(other, "_stowed")
+    frozen = llama()
+    frozen.get_parameter("lm_head.weight").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"lm_head.weight: the plan has .* in group 0, the model .* in group None"):
+        stow(frozen, plan, device="cpu")
+    with pytest.raises(ValueError, match="2 moments per parameter, the update rule keeps 0"):
+        stow(llama(), plan, rule=SGD(), device="cpu")
