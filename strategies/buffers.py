@@ -31,7 +31,7 @@ class Buffers(Strategy):
     """Planned addresses for all that ``offload`` moves. Switched on by it; write the section for its option only."""
 
     phase = Phase.BUFFER
-    examples = ({}, {"debug": True})
+    examples = ({"debug": True},)
 
     debug: bool = Field(
         default=False, description="Check on each use that a slot holds the bucket it should; slow, for tests."

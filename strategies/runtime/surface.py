@@ -59,6 +59,7 @@ class Surface:
                 state[key] = alone(self.weight_of(param))
 
     def _open(self, module: nn.Module, *rest: Any) -> None:
+        self._engine.drain()  # everything: an update of another bucket, settled before ``_shut``, would hide these
         for param in module.parameters(recurse=False):
             param.data = self.weight_of(param)
 
@@ -87,8 +88,8 @@ class Surface:
         """See ``StowOptimizer.present``."""
         shown: list[tuple[nn.Parameter, Tensor]] = []
         with torch.no_grad():
-            for param in params:
-                held, index = self._settled(param)
+            places = [self._settled(param) for param in params]  # all first: settling one bucket may hide another
+            for param, (held, index) in zip(params, places, strict=True):
                 self._engine.transfer.wait(Lane.COMPUTE, held.stored, held.arrived)
                 value = held.shaped(held.rest(), index).to(self._engine.device, copy=True)
                 param.data = value

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` 
 layouts = pytest.mark.parametrize("where", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """Models this small gain nothing from a second thread."""
     threads = torch.get_num_threads()

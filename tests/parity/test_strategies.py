@@ -13,8 +13,12 @@ import torch
 
 from strategies.core.protocol import BITWISE, Parity, Strategy
 from strategies.core.registry import available, find
+from trainer.build import plan_of
 from trainer.config.sections import RunConfig
+from trainer.errors import ConfigError
 from trainer.facts import run_facts
+from trainer.machine import probe
+from trainer.ranks import Ranks
 from trainer.verify import compare, digest, shrink, train_weights, without_strategies
 from trainer.worlds import run_world
 
@@ -84,6 +88,28 @@ def test_alone(name: str, options: Mapping[str, Any], case: str, tmp_path: Path)
     else:
         worst = max((difference.relative for difference in compare(expected, found)), default=0.0)
         assert worst <= parity.tolerance, parity.reason
+
+
+def together() -> Iterator[Any]:
+    """Every two strategies by their last example, and all at once."""
+    names = available()
+    groups = [(first, second) for i, first in enumerate(names) for second in names[i + 1 :]]
+    for group in dict.fromkeys([*groups, tuple(names)]):
+        yield pytest.param(group, id=" + ".join(group))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("names", together())
+def test_together(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Strategies that go together train with the bits of plain training; others are refused, by name."""
+    case = NEVER_CLIPS
+    strategies = {name: find(name).model_validate(find(name).examples[-1]) for name in names}
+    config = config_of(case, strategies, tmp_path)
+    if {"zero", "offload"} <= set(names):  # two engines for one model
+        with pytest.raises(ConfigError, match=r"strategies\.zero.*strategies\.offload"):
+            plan_of(config, Ranks(0, 0, RANKS, RANKS), probe())
+        return
+    assert compare(plain(case, tmp_path), run_world(RANKS, train_weights, config)) == []
 
 
 @pytest.mark.ranks
