@@ -57,7 +57,8 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
         return 0
     for found in differences:
         print(f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}")
-    declared = [strategy.parity(run_facts(config, num_ranks)) for strategy in config.strategies.values()]
+    facts = run_facts(config, num_ranks, accelerated=torch.cuda.is_available())
+    declared = [strategy.parity(facts) for strategy in config.strategies.values()]
     tolerance = max(parity.tolerance for parity in declared)
     worst = differences[0].relative
     if worst <= tolerance:

@@ -78,7 +78,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     """
     count = count_model(config)
     run = replace(
-        run_facts(config, world_size),
+        run_facts(config, world_size, accelerated=machine.device_kind != "cpu"),
         hidden_size=count.hidden_size,
         largest_param=count.largest_param,
         forward_flops=count.forward_flops,
@@ -86,7 +86,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     return Facts(count.units, run, machine_facts(machine, local_world_size), count.params)
 
 
-def run_facts(config: RunConfig, world_size: int) -> RunFacts:
+def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
     """What the config alone says about the work."""
     training = config.training
     return RunFacts(
@@ -97,6 +97,7 @@ def run_facts(config: RunConfig, world_size: int) -> RunFacts:
         precision=precision_of(config),
         world_size=world_size,
         moments=MOMENTS.get(training.optim, 2),
+        accelerated=accelerated,
     )
 
 

@@ -1,0 +1,54 @@
+"""An ordinary PyTorch loop with a model that does not fit into the memory it is given.
+
+python docs/examples/plain_loop.py
+"""
+
+import pydoc_data.topics
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from strategies.runtime import AdamW, stow
+from trainer.memory import plan_for
+
+ROWS, TOKENS, STEPS = 8, 128, 20
+
+
+def main() -> list[float]:
+    """Train on the help texts that come with Python, byte by byte; the losses."""
+    torch.manual_seed(0)
+    text = "\n".join(pydoc_data.topics.topics.values()).encode()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+
+    # Weights, gradients and AdamW's state want 25 MiB, and backward keeps as much again. There are 40.
+    plan = plan_for(model, gpu_memory="40MiB", batch=(ROWS, TOKENS), max_grad_norm=1.0)
+    optimizer = stow(model, plan, rule=AdamW(lr=3e-3, weight_decay=0.1))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    print(*optimizer.engine.arena.owners(), sep="\n")
+    for bucket in optimizer.engine.layout.buckets:
+        weights = "always present" if bucket.resident else "travels"
+        print(f"  {bucket.name:16} {bucket.num_elements:8,} numbers, {weights}, updated on the {bucket.site.value}")
+
+    losses = []
+    for step in range(STEPS):
+        starts = torch.randint(len(data) - TOKENS, (ROWS,)).tolist()
+        batch = torch.stack([data[start : start + TOKENS] for start in starts]).to(optimizer.engine.device)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        norm = optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        print(f"step {step:2}  loss {losses[-1]:.3f}  gradient norm {norm.item():.2f}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The scripts in docs/examples run as they are, and do what they say."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def imported(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_runs_as_a_script(path: Path) -> None:
+    command = [sys.executable, "-m", f"docs.examples.{path.stem}"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert "device arena" in ran.stdout and "host arena" in ran.stdout
+
+
+def test_plain_loop_learns_and_travels(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = imported("plain_loop").main()
+    assert losses[-1] < losses[0] - 2
+    assert "travels" in capsys.readouterr().out
+
+
+def test_stock_trainer_gives_the_bits_of_a_plain_one(tmp_path: Path) -> None:
+    """Clipping by the plan is clipping by the Trainer; nothing else differs."""
+    from transformers import Trainer
+
+    example: Any = imported("stock_trainer")
+    model, log = example.main(str(tmp_path / "ours"))
+    plain = example.build()
+    args = example.arguments(
+        str(tmp_path / "plain"),
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        warmup_steps=2,
+        lr_scheduler_type="linear",
+    )
+    trainer = Trainer(plain, args, train_dataset=example.rows())
+    trainer.train()
+    losses = [record["loss"] for record in log if "loss" in record]
+    assert losses and losses == [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu()), name
+    saved = type(plain).from_pretrained(tmp_path / "ours" / "model")
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(saved.parameters(), plain.parameters(), strict=True))
