@@ -79,6 +79,7 @@ class Trainer(transformers.Trainer):
         """As Hugging Face's, or the memory engine's."""
         if self._maker is None or self.optimizer is not None:
             return super().create_optimizer(*(() if model is None else (model,)))
+        assert self.model is not None
         self.optimizer = self._maker(self.model, self.get_decay_parameter_names(self.model))
         return self.optimizer
 
@@ -93,6 +94,7 @@ class Trainer(transformers.Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             self.stowed.save(Path(output_dir) / OPTIMIZER)
+            assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -100,6 +102,7 @@ class Trainer(transformers.Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self.stowed.load(Path(checkpoint) / OPTIMIZER)
+        assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:

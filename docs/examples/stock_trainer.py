@@ -45,7 +45,7 @@ def main(folder: str | None = None) -> tuple[LlamaForCausalLM, list[dict[str, fl
     """Train; the model, plain again, and the log."""
     model = build()
     plan = plan_for(
-        model, gpu_memory="8MiB", batch=(ROWS, TOKENS), accumulation=ACCUMULATION, max_grad_norm=1.0
+        model, gpu_memory="10MiB", batch=(ROWS, TOKENS), accumulation=ACCUMULATION, max_grad_norm=1.0
     )  # the plan clips, so max_grad_norm is 0 below
     optimizer = stow(model, plan, rule=AdamW(lr=3e-3, weight_decay=0.0))
     scheduler = get_linear_schedule_with_warmup(optimizer, 2, STEPS)

@@ -4,8 +4,8 @@ Problem. A caching allocator rounds up, fragments, and gives memory to whoever a
 rounds to powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
 
 Device: one ``torch.empty``. Host: one anonymous mapping of the exact size (huge pages where the kernel grants them),
-registered with CUDA in pieces, because one registration of hundreds of gigabytes fails. Without CUDA both arenas are
-ordinary memory, the same code runs, and every rule about addresses is tested on any machine.
+registered with CUDA in pieces (``pin``), because one registration of hundreds of gigabytes fails. Without CUDA both
+arenas are ordinary memory, the same code runs, and every rule about addresses is tested on any machine.
 
 Invariant. ``device_bytes`` and ``host_bytes`` never change after construction; a region is a view, never a copy.
 
@@ -45,8 +45,6 @@ class Arena:
         self._registered: list[int] = []
         self._device = self._reserve_device(addresses.device_bytes)
         self._host = self._reserve_host(addresses.host_bytes)
-        if device.type == "cuda":
-            self._register()
 
     @property
     def device_bytes(self) -> int:
@@ -99,7 +97,17 @@ class Arena:
             pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
 
-    def _register(self) -> None:
+    def pin(self) -> None:
+        """Lock the host arena in memory, so that copies run beside compute. Nothing to do without CUDA.
+
+        Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
+        once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
+
+        Raises:
+            OutOfMemoryError: the driver refuses.
+        """
+        if self.device.type != "cuda":
+            return
         start = self._host.data_ptr()
         for offset in range(0, self.host_bytes, PIECE_BYTES):
             size = min(PIECE_BYTES, self.host_bytes - offset)

@@ -64,6 +64,7 @@ class Engine:
         self._groups = groups
         self.arena = Arena(addresses, device)
         self.held = list(self._hold(dict(model.named_parameters())))
+        self.arena.pin()
         rivals_of(self.held, self.arena)
         self.worker = Worker(spare_cores() if beside else None)
         self.homes = Homes(transfer, self._pinned, debug=debug)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from strategies.core.layout import Site
-from strategies.runtime import SGD, AdamW
+from strategies.runtime import SGD, AdamW, update
 from strategies.runtime.transfer import Delayed
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FP32, expected, run, title
@@ -159,6 +159,20 @@ def test_a_schedule_that_steps_while_updates_are_pending(where: dict[str, Any], 
     found = stowed(model, plan, batches, groups=2, schedule=schedule, transfer=Delayed())
     assert differences(wanted, found) == []
     assert differences(wanted, plain(build("llama"), batches, groups=2))
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_updates_in_stretches(where: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter larger than a stretch is updated in several calls, and counted once."""
+    loop: dict[str, Any] = {"max_norm": 0.05, "groups": 2}
+    batches = tokens("llama", STEPS)
+    wanted = plain(build("llama", dtype=dtype), batches, **loop)
+    monkeypatch.setattr(update, "HOST_STRETCH", 192)
+    monkeypatch.setattr(update, "SCRATCH_ELEMENTS", 320)
+    model = build("llama", dtype=dtype)
+    found = stowed(model, plan_of(model, **where, **loop), batches, transfer=Delayed(), **loop)
+    assert differences(wanted, found) == []
 
 
 # --- what the helpers say is what is tested --------------------------------------------------------------------------
