@@ -117,6 +117,8 @@ class Engine:
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self.borders.close_all()
+        for nan in {held.nan for held in self.held}:
+            nan.fill_(math.nan)
         self._itinerary.begin()
         if torch.is_grad_enabled():
             self.gradients.new_pass()

@@ -1,8 +1,9 @@
 """One bucket at run time: its parameters, the views of its memory, and who holds what at this moment.
 
 Invariant. ``param.data`` is a view of the bucket's home exactly while ``presence`` is PRESENT. While it is ABSENT every
-parameter shows one NaN expanded to its shape: right shape, dtype and count, an unmistakable value, and torch refuses
-writes into it. So an absent parameter never shows another bucket's bytes.
+parameter shows one NaN expanded to its shape: right shape, dtype and count, an unmistakable value. So an absent
+parameter never shows another bucket's bytes. Torch refuses most writes into it; a few (``zero_``, ``fill_``) it lets
+through, to the one NaN, which the next forward restores.
 
 Events that the bucket remembers, each the last of its kind:
     arrived   UP wrote the home, or read PARKED or COPY for it

@@ -93,7 +93,7 @@ class StowOptimizer(torch.optim.Optimizer):
         beside: bool,
     ) -> None:
         chosen: Any = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
-        self._ready = False
+        self._ready = self._closed = False
         super().__init__(chosen, rule.defaults())
         layout, place = plan.layout, plan.place
         if layout is None or place is None:
@@ -128,12 +128,18 @@ class StowOptimizer(torch.optim.Optimizer):
         """Start the updates. They are computed under the next forward, each before its weights are used."""
         if closure is not None:
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
+        self._refuse_closed()
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that were not stepped with. After ``step`` there are none."""
-        if self._ready and not self.engine.gradients.empty:
+        self._refuse_closed()
+        if not self.engine.gradients.empty:
             self.engine.discard()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this optimizer is closed; stow the model again to go on training")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, during construction.
@@ -254,11 +260,14 @@ class StowOptimizer(torch.optim.Optimizer):
                 yield saving.Entry(names[id(param)], tuple(param.shape), held.bucket.dtype, state, held.name)
 
     def close(self) -> None:
-        """Give the model its weights back in ordinary memory on the CPU, and forget it."""
+        """Give the model its weights back in ordinary memory on the CPU, and forget it. Closing twice does nothing."""
+        if self._closed:
+            return
         self.drain()
         self._surface.take_out()
         self.engine.close()
         del self._model._stowed
+        self._closed = True
 
 
 def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], moments: int) -> Iterator[str]:

@@ -115,14 +115,14 @@ def plain(
                 param.copy_(master)
     names = _state_names(optimizer)
     for name, param in model.named_parameters():
-        result.tensors[name] = param.detach().clone()
+        result.tensors[name] = param.detach().cpu().clone()
         if name in masters:
             state = optimizer.state.get(masters[name], {})
             empty = torch.zeros_like(masters[name])
-            result.tensors |= {f"{name} {key}": state.get(key, empty).detach().clone() for key in names}
+            result.tensors |= {f"{name} {key}": state.get(key, empty).detach().cpu().clone() for key in names}
             # torch.optim.SGD counts nothing
-            result.tensors |= {f"{name} step": state.get("step", torch.zeros(())).clone()} if names else {}
-            result.tensors |= {f"{name} master": masters[name].detach().clone()} if mixed else {}
+            result.tensors |= {f"{name} step": state.get("step", torch.zeros(())).cpu().clone()} if names else {}
+            result.tensors |= {f"{name} master": masters[name].detach().cpu().clone()} if mixed else {}
     return result
 
 
@@ -137,12 +137,15 @@ def stowed(
     rule: Rule | None = None,
     schedule: Schedule | None = None,
     transfer: Transfer | None = None,
+    device: str = "cpu",
 ) -> Result:
     """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards."""
     result, rule = Result(), rule or AdamW(lr=LR, weight_decay=DECAY)
     transfer = transfer or Transfer()
     given: Any = plan
-    optimizer = stow(model, given, groups_of(model, groups), rule, device="cpu", transfer=transfer)
+    # Copies at once stand for a machine whose device is its memory; there the caller computes host updates itself.
+    beside = type(transfer) is not Transfer
+    optimizer = stow(model, given, groups_of(model, groups), rule, device=device, transfer=transfer, beside=beside)
     scheduler = schedule(optimizer) if schedule else None
     torch.manual_seed(5)
     for window in _windows(batches, accumulation):
@@ -158,11 +161,11 @@ def stowed(
             scheduler.step()
     weights = model.state_dict()
     for name, param in model.named_parameters():
-        result.tensors[name] = weights[name].clone()
+        result.tensors[name] = weights[name].cpu().clone()
         if param.requires_grad:
             state = optimizer.state_of(param)
             shown = (*rule.names, *(("step",) if rule.names else ()), *(("master",) if "master" in state else ()))
-            result.tensors |= {f"{name} {key}": state[key].clone() for key in shown}
+            result.tensors |= {f"{name} {key}": state[key].cpu().clone() for key in shown}
     assert optimizer.skipped == 0
     optimizer.close()
     for name, param in model.named_parameters():

@@ -77,26 +77,38 @@ def title(row: Row) -> str:
 
 
 @cache
-def expected(model: str, tied: bool, recompute: str, dtype: torch.dtype, **loop: Any) -> Result:
+def expected(model: str, tied: bool, recompute: str, dtype: torch.dtype, device: str, **loop: Any) -> Result:
     """Plain training, once for all cases that differ in memory only."""
-    made = build(model, tied=tied, dtype=dtype)
+    made = build(model, tied=tied, dtype=dtype).to(device)
     checkpointing(made, recompute)
-    return plain(made, tokens(model, STEPS * loop["accumulation"]), **loop)
+    return plain(made, batches_on(device, model, STEPS * loop["accumulation"]), **loop)
 
 
-def run(row: Row, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Train a case both ways; what differs."""
+def batches_on(device: str, model: str, number: int) -> list[dict[str, torch.Tensor]]:
+    """The same tokens everywhere."""
+    return [{name: value.to(device) for name, value in batch.items()} for batch in tokens(model, number)]
+
+
+def both(
+    row: Row, dtype: torch.dtype = torch.float32, device: str = "cpu", transfer: Transfer | None = None
+) -> tuple[Result, Result]:
+    """Train a case plainly and by the engine."""
     case: dict[str, Any] = dict(row)
     loop = {
         "accumulation": case["accumulation"],
         "max_norm": NORMS[case["clip"]],
         "groups": case["groups"],
     }
-    wanted = expected(case["model"], case["tied"], case["recompute"], dtype, **loop)
+    wanted = expected(case["model"], case["tied"], case["recompute"], dtype, device, **loop)
     model = build(case["model"], tied=case["tied"], dtype=dtype)
     checkpointing(model, case["recompute"])
     where = {name: case[name] for name in ("site", "weights", "bucket", "slots", "park", "prefetch")}
     plan = plan_of(model, in_backward=case["clip"] == "in-backward", **where, **loop)
-    batches = tokens(case["model"], STEPS * case["accumulation"])
-    found = stowed(model, plan, batches, transfer=TRANSFERS[case["transfer"]](), **loop)
-    return differences(wanted, found)
+    batches = batches_on(device, case["model"], STEPS * case["accumulation"])
+    moves = transfer or TRANSFERS[case["transfer"]]()
+    return wanted, stowed(model, plan, batches, transfer=moves, device=device, **loop)
+
+
+def run(row: Row, dtype: torch.dtype = torch.float32) -> list[str]:
+    """What differs between the two."""
+    return differences(*both(row, dtype))

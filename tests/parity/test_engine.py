@@ -64,9 +64,9 @@ def test_bf16(row: Row) -> None:
 def test_training_is_worth_comparing(model: str) -> None:
     """Weights that never move, and clipping that never triggers, would prove nothing."""
     loop = {"accumulation": 1, "groups": 1}
-    tight = expected(model, False, "none", torch.float32, max_norm=0.05, **loop)
-    loose = expected(model, False, "none", torch.float32, max_norm=1e6, **loop)
-    off = expected(model, False, "none", torch.float32, max_norm=0.0, **loop)
+    tight = expected(model, False, "none", torch.float32, "cpu", max_norm=0.05, **loop)
+    loose = expected(model, False, "none", torch.float32, "cpu", max_norm=1e6, **loop)
+    off = expected(model, False, "none", torch.float32, "cpu", max_norm=0.0, **loop)
     assert min(tight.norms) > 0.05
     assert max(loose.norms) < 1e6
     assert differences(off, loose) == ["norms"]
@@ -78,7 +78,7 @@ def test_training_is_worth_comparing(model: str) -> None:
 
 
 def test_some_expert_has_no_gradient() -> None:
-    found = expected("experts", False, "none", torch.float32, accumulation=1, groups=1, max_norm=0.0)
+    found = expected("experts", False, "none", torch.float32, "cpu", accumulation=1, groups=1, max_norm=0.0)
     steps = {int(tensor) for name, tensor in found.tensors.items() if name.endswith("step") and ".experts." in name}
     assert {0, STEPS} < steps
 

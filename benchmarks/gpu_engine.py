@@ -1,0 +1,92 @@
+"""The memory engine on a GPU: the exactness grid there, and a race hunt with random pauses on the streams.
+
+    python -m benchmarks.gpu_engine --out folder [--cases 120] [--device cuda]
+
+Sites that update on the device must equal plain training on the same GPU bit for bit. Where the CPU's kernel updates,
+the largest difference is reported relative to the largest number of the tensor. ``--device cpu`` tries the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.runtime.transfer import CudaTransfer, Delayed, Lane, Transfer, transfer_for
+from tests.helpers.engine import Result
+from tests.helpers.grid import BF16, FP32, both, title
+
+LONGEST_PAUSE = 2_000_000  # clock cycles: about a millisecond, longer than any copy or kernel of these models
+
+
+class Paused(CudaTransfer):
+    """Each copy waits a random time on its stream before it starts: what relies on luck fails."""
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            torch.cuda._sleep(random.randrange(LONGEST_PAUSE))
+        super()._copy(lane, target, source)
+
+
+def worst(expected: Result, found: Result) -> float:
+    """Largest difference, relative to the largest number of the same tensor; 0.0 means every bit is equal."""
+    largest = 0.0
+    for name, first in expected.tensors.items():
+        second = found.tensors[name]
+        if not torch.equal(first, second):
+            scale = first.abs().max().clamp_min(1e-12)
+            largest = max(largest, float((first.float() - second.float()).abs().max() / scale), 1e-12)
+    return largest
+
+
+def try_case(row: Any, dtype: torch.dtype, device: str, *, pauses: bool) -> dict[str, Any]:
+    """One case; an error is a result."""
+    transfer: Transfer = transfer_for(torch.device(device))
+    if pauses:
+        transfer = Paused(torch.device(device)) if device == "cuda" else Delayed()
+    started_s = time.perf_counter()
+    record = {"case": title(row), "dtype": str(dtype), "pauses": pauses, "site": dict(row)["site"], "error": ""}
+    try:
+        record["worst"] = worst(*both(row, dtype, device, transfer))
+    except Exception as error:  # the table shows it, the others still run
+        record |= {"worst": float("inf"), "error": f"{type(error).__name__}: {error}"}
+    return record | {"seconds": time.perf_counter() - started_s}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", type=int, default=120)
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)  # the embedding's gradient is summed by atomics
+    cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
+    random.Random(0).shuffle(cases)
+    records = []
+    for number, (row, dtype) in enumerate(cases[: arguments.cases], start=1):
+        records.append(try_case(row, dtype, arguments.device, pauses=number % 2 == 0))
+        print(f"\r{number}/{min(arguments.cases, len(cases))}", end="", file=sys.stderr, flush=True)
+    (arguments.out / "engine.json").write_text(json.dumps(records, indent=1))
+    counts: Counter[str] = Counter()
+    for record in records:
+        exact = record["site"] in ("device", "streamed")
+        limit = 0.0 if exact else 1e-3
+        verdict = "error" if record["error"] else "ok" if record["worst"] <= limit else "DIFFERS"
+        counts[f"{'bit for bit' if exact else 'host kernel'}: {verdict}"] += 1
+        if verdict != "ok":
+            print(f"\n{record['case']} {record['dtype']}: {record['worst']:.1e} {record['error']}")
+    print("\n" + "\n".join(f"{name}: {number}" for name, number in sorted(counts.items())))
+    return 0 if all(name.endswith("ok") for name in counts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
