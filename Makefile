@@ -5,6 +5,7 @@ VENV   := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 READY  := $(VENV)/.ready
 RANKS  ?= 1
+PART   ?= parity
 
 .PHONY: help setup train finetune test lint format docs gpu-check bench thirty clean
 help:
@@ -36,8 +37,8 @@ format: $(READY) ## format the code
 docs: $(READY) ## write docs/config.md from the config models
 	python -m trainer.config.doc > docs/config.md
 
-gpu-check: $(READY) ## on a machine with a GPU: parity there, then the quickstart
-	bash benchmarks/gpu_check.sh
+gpu-check: $(READY) ## on a machine with a GPU: parity there, the quickstart; PART=offload-1.3b or offload-6.7b: speed
+	bash benchmarks/gpu_check.sh $(PART)
 
 bench: $(READY) ## offload against its peers, on this machine; a record under benchmarks/records
 	python launch/bench.py offload

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from strategies.runtime import StowOptimizer
 from trainer.accelerator import StowAccelerator
-from trainer.callbacks import Meter
+from trainer.callbacks import Meter, write_line
 from trainer.checkpoint import mark_complete, prune, unmark
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ class Trainer(transformers.Trainer):
             return super().create_optimizer(*(() if model is None else (model,)))
         assert self.model is not None
         self.optimizer = self._maker(self.model, self.get_decay_parameter_names(self.model))
+        if self.stowed is not None and self.is_world_process_zero():
+            for line in self.stowed.engine.arena.owners():
+                write_line(line)
         return self.optimizer
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:

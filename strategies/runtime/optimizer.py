@@ -69,6 +69,8 @@ def stow(
         OutOfMemoryError: the memory that the plan counts on is not there.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
     rule = rule or AdamW()
     if getattr(model, "_stowed", False):
         raise ValueError("this model is stowed already; close() its optimizer first")
