@@ -24,6 +24,7 @@ from trainer import checkpoint, engine, facts, model, stowing
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
+from trainer.profiles import known_rates
 from trainer.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
     if ranks.is_first:
         write_plan(run)
+    if ignored := known_rates(machine).ignored:
+        run.say(ignored)
     run.say("\n" + table(plan) + "\n")
     refuse_impossible(plan)
     # Only now, when nothing refuses the run any more: a refused one leaves an earlier run where it is.
@@ -241,6 +244,7 @@ def make_trainer(run: Run) -> Trainer:
     from transformers.trainer_callback import PrinterCallback
 
     from trainer.data import Collator
+    from trainer.ledger import Ledger
     from trainer.trainer import Trainer
 
     run.arguments = make_arguments(run)
@@ -248,6 +252,9 @@ def make_trainer(run: Run) -> Trainer:
     prompt = sample_prompt(run)
     sample = [SampleText(prompt)] if prompt else []
     packing = run.config.data.packing
+    plan_file = run.folder / "plan.json"
+    recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
+    ledger = Ledger(run.plan, plan_file, recomputes=recomputes) if plan_file.is_file() else None
     trainer = Trainer(
         model=make_model(run),
         args=run.arguments,
@@ -258,7 +265,14 @@ def make_trainer(run: Run) -> Trainer:
         data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=packing and uses_flash(run.config)),
         meter=meter,
         own_clipping=run.config.training.max_grad_norm if engine.clips_itself(run.plan) else None,
-        callbacks=[ProgressLine(), MetricsFile(run.folder / "metrics.jsonl"), *sample, meter],
+        ledger=ledger,
+        callbacks=[
+            ProgressLine(),
+            MetricsFile(run.folder / "metrics.jsonl"),
+            *sample,
+            *([ledger] if ledger else []),
+            meter,
+        ],
     )
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer

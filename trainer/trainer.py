@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
+    from trainer.ledger import Ledger
+
     Maker = Callable[[torch.nn.Module, Collection[str]], StowOptimizer]
 
 IGNORED = -100
@@ -42,13 +45,20 @@ class Trainer(transformers.Trainer):
         meter: counts tokens and time; fills each record.
         own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
             ``trainer/accelerator.py``); ``args.max_grad_norm`` is then 0, so that nobody clips twice.
+        ledger: counts what forward saves, once; also one of ``callbacks``.
         maker: makes the optimizer of a memory engine, which hooks the model; None: Hugging Face's optimizers.
     """
 
     def __init__(
-        self, *args: Any, meter: Meter, own_clipping: float | None, maker: Maker | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        meter: Meter,
+        own_clipping: float | None,
+        maker: Maker | None = None,
+        ledger: Ledger | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.meter, self._maker = meter, maker
+        self.meter, self.ledger, self._maker = meter, ledger, maker
         self._own_clipping = own_clipping
         self._accelerator_args: dict[str, Any] = {}
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
@@ -111,6 +121,10 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self.meter.count(inputs["input_ids"].numel())
         return super().training_step(model, inputs, *rest, **more)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        with self.ledger.counting(model, self.state.global_step) if self.ledger else nullcontext():
+            return super().compute_loss(model, inputs, *rest, **more)
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
         self.meter.add_to(logs, self.state)

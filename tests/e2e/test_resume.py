@@ -91,7 +91,7 @@ def same_history(expected: Path, found: Path) -> None:
 @pytest.fixture(scope="module")
 def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a finished run with two checkpoints."""
-    config = config_in(tmp_path_factory.mktemp("trained"), None)
+    config = config_in(tmp_path_factory.mktemp("trained"), {})
     server.run(1, config).check()
     return config
 

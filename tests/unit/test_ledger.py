@@ -1,0 +1,92 @@
+"""Predicted against measured: what is counted, when, and what is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerControl, TrainerState
+
+from strategies.core.plan import Home, Plan
+from tests.helpers.fakes import block, facts
+from trainer.ledger import Entry, Ledger
+
+
+class Square(torch.nn.Module):
+    """Saves its input of 4 bytes per element, and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum()
+
+
+def ledger(folder: Path, *, recomputes: bool = False) -> Ledger:
+    plan = Plan.baseline(facts(block("model.layers.0", 8, saved_bytes=64)))
+    (folder / "plan.json").write_text(json.dumps({"rows": []}))
+    return Ledger(plan, folder / "plan.json", recomputes=recomputes)
+
+
+def saved(book: Ledger) -> list[Entry]:
+    return [entry for entry in book.entries() if entry.owner == "saved for backward"]
+
+
+def count(book: Ledger, step: int) -> None:
+    with book.counting(Square(), step):
+        Square()(torch.ones(8, requires_grad=True))
+
+
+def test_only_the_second_step_is_counted(tmp_path: Path) -> None:
+    book = ledger(tmp_path)
+    count(book, 0)
+    assert saved(book) == []
+    count(book, 1)
+    (entry,) = saved(book)
+    assert entry.predicted_bytes == 64
+    assert entry.measured_bytes == 64  # input and the weight of another module, 8 fp32 each
+    count(book, 2)
+    assert saved(book) == [entry]
+
+
+def test_weights_are_not_saved_tensors(tmp_path: Path) -> None:
+    book, model = ledger(tmp_path), Square()
+    with book.counting(model, 1):
+        model(torch.ones(8, requires_grad=True))
+    assert saved(book)[0].measured_bytes == 32
+
+
+def test_recomputation_is_not_counted(tmp_path: Path) -> None:
+    book = ledger(tmp_path, recomputes=True)
+    count(book, 1)
+    assert saved(book) == []
+
+
+def test_error_is_relative_to_what_is_there() -> None:
+    entry = Entry("x", 110, 100)
+    assert abs(entry.error - 0.1) < 1e-12
+    assert "+10.0 %" in entry.line(3)
+    assert Entry("x", 1, 0).error == 0.0
+
+
+def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
+    book = ledger(tmp_path)
+    count(book, 1)
+    for step in (1, 2, 3):
+        state = TrainerState(global_step=step, is_world_process_zero=True)
+        book.on_step_end(None, state, TrainerControl())  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "plan against run, after step 2"
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["measured"][0]["owner"] == "saved for backward"
+    assert written["rows"] == []
+    assert len(lines) == 1 + len(written["measured"])
+
+
+def test_the_process_holds_both_homes_without_an_accelerator(tmp_path: Path) -> None:
+    book = ledger(tmp_path)
+    plan = book._plan
+    rows = {entry.owner: entry for entry in book.entries()}
+    if not torch.cuda.is_available():
+        assert rows["process, peak"].predicted_bytes == plan.peak(Home.HOST) + plan.peak(Home.DEVICE)
