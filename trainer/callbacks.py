@@ -48,7 +48,13 @@ def write_line(line: str) -> None:
 
 
 def host_peak_bytes() -> int:
-    """Most memory this process ever had resident. Linux counts it in KiB."""
+    """Most memory this process ever had resident.
+
+    From ``/proc``: ``ru_maxrss`` begins with what the parent held when it started this process.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strategies.core.render import human
-from trainer import build
+from trainer import build, shortage
 from trainer.callbacks import write_line
 from trainer.errors import ExitCode, UserError
 from trainer.export import export
@@ -61,8 +61,10 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
     A traceback holds its frames, the frames hold the engine, and the engine holds its groups; so the frames are
     cleared before the groups are closed (see [Note: closing gloo] in ``trainer/ranks.py``).
     """
+    prepared: Run | None = None
     try:
-        train(build.prepare(config, ranks))
+        prepared = build.prepare(config, ranks)
+        train(prepared)
         return ExitCode.FINISHED
     except UserError as error:
         if ranks.is_first:
@@ -77,6 +79,9 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
         return ExitCode.INTERRUPTED
     except Exception as error:
         code = ExitCode.FAILED
+        if prepared is not None and shortage.is_shortage(error):
+            print("\n".join(shortage.explain(config, prepared.plan, error)), file=sys.stderr, flush=True)
+            code = ExitCode.OUT_OF_MEMORY
         if lost_peer(error):
             # The rank that failed first says why, and the launcher ends this one; unless that rank was killed.
             time.sleep(GRACE_S)

@@ -156,8 +156,8 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.MOMENTS, rests, 4 * layout.moments * bucket.num_elements)
     counts = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
     yield Need(name, Item.STEPS, counts, aligned(4 * len(bucket.params)))
-    if bucket.site is Site.STREAMED:
-        numbers = layout.moments + bucket.mixed
+    numbers = layout.moments + bucket.mixed
+    if bucket.site is Site.STREAMED and numbers:
         yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.num_elements, Item.VISIT.value)
 
 

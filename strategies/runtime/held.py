@@ -167,7 +167,7 @@ def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, n
         master=flat(Item.MASTER, torch.float32),
         moments=[] if moments is None else list(moments.view(num_moments, count)),
         steps=None if steps is None else steps[: len(params)],
-        visit=flat(Item.VISIT, torch.float32, visitors) if visitors else None,
+        visit=flat(Item.VISIT, torch.float32, visitors),
         nan=nan,
     )
 

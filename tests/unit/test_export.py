@@ -35,6 +35,7 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
     return SimpleNamespace(
         accelerator=accelerator,
         model_wrapped=model,
+        stowed=None,
         args=SimpleNamespace(device="cpu", bf16=False, fp16=False),
         compute_loss_context_manager=torch.enable_grad,
         is_world_process_zero=lambda: is_first,

@@ -1,0 +1,67 @@
+"""Out of memory: the edits are priced by the plan and ranked."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.plan import Home, Plan
+from strategies.runtime.arena import OutOfMemoryError
+from tests.helpers.fakes import block, facts
+from tests.helpers.tiny import run_config
+from trainer.shortage import edits, explain, is_shortage
+
+
+def plan_of(**run: Any) -> Plan:
+    units = [block(index, num_params=1000, saved_bytes=1 << 20) for index in range(4)]
+    return Plan.baseline(facts(*units, hidden_size=16, sequence=32, **run))
+
+
+def changes(plan: Plan, **sections: Any) -> list[str]:
+    return [edit.change for edit in edits(run_config(**sections), plan)]
+
+
+def test_the_largest_comes_first() -> None:
+    found = edits(run_config(), plan_of(micro_batch=4))
+    assert [edit.freed_bytes for edit in found] == sorted((edit.freed_bytes for edit in found), reverse=True)
+    assert found[0].change == "training.gradient_checkpointing: true"  # three of four blocks, less their inputs
+    assert found[0].freed_bytes == (3 << 20) - 4 * 4 * 32 * 16 * 4
+    assert found[1].freed_bytes == 2 << 20  # half the rows: half of what is saved
+
+
+def test_one_row_is_shortened() -> None:
+    assert "data.max_length: 16" in changes(plan_of(micro_batch=1))
+
+
+def test_what_is_on_is_not_advised() -> None:
+    found = changes(plan_of(micro_batch=4), gradient_checkpointing=True)
+    assert not any("gradient_checkpointing" in change for change in found)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (OutOfMemoryError("the host arena needs 1 TiB"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (RuntimeError("size mismatch"), False),
+    ],
+)
+def test_what_counts_as_shortage(error: Exception, expected: bool) -> None:
+    assert is_shortage(error) is expected
+
+
+def test_torch_says_so_on_this_machine() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_shortage(caught.value)
+
+
+def test_the_ledger_is_shown() -> None:
+    plan = plan_of(micro_batch=4)
+    lines = explain(run_config(), plan, OutOfMemoryError("the device arena needs 1 TiB"))
+    assert lines[0] == "out of memory: the device arena needs 1 TiB"
+    assert any("predicted" in line and "held at the peak" in line for line in lines)
+    assert any(line.split()[:2] == ["saved", "for"] for line in lines)
+    assert plan.peak(Home.DEVICE) > 0
