@@ -1,4 +1,5 @@
 """Is this machine ready to train? ``python launch/doctor.py [--build] [--json PATH]``
+How fast is it? ``python launch/doctor.py --rates [--out PATH]``
 
 One row per fact, then a verdict: ``ready``, or what to mend, each with the command that mends it. The exit code is
 0 when ready and 1 when something required is missing or wrong; a warning does not count as that.
@@ -9,6 +10,9 @@ compiles ahead, in a process of its own, so that a library that crashes when loa
 And a build that was killed leaves a ``lock`` file for which every later load waits for ever; that gets a row too.
 
 Each check is a small function from facts to a ``Row``, so that its judgement is tested without the facts.
+
+``--rates`` examines nothing: it measures what plans are priced with, in under a minute, and stores it where plans look
+for it (``trainer/rates.py``, ``trainer/profiles.py``). Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
+from trainer.bench.record import QUIET
 from trainer.errors import ExitCode
-from trainer.machine import GIB, Memory, cores, disk_free_bytes, host_memory
+from trainer.machine import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.metrics import human_bytes, human_duration
 from trainer.ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder
+from trainer.profiles import COMMAND, Stored, known_rates, one_line, stored_at
 
 REPO = Path(__file__).resolve().parent.parent
 INSTALL = "make setup"
@@ -188,6 +194,38 @@ def find_devices() -> Iterator[Row]:
     yield from device_rows(torch.version.cuda, driver, names, [Memory(total, free) for free, total in memory])
 
 
+# --- rates -------------------------------------------------------------------------------------------------------
+
+
+def rates_row(stored: Stored) -> Row:
+    """What plans are priced with on this machine; a file that is ignored warns."""
+    if stored.ignored:
+        reason, _, cure = stored.ignored.partition("; to measure again: ")
+        return Row(Status.WARN, "rates", reason, cure)
+    if stored.rates is None:
+        return Row(Status.OK, "rates", f"not measured; {COMMAND} does, in under a minute")
+    origin = f"measured {stored.date}" if stored.date else f"of a named profile; {COMMAND} measures"
+    disturbed = stored.others_share > QUIET
+    if disturbed:
+        origin += f" while others used {stored.others_share:.0%} of the cores"
+    cure = f"{COMMAND}   # when nothing else runs"
+    return judge("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=disturbed)
+
+
+def measure_rates(path: Path) -> int:
+    """Measure and store, with lines of progress. Returns the exit code."""
+    from trainer import rates
+
+    began_s = time.perf_counter()
+    try:
+        stored = rates.measure_and_store(path, lambda line: print(line, flush=True))
+    except OSError as error:
+        print(f"--out {path}: {error.strerror}", file=sys.stderr)
+        return ExitCode.FAILED
+    print(f"\n{rates_row(stored)}\nstored in {path} after {human_duration(time.perf_counter() - began_s)}")
+    return ExitCode.FINISHED
+
+
 # --- compiled operations -----------------------------------------------------------------------------------------
 
 
@@ -312,6 +350,8 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
     if loaded[0].status is Status.OK and loaded[1].status is Status.OK:
         yield from op_rows(build=build)
     yield from room_rows(folder)
+    if loaded[0].status is Status.OK:
+        yield rates_row(known_rates(probe(folder)))
 
 
 def verdict(rows: Iterable[Row]) -> list[str]:
@@ -331,7 +371,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="doctor.py", description="Is this machine ready to train?")
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's missing extensions now")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
+    parser.add_argument("--rates", action="store_true", help="measure how fast this machine is, in under a minute")
+    parser.add_argument("--out", type=Path, metavar="PATH", help=f"with --rates: the file (default {stored_at()})")
     args = parser.parse_args(argv)
+    if args.rates:
+        if args.build or args.json:
+            parser.error("--rates measures and does nothing else; leave out --build and --json")
+        return measure_rates(args.out or stored_at())
+    if args.out:
+        parser.error("--out goes with --rates")
     rows = []
     for row in examine(Path("runs"), build=args.build):
         print(row, flush=True)

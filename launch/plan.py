@@ -52,9 +52,12 @@ def show(arguments: argparse.Namespace) -> None:
         ConfigError: in the config, or the plan does not fit.
     """
     config = load(arguments.config, arguments.overrides)
-    from trainer.machine import probe, profile
+    from trainer.machine import probe
+    from trainer.profiles import known_rates, profile
 
     machine = profile(arguments.profile) if arguments.profile else probe()
+    if ignored := known_rates(machine).ignored:
+        print(ignored, file=sys.stderr)
     from strategies.core.render import table, to_json
     from trainer import build, engine
     from trainer.ranks import Ranks

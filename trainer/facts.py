@@ -31,6 +31,7 @@ from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFact
 from trainer.errors import ConfigError
 from trainer.model import load_config, with_lora
 from trainer.params import EMBEDDING, HEAD, decay_groups, list_params, units_by_name
+from trainer.profiles import known_rates
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,10 +104,10 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
 
 def machine_facts(machine: Machine, local_world_size: int) -> MachineFacts:
     """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device."""
-    host = machine.host_available_bytes // local_world_size
+    host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
     if machine.device_kind == "cpu":
-        return MachineFacts("cpu", host - RUNTIME_HOST_BYTES, host, RUNTIME_HOST_BYTES)
-    return MachineFacts(machine.name, machine.device_total_bytes, host, RUNTIME_HOST_BYTES)
+        return MachineFacts("cpu", host - RUNTIME_HOST_BYTES, host, RUNTIME_HOST_BYTES, rates)
+    return MachineFacts(machine.name, machine.device_total_bytes, host, RUNTIME_HOST_BYTES, rates)
 
 
 def count_model(config: RunConfig) -> ModelCount:

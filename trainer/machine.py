@@ -1,4 +1,4 @@
-"""What a machine can do, as one frozen value: probed here, or named so that plans can be made for a machine elsewhere.
+"""What a machine has, as one frozen value: probed here, or named so that plans can be made for a machine elsewhere.
 
 Why this is a module of its own: offload fails on the *host*, and the obvious number is wrong there. In a container
 ``psutil`` reports the memory and cores of the whole box, while the kernel kills by the cgroup's limit. So every
@@ -8,12 +8,12 @@ just read would otherwise look like memory that is gone.
 
 Directions are seen from the device: *up* is host to device (weights), *down* is device to host (gradients). Link
 rates are for one direction alone; both at once also share the host's memory bandwidth. A probe does not time
-anything, so its link rates are None; ``origin`` says which numbers are assumptions.
+anything, so its link rates are None; ``origin`` says which numbers are assumptions. ``profiles.py`` has the named
+machines, and what was measured on this one.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trainer.errors import ConfigError
+from strategies.core.facts import Rates
 
 GIB = 1024**3
 ROOT = Path("/")
@@ -63,6 +63,7 @@ class Machine:
     usable_cores: int
     shm_free_bytes: int
     disk_free_bytes: int
+    rates: Rates | None = None  # of a named card; what was measured here is in a file, see ``profiles.known_rates``
 
 
 def _peak(bf16: float | None, fp32: float, fp16: float | None = None) -> PeakFlops:
@@ -95,84 +96,6 @@ PEAKS: tuple[tuple[str, PeakFlops], ...] = (
 def peak_flops(device_name: str) -> PeakFlops | None:
     """The card's dense peak, or None for a card that is not in the table and for a CPU."""
     return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, device_name)), None)
-
-
-# --- profiles ----------------------------------------------------------------------------------------------------
-
-# A PCI Express x16 link in one direction after 128b/130b encoding: gen 4 is 16 GT/s, gen 5 is 32 GT/s per lane.
-# 0.85 of it is assumed for large copies of pinned memory: packet headers alone cost 8 to 10 %, flow control and
-# the host's side the rest. Copies below a few MiB, pageable memory and a shared switch all reach less.
-PCIE4_BYTES_PER_S = 16e9 * 16 * 128 / 130 / 8
-PCIE5_BYTES_PER_S = 32e9 * 16 * 128 / 130 / 8
-LINK_EFFICIENCY = 0.85
-
-CONTEXT_BYTES = 600 * 1024**2  # what a CUDA context and its libraries take before the first tensor, about
-
-
-def _card(device: str, device_gib: float, pcie_bytes_per_s: float, host_gib: int, num_cores: int) -> Machine:
-    """One card in a typical host. ``device_gib`` is what torch reports, less than the name on the box."""
-    total_bytes, host_bytes = int(device_gib * GIB), host_gib * GIB
-    return Machine(
-        name=device,
-        origin="profile",
-        device_kind="cuda",
-        num_devices=1,
-        device_total_bytes=total_bytes,
-        device_free_bytes=total_bytes - CONTEXT_BYTES,
-        peak_flops=peak_flops(device),
-        link_up_bytes_per_s=pcie_bytes_per_s * LINK_EFFICIENCY,
-        link_down_bytes_per_s=pcie_bytes_per_s * LINK_EFFICIENCY,
-        host_total_bytes=host_bytes,
-        host_available_bytes=host_bytes * 9 // 10,  # a tenth for the system and other processes
-        physical_cores=num_cores,
-        usable_cores=num_cores,
-        shm_free_bytes=host_bytes // 2,  # the kernel's default size of /dev/shm
-        disk_free_bytes=1000 * GIB,
-    )
-
-
-_CPU = Machine(
-    name="cpu",
-    origin="profile",
-    device_kind="cpu",
-    num_devices=0,
-    device_total_bytes=0,
-    device_free_bytes=0,
-    peak_flops=None,
-    link_up_bytes_per_s=None,
-    link_down_bytes_per_s=None,
-    host_total_bytes=16 * GIB,
-    host_available_bytes=14 * GIB,
-    physical_cores=8,
-    usable_cores=8,
-    shm_free_bytes=8 * GIB,
-    disk_free_bytes=100 * GIB,
-)
-
-PROFILES: dict[str, Machine] = {
-    "cpu": _CPU,
-    "h100-pcie5": _card("NVIDIA H100 PCIe", 79.1, PCIE5_BYTES_PER_S, host_gib=256, num_cores=32),
-    "h100-sxm-pcie5": _card("NVIDIA H100 80GB HBM3", 79.1, PCIE5_BYTES_PER_S, host_gib=256, num_cores=24),
-    "a100-40g-pcie4": _card("NVIDIA A100-PCIE-40GB", 39.4, PCIE4_BYTES_PER_S, host_gib=128, num_cores=16),
-    "a100-80g-pcie4": _card("NVIDIA A100 80GB PCIe", 79.3, PCIE4_BYTES_PER_S, host_gib=256, num_cores=16),
-    "rtx5090-pcie5": _card("NVIDIA GeForce RTX 5090", 31.4, PCIE5_BYTES_PER_S, host_gib=128, num_cores=16),
-    "rtx4090-pcie4": _card("NVIDIA GeForce RTX 4090", 23.6, PCIE4_BYTES_PER_S, host_gib=128, num_cores=16),
-    "rtx3090-pcie4": _card("NVIDIA GeForce RTX 3090", 23.7, PCIE4_BYTES_PER_S, host_gib=64, num_cores=12),
-    "l4-pcie4": _card("NVIDIA L4", 22.0, PCIE4_BYTES_PER_S / 2, host_gib=48, num_cores=6),  # the L4 has 8 lanes
-}
-
-
-def profile(name: str) -> Machine:
-    """A named machine, so that plans can be made for one that is not here. Its numbers are assumptions.
-
-    Raises:
-        ConfigError: no such profile; the line lists them and names the nearest.
-    """
-    if name in PROFILES:
-        return PROFILES[name]
-    near = difflib.get_close_matches(name.lower(), PROFILES, n=1, cutoff=0.3)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"unknown machine profile {name!r}: known are {', '.join(PROFILES)}{hint}")
 
 
 # --- probing -----------------------------------------------------------------------------------------------------

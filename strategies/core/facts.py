@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
 
 class UnitKind(Enum):
@@ -100,6 +101,56 @@ class RunFacts:
         return self.micro_batch * self.sequence * self.accumulation * self.world_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast a machine works. Directions are the device's: *up* is host to device.
+
+    Args:
+        gemm_fp32_flops_per_s: of a matrix product on the device, without TF32.
+        gemm_bf16_flops_per_s: the same in bf16; None where the device has no such units.
+        up_bytes_per_s: the link alone, for large copies of pinned memory; ``down_bytes_per_s`` likewise.
+        duplex_factor: what is left of either direction while both run; 1.0: they do not disturb each other.
+        link_latency_s: what a copy takes besides its bytes.
+        dram_bytes_per_s: of host memory on all cores, reads plus writes.
+        update_fp32_params_per_s: AdamW on the host by the engine's worker, gradients in fp32, clipped.
+        update_bf16_params_per_s: the same with bf16 gradients, fp32 masters and new bf16 weights.
+        device_bytes_per_s: of the device's memory, reads plus writes.
+        origin: "measured" on this machine, a named "profile", or "assumed".
+    """
+
+    gemm_fp32_flops_per_s: float
+    gemm_bf16_flops_per_s: float | None
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    duplex_factor: float
+    link_latency_s: float
+    dram_bytes_per_s: float
+    update_fp32_params_per_s: float
+    update_bf16_params_per_s: float
+    device_bytes_per_s: float
+    origin: Literal["measured", "profile", "assumed"]
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name in ("origin", "link_latency_s") or (name == "gemm_bf16_flops_per_s" and value is None):
+                continue
+            if not 0 < value < inf:
+                raise ValueError(f"{name} = {value!r}: must be more than 0 and finite")
+        if not 0 <= self.link_latency_s < inf:
+            raise ValueError(f"link_latency_s = {self.link_latency_s!r}: must be at least 0 and finite")
+        if self.duplex_factor > 1:
+            raise ValueError(f"duplex_factor = {self.duplex_factor!r}: must be at most 1")
+
+    def gemm_flops(self, precision: Precision) -> float:
+        """Flop/s of a matrix product. fp16 is taken to be as fast as bf16; fp32 stands in where neither is known."""
+        half = self.gemm_bf16_flops_per_s
+        return self.gemm_fp32_flops_per_s if precision is Precision.FP32 or half is None else half
+
+    def update_params_per_s(self, precision: Precision) -> float:
+        """Parameters per second of the update on the host."""
+        return self.update_fp32_params_per_s if precision is Precision.FP32 else self.update_bf16_params_per_s
+
+
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
     """One rank's machine: bytes on the device, bytes on the host for this rank, and where the numbers are from.
@@ -111,6 +162,7 @@ class MachineFacts:
     device_bytes: int
     host_bytes: int
     runtime_host_bytes: int = 0  # Python, torch and libraries, before any tensor
+    rates: Rates | None = None  # of the whole machine, not divided among its ranks; None: nobody knows
 
     @property
     def has_accelerator(self) -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import machine
+from trainer import machine, profiles
 from trainer.errors import ConfigError
 from trainer.machine import GIB, Memory
 
@@ -120,23 +120,23 @@ def test_cards_without_bf16_and_unknown_cards() -> None:
         assert machine.peak_flops(name) is None
 
 
-@pytest.mark.parametrize("name", [name for name in machine.PROFILES if name != "cpu"])
+@pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
 def test_every_profile_is_complete(name: str) -> None:
-    card = machine.profile(name)
+    card = profiles.profile(name)
     assert card.origin == "profile" and card.peak_flops is not None and card.peak_flops.bf16
     assert card.link_up_bytes_per_s and card.link_down_bytes_per_s
     assert 0 < card.device_free_bytes < card.device_total_bytes < card.host_total_bytes
 
 
 def test_profiles_state_efficiency_of_the_link() -> None:
-    assert machine.profile("h100-pcie5").link_up_bytes_per_s == pytest.approx(53.6e9, rel=0.01)
-    assert machine.profile("rtx4090-pcie4").link_up_bytes_per_s == pytest.approx(26.8e9, rel=0.01)
-    assert machine.profile("cpu").peak_flops is None
+    assert profiles.profile("h100-pcie5").link_up_bytes_per_s == pytest.approx(53.6e9, rel=0.01)
+    assert profiles.profile("rtx4090-pcie4").link_up_bytes_per_s == pytest.approx(26.8e9, rel=0.01)
+    assert profiles.profile("cpu").peak_flops is None
 
 
 def test_unknown_profile_lists_all_and_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as error:
-        machine.profile("H100-pcie4")
+        profiles.profile("H100-pcie4")
     line = error.value.lines[0]
     assert "'H100-pcie4'" in line and "did you mean 'h100-pcie5'?" in line
-    assert all(name in line for name in machine.PROFILES)
+    assert all(name in line for name in profiles.PROFILES)

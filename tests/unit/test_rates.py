@@ -1,0 +1,299 @@
+"""Rates: fits on made-up numbers, files that hold and files that are ignored, named cards, one small measurement."""
+
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import doctor
+from strategies.core.facts import Precision, Rates
+from trainer import profiles, rates
+from trainer.errors import ExitCode
+from trainer.facts import machine_facts
+from trainer.machine import GIB, probe
+from trainer.profiles import Key, Stored
+from trainer.rates import Effort, duplex_factor, fit_line
+
+SIZES = [1 << power for power in range(16, 29)]
+HERE = Key(device="card", cpu="AMD EPYC 26 2", cores=16, torch="2.13.0+cu130")
+TINY = Effort(
+    seconds=0.01, link_seconds=0.002, largest_bytes=1 << 20, num_params=1 << 12, shapes=((8, 16, 8), (16, 16, 16))
+)
+
+
+def some_rates(**changes: Any) -> Rates:
+    return replace(
+        Rates(
+            gemm_fp32_flops_per_s=50e12,
+            gemm_bf16_flops_per_s=600e12,
+            up_bytes_per_s=54e9,
+            down_bytes_per_s=52e9,
+            duplex_factor=0.6,
+            link_latency_s=9e-6,
+            dram_bytes_per_s=150e9,
+            update_fp32_params_per_s=5e9,
+            update_bf16_params_per_s=4e9,
+            device_bytes_per_s=2.8e12,
+            origin="measured",
+        ),
+        **changes,
+    )
+
+
+# --- fits --------------------------------------------------------------------------------------------------------
+
+
+def times(latency_s: float, bytes_per_s: float) -> list[tuple[int, float]]:
+    return [(size, latency_s + size / bytes_per_s) for size in SIZES]
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 1e-6, 12e-6, 1e-3])
+@pytest.mark.parametrize("bytes_per_s", [5e9, 25e9, 55e9])
+def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
+    found = fit_line(times(latency_s, bytes_per_s))
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-9)
+    assert found.latency_s == pytest.approx(latency_s, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 10.0])
+@pytest.mark.parametrize("index", range(len(SIZES)))
+def test_one_disturbed_point_changes_nothing(index: int, factor: float) -> None:
+    points = times(10e-6, 25e9)
+    points[index] = (points[index][0], points[index][1] * factor)
+    assert fit_line(points) == pytest.approx((10e-6, 25e9), rel=1e-6)
+
+
+def test_noise_of_some_percent_stays_noise() -> None:
+    draws = random.Random(4)
+    noisy = [(size, seconds * draws.uniform(0.97, 1.03)) for size, seconds in times(10e-6, 25e9)]
+    assert fit_line(noisy) == pytest.approx((10e-6, 25e9), rel=0.15)
+    assert fit_line(noisy).bytes_per_s == pytest.approx(25e9, rel=0.03)
+    assert fit_line(noisy[::-1]) == pytest.approx(fit_line(noisy))
+
+
+def test_the_latency_is_never_negative() -> None:
+    """Small copies that a cache makes faster than the line through the large ones."""
+    points = [(1 << 16, 1e-6), (1 << 20, 100e-6), (1 << 24, 1600e-6)]
+    assert fit_line(points).latency_s == 0
+
+
+def test_what_is_no_line() -> None:
+    with pytest.raises(ValueError, match="one size"):
+        fit_line([(4, 1.0), (4, 2.0)])
+    # Times that fall with size have no asymptote; the nearest line is one through the origin.
+    assert fit_line([(4, 3.0), (8, 1.0)]).latency_s == 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.6, 0.72, 1.0])
+@pytest.mark.parametrize(("up_s", "down_s"), [(1.0, 1.0), (1.0, 1.5), (3.0, 1.0)])
+def test_duplex_factor_undoes_the_simulators_rule(up_s: float, down_s: float, factor: float) -> None:
+    """Both run at ``factor`` of their rates until the shorter is done, then the other alone."""
+    shared = min(up_s, down_s) / factor
+    both_s = shared + max(up_s, down_s) - shared * factor
+    assert duplex_factor(up_s, down_s, both_s) == pytest.approx(factor)
+
+
+def test_duplex_factor_stays_within_reason() -> None:
+    assert duplex_factor(1.0, 1.0, 0.9) == 1.0  # noise
+    assert duplex_factor(1.0, 3.0, 1.5) == 1.0
+    assert duplex_factor(1.0, 1.0, 2.5) == pytest.approx(0.4)  # worse than one after the other
+
+
+# --- the value ---------------------------------------------------------------------------------------------------
+
+
+def test_rates_by_precision() -> None:
+    known = some_rates()
+    assert [known.gemm_flops(each) for each in Precision] == [50e12, 600e12, 600e12]
+    assert [known.update_params_per_s(each) for each in Precision] == [5e9, 4e9, 4e9]
+    assert some_rates(gemm_bf16_flops_per_s=None).gemm_flops(Precision.BF16) == 50e12
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"up_bytes_per_s": 0},
+        {"dram_bytes_per_s": -1.0},
+        {"device_bytes_per_s": float("nan")},
+        {"gemm_bf16_flops_per_s": float("inf")},
+        {"duplex_factor": 1.01},
+        {"link_latency_s": -1e-9},
+    ],
+    ids=str,
+)
+def test_rates_that_cannot_be(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        some_rates(**changes)
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def stored_file(folder: Path, key: Key = HERE) -> Path:
+    path = folder / "some/folder/machine.json"
+    profiles.save(path, key, Stored(some_rates(), "2026-11-21 06:00:00Z", 0.01), {"gemm": [1]})
+    return path
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = stored_file(tmp_path)
+    assert profiles.load(path, HERE) == Stored(some_rates(), "2026-11-21 06:00:00Z", 0.01)
+    assert [each.name for each in path.parent.iterdir()] == ["machine.json"]
+    assert profiles.load(tmp_path / "none.json", HERE) == Stored()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device": "cpu"}, "measured with device card, here cpu;"),
+        ({"torch": "2.14.0"}, "measured with torch 2.13.0+cu130, here 2.14.0;"),
+        ({"cpu": "Xeon", "cores": 8}, "measured with cpu AMD EPYC 26 2, here Xeon, cores 16, here 8;"),
+    ],
+)
+def test_foreign_and_stale_files_are_ignored(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = stored_file(tmp_path)
+    found = profiles.load(path, replace(HERE, **changes))
+    assert found.rates is None
+    assert found.ignored == f"{path} is ignored: {said} to measure again: {profiles.COMMAND}"
+
+
+def broken(**changes: Any) -> str:
+    content: dict[str, Any] = {"format": profiles.FORMAT, "date": "d", "others_share": 0.0, "key": asdict(HERE)}
+    return json.dumps({**content, "rates": asdict(some_rates()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "not a machine profile: Expecting value"),
+        ('{"format": 1, "date"', "not a machine profile: "),
+        ("[1, 2]", "not a machine profile: "),
+        ("\udcff\udcfe", "not a machine profile: "),
+        ("{}", "not a machine profile: 'format' is missing"),
+        (broken(format=2), "its format is 2, this is 1"),
+        (broken(key={"device": "card"}), "not a machine profile: "),
+        (broken(rates={**asdict(some_rates()), "speed": 1.0}), "not a machine profile: "),
+        (broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}), "not a machine profile: duplex_factor = 7.0"),
+        (broken(rates={**asdict(some_rates()), "up_bytes_per_s": "fast"}), "not a machine profile: "),
+    ],
+    ids=range(10),
+)
+def test_broken_files_are_ignored_with_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    found = profiles.load(path, HERE)
+    assert found.rates is None and found.ignored.startswith(f"{path} is ignored: {said}")
+    assert "\n" not in found.ignored
+
+
+def test_a_folder_in_its_place_is_ignored(tmp_path: Path) -> None:
+    assert profiles.load(tmp_path, HERE).ignored.startswith(f"{tmp_path} is ignored: Is a directory;")
+
+
+def test_the_key_tells_processors_apart(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    text = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 9\n"
+    (tmp_path / "proc/cpuinfo").write_text(text)
+    assert profiles.key_of(probe(), tmp_path).cpu == "AMD EPYC 26 2"
+    assert profiles.key_of(probe(), tmp_path / "elsewhere").cpu == "unknown"
+
+
+# --- what a plan sees --------------------------------------------------------------------------------------------
+
+
+def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "machine.json"
+    monkeypatch.setattr(profiles, "stored_at", lambda: path)
+    here = replace(probe(), name="card", device_kind="cuda", device_total_bytes=GIB)
+    assert machine_facts(here, 1).rates is None
+    card = replace(here, name="NVIDIA H100 80GB HBM3")
+    assert machine_facts(card, 1).rates == profiles.profile("h100-sxm-pcie5").rates
+    profiles.save(path, profiles.key_of(card), Stored(some_rates()), {})
+    assert machine_facts(card, 2).rates == some_rates()
+    assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
+
+
+def test_a_named_machine_does_not_look_at_files(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text("broken")
+    for name, machine in profiles.PROFILES.items():
+        assert profiles.known_rates(machine, path) == Stored(machine.rates), name
+
+
+@pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
+def test_named_rates_are_complete_and_possible(name: str) -> None:
+    card = profiles.profile(name)
+    known, peak = card.rates, card.peak_flops
+    assert known is not None and known.origin == "profile" and peak is not None and peak.bf16
+    assert 0.4 * peak.bf16 < known.gemm_flops(Precision.BF16) < peak.bf16
+    assert 0.4 * peak.fp32 < known.gemm_flops(Precision.FP32) < peak.fp32
+    assert (known.up_bytes_per_s, known.down_bytes_per_s) == (card.link_up_bytes_per_s, card.link_down_bytes_per_s)
+    assert 0.5 <= known.duplex_factor < 1 and 0 < known.link_latency_s < 1e-4
+    for precision in Precision:
+        assert 0 < profiles.UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001
+    assert known.dram_bytes_per_s < known.device_bytes_per_s
+
+
+def test_published_numbers_of_the_link() -> None:
+    """26 to 31 GB/s each way when both run on generation 5, 18 on generation 4."""
+    five, four = (profiles.profile(name).rates for name in ("h100-pcie5", "a100-80g-pcie4"))
+    assert five is not None and 26e9 < five.up_bytes_per_s * five.duplex_factor < 31e9
+    assert four is not None and 17e9 < four.up_bytes_per_s * four.duplex_factor < 20e9
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_and_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new/machine.json"
+    monkeypatch.setattr(rates, "FULL", TINY)
+    assert doctor.main(["--rates", "--out", str(path)]) == ExitCode.FINISHED
+    out = capsys.readouterr().out.splitlines()
+    assert len([line for line in out if line.endswith("Tflop/s")]) == 4
+    assert len([line for line in out if " MiB  up " in line]) == 5
+    assert out[-1].startswith(f"stored in {path} after ")
+    found = profiles.load(path, profiles.key_of(probe()))
+    assert found.rates is not None and found.rates.origin == "measured" and not found.ignored
+    assert doctor.rates_row(found).value in out[-2]
+    assert {"gemm", "link", "memory"} == set(json.loads(path.read_text())["points"])
+
+
+def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert doctor.main(["--rates", "--out", str(tmp_path / "file/machine.json")]) == ExitCode.FAILED
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.startswith(f"--out {tmp_path}/file/machine.json: ")
+    for wrong in (["--rates", "--build"], ["--out", "x"]):
+        with pytest.raises(SystemExit):
+            doctor.main(wrong)
+
+
+def test_rows_of_the_doctor() -> None:
+    fine = doctor.rates_row(Stored(some_rates(), "2026-11-21 06:00:00Z"))
+    assert fine.status is doctor.Status.OK and "bf16 600 Tflop/s" in fine.value and "measured 2026-11-21" in fine.value
+    named = doctor.rates_row(Stored(some_rates(origin="profile")))
+    assert named.status is doctor.Status.OK and "of a named profile" in named.value
+    assert "not measured" in doctor.rates_row(Stored()).value
+    loud = doctor.rates_row(Stored(some_rates(), "2026-11-21", 0.4))
+    assert loud.status is doctor.Status.WARN and "others used 40% of the cores" in loud.value
+    ignored = doctor.rates_row(Stored(ignored=f"x is ignored: because; to measure again: {profiles.COMMAND}"))
+    assert (ignored.status, ignored.value, ignored.cure) == (
+        doctor.Status.WARN, "x is ignored: because", profiles.COMMAND,
+    )  # fmt: skip
+
+
+def test_time_runs_out_gently() -> None:
+    """After ``hurry_after_s`` every number gets one repetition after the one that does not count."""
+    import torch
+
+    calls: list[int] = []
+    clock = rates.Clock(replace(TINY, seconds=10.0, hurry_after_s=0.0), torch.device("cpu"))
+    clock.seconds(lambda: calls.append(1))
+    assert len(calls) == 2
