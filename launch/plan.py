@@ -58,13 +58,13 @@ def show(arguments: argparse.Namespace) -> None:
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
-    from strategies.core.render import table, to_json
+    from strategies.planner import report
     from trainer import build, engine
     from trainer.ranks import Ranks
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
     plan = build.plan_of(config, Ranks(world_size=arguments.world_size, local_world_size=local), machine)
-    print(table(plan))
+    print(report.text(plan))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -74,7 +74,7 @@ def show(arguments: argparse.Namespace) -> None:
         print(f"\n{json.dumps(engine.ds_config(plan), indent=1)}")
     if arguments.json:
         try:
-            arguments.json.write_text(json.dumps(to_json(plan), indent=1))
+            arguments.json.write_text(json.dumps(report.to_json(plan), indent=1))
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     build.refuse_impossible(plan)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from strategies.core.compose import compose, in_order
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
-from strategies.core.render import human, table, to_json
+from strategies.core.render import human
+from strategies.planner import report
 from trainer import checkpoint, engine, facts, model, stowing
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
 from trainer.errors import ConfigError, UserError
@@ -85,7 +86,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
         write_plan(run)
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
-    run.say("\n" + table(plan) + "\n")
+    run.say("\n" + report.text(plan) + "\n")
     refuse_impossible(plan)
     # Only now, when nothing refuses the run any more: a refused one leaves an earlier run where it is.
     if ranks.is_first and resume is None:
@@ -180,8 +181,8 @@ def write_plan(run: Run) -> None:
     written: dict[str, str] = {
         "config.yaml": run.config.dump(),
         "facts.json": json.dumps(run.plan.facts.to_json(), indent=1),
-        "plan.json": json.dumps(to_json(run.plan), indent=1),
-        "plan.txt": table(run.plan) + "\n",
+        "plan.json": json.dumps(report.to_json(run.plan), indent=1),
+        "plan.txt": report.text(run.plan) + "\n",
         "ds_config.json": json.dumps(engine.ds_config(run.plan), indent=1),
     }
     for name, text in written.items():

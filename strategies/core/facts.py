@@ -94,6 +94,7 @@ class RunFacts:
     hidden_size: int = 0  # 0: the model has no such number; bucket sizes then take their defaults
     largest_param: int = 0  # elements of the largest single parameter tensor
     forward_flops: int = 0  # of one micro-batch; backward takes twice as many
+    recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
 
     @property

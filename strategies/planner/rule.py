@@ -8,6 +8,9 @@ In this order, one bucket at a time, until the device's budget holds everything:
 3. weights of blocks travel through a ring of slots; first blocks first.
 4. embedding and head share one place.
 
+Then, where the machine's rates are known, the simulator shares the updates of what rests on the host between the CPU
+and the link (``sites.py``).
+
 Never moved are weights of buckets that are small (a copy costs its latency and saves nothing) and of those that more
 than half of the blocks use (they would come back for every block); nor do their gradients wait on the host. A bucket
 whose state rests on the device keeps its weight there too, unless both are forced.
@@ -17,7 +20,7 @@ Refused: budgets that nothing fits into; the message says what would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +31,7 @@ from strategies.core.render import human
 from strategies.core.sizes import written
 from strategies.planner.addresses import arena_bytes
 from strategies.planner.buckets import block_bytes, form
+from strategies.planner.sites import balanced, cheapest
 
 BLOCKS, ENDS = "blocks", "ends"  # names of rings
 SLOTS = 3  # in use, arriving, and free for the next
@@ -69,18 +73,11 @@ def choose(facts: Facts, wishes: Wishes, saved_bytes: int) -> Layout:
         Refusal: nothing fits, or too few slots.
     """
     search = _Search(facts, wishes)
-    smallest: int | None = None
-    for step in search.steps():
-        totals = search.totals(step)
-        device = totals[Home.DEVICE] + saved_bytes
-        if device <= wishes.device_bytes:
-            if totals[Home.HOST] > wishes.host_bytes:
-                raise _no_host(wishes, totals[Home.HOST])
-            search.check_slots(step)
-            return search.layout(step)
-        smallest = device if smallest is None else min(smallest, device)
-    assert smallest is not None
-    raise _no_device(wishes, smallest, saved_bytes)
+    first = search.first_that_fits(saved_bytes)
+    if wishes.site != "auto":
+        return first
+    tried = [first, *search.with_room_for_visits(saved_bytes)]
+    return cheapest(facts, [balanced(facts, layout, search.fits(saved_bytes)) for layout in tried])
 
 
 class _Search:
@@ -110,6 +107,34 @@ class _Search:
             max_grad_norm=facts.run.max_grad_norm,
             moments=facts.run.moments,
         )
+
+    def first_that_fits(self, saved_bytes: int) -> Layout:
+        """The layout that moves the least.
+
+        Raises:
+            Refusal: nothing fits, or too few slots.
+        """
+        smallest: int | None = None
+        for step in self.steps():
+            totals = self.totals(step)
+            device = totals[Home.DEVICE] + saved_bytes
+            if device <= self._wishes.device_bytes:
+                if totals[Home.HOST] > self._wishes.host_bytes:
+                    raise _no_host(self._wishes, totals[Home.HOST])
+                self.check_slots(step)
+                return self.layout(step)
+            smallest = device if smallest is None else min(smallest, device)
+        assert smallest is not None
+        raise _no_device(self._wishes, smallest, saved_bytes)
+
+    def with_room_for_visits(self, saved_bytes: int) -> Iterator[Layout]:
+        """The same with as much left free as visiting state takes; nothing, where that does not fit."""
+        numbers = self._frame.moments + 1  # a master visits, too
+        largest = max((self._buckets[index].num_elements for index in self._blocks), default=0)
+        try:
+            yield self.first_that_fits(saved_bytes + self._frame.visit_slots * 4 * numbers * largest)
+        except Refusal:
+            return
 
     def check_slots(self, step: _Step) -> None:
         """Nothing, if the buckets that travel have slots enough.
@@ -180,6 +205,17 @@ class _Search:
         used = {bucket.ring for bucket in buckets}
         rings = {name: slots for name, slots in self._frame.rings.items() if name in used}
         return replace(self._frame, buckets=buckets, rings=rings)
+
+    def fits(self, saved_bytes: int) -> Callable[[Layout], bool]:
+        """Says whether a layout is within both budgets."""
+
+        def within(layout: Layout) -> bool:
+            every = [need for bucket in layout.buckets for need in needs(bucket, layout)]
+            totals = arena_bytes(every, layout, scratch_bytes(layout))
+            device = totals[Home.DEVICE] + saved_bytes
+            return device <= self._wishes.device_bytes and totals[Home.HOST] <= self._wishes.host_bytes
+
+        return within
 
     def totals(self, step: _Step) -> dict[Home, int]:
         """Bytes of both arenas."""

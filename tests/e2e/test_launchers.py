@@ -41,6 +41,8 @@ OURS = [
     r"(embedding|model\.layers\.0 x2|head|zero: [a-z0-9 ]+?)  .*",
     r"predicted peak per rank, .*",
     r"step \d/4  \d+%  loss \d.*  lr .*  grad .* tok/s  host .* MiB  eta .*",
+    r"plan against run, after step 2",
+    r"  (saved for backward|process, peak) .* predicted .* measured .* %",
     r"eval at step \d: loss .*  perplexity .*",
     r"finished at step 4: mean loss .*",
     r"sample at step 4, the prompt in brackets:",

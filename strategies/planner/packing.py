@@ -1,0 +1,268 @@
+"""Packing: one address for each piece of memory that is there some of the time, in the smallest arena that is found.
+
+A piece has a size and the half-open ranges of steps on which it is there: a bucket that leaves and comes back has two,
+and one address for both. What is there over the end of an iteration has a range at each end. Pieces that are there
+together may not overlap; that is all. The bytes alive at the worst step are a lower bound.
+
+Uniform sizes, one range each: by start, each at the lowest free slot (left edge). The arena is the lower bound, so
+there is no fragmentation; this is what uniform buckets are for. Else the problem is NP-hard: a portfolio of orders
+{size, area, duration, start} x {first fit, best fit}, then ``REPAIRS`` rounds of a skyline: of the pieces that fit on
+the lowest stretch of what is placed, take the one that is there longest; where none fits, the stretch is lost. What
+reaches above the lower bound counts as longer by ``BOOST`` in the next round. All of it ends as soon as the lower bound
+is met. For 200 random pieces the portfolio alone is 4 to 5 % above the bound, with repairs half a percent.
+
+The bound cannot always be met: a known instance of eight pieces has max-live 4 and needs 5 (``tests``).
+
+``validate`` shares nothing with the rest: it sweeps over the steps and looks at neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+REPAIRS = 50
+BOOST = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes that are there on half-open ranges of steps, ascending."""
+
+    num_bytes: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def duration(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """An offset for each piece, the arena, and the lower bound on any arena."""
+
+    offsets: tuple[int, ...]
+    arena: int
+    bound: int
+
+
+def max_live(pieces: Sequence[Piece]) -> int:
+    """Bytes alive at the worst step."""
+    changes: dict[int, int] = {}
+    for piece in pieces:
+        for start, end in piece.spans:
+            changes[start] = changes.get(start, 0) + piece.num_bytes
+            changes[end] = changes.get(end, 0) - piece.num_bytes
+    worst = alive = 0
+    for step in sorted(changes):
+        alive += changes[step]
+        worst = max(worst, alive)
+    return worst
+
+
+def pack(pieces: Sequence[Piece], repairs: int = REPAIRS) -> Packing:
+    """The smallest arena that is found; the same for the same pieces, in any order."""
+    order = sorted(range(len(pieces)), key=lambda index: (pieces[index].spans, pieces[index].num_bytes))
+    sorted_pieces = [pieces[index] for index in order]
+    packing = _pack(sorted_pieces, repairs)
+    offsets = [0] * len(pieces)
+    for index, offset in zip(order, packing.offsets, strict=True):
+        offsets[index] = offset
+    return Packing(tuple(offsets), packing.arena, packing.bound)
+
+
+def _pack(pieces: Sequence[Piece], repairs: int) -> Packing:
+    bound = max_live(pieces)
+    if len({piece.num_bytes for piece in pieces}) <= 1 and all(len(piece.spans) == 1 for piece in pieces):
+        return Packing(left_edge(pieces), bound, bound)
+    placer = _Placer(pieces)
+    best: Packing | None = None
+    for key in _ORDERS:
+        order = sorted(range(len(pieces)), key=lambda index, key=key: (key(pieces[index]), index))  # type: ignore[misc]
+        for fit in (_first_fit, _best_fit):
+            offsets = placer.place(order, fit)
+            arena = _top(pieces, offsets)
+            if best is None or arena < best.arena:
+                best = Packing(tuple(offsets), arena, bound)
+            if arena == bound:
+                return best
+    assert best is not None
+    return _repair(pieces, best, repairs)
+
+
+_ORDERS: tuple[Callable[[Piece], int], ...] = (
+    lambda piece: -piece.num_bytes,
+    lambda piece: -piece.num_bytes * piece.duration,
+    lambda piece: -piece.duration,
+    lambda piece: piece.spans[0][0] if piece.spans else 0,
+)
+
+
+def _repair(pieces: Sequence[Piece], best: Packing, repairs: int) -> Packing:
+    """Rounds of the skyline, each with what reached too high in the one before placed earlier."""
+    skyline = _Skyline(pieces)
+    weights = [float(piece.duration) for piece in pieces]
+    for _ in range(repairs):
+        offsets = skyline.place(weights)
+        arena = _top(pieces, offsets)
+        if arena < best.arena:
+            best = Packing(tuple(offsets), arena, best.bound)
+        if best.arena == best.bound:
+            break
+        for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
+            if offset + piece.num_bytes > best.bound:
+                weights[index] *= BOOST
+    return best
+
+
+def _top(pieces: Sequence[Piece], offsets: Sequence[int]) -> int:
+    """The end of the highest piece."""
+    return max((offset + piece.num_bytes for offset, piece in zip(offsets, pieces, strict=True)), default=0)
+
+
+class _Skyline:
+    """Places pieces on the lowest stretch of what is placed already."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        edges = sorted({step for piece in pieces for span in piece.spans for step in span})
+        place = {step: index for index, step in enumerate(edges)}
+        self._pieces, self._width = pieces, max(len(edges) - 1, 0)
+        self._spans = [[(place[start], place[end]) for start, end in piece.spans] for piece in pieces]
+        self._first = [spans[0] if spans else (0, 0) for spans in self._spans]
+
+    def place(self, weights: Sequence[float]) -> list[int]:
+        """An offset for each piece; of those that fit at a place, the heaviest, then the largest, comes first."""
+        heights, offsets = [0] * self._width, [0] * len(self._pieces)
+        order = sorted(range(len(weights)), key=lambda i: (-weights[i], -self._pieces[i].num_bytes, i))
+        left = [index for index in order if self._spans[index]]
+        while left:
+            lowest = min(heights)
+            start = heights.index(lowest)
+            end = next((at for at in range(start, self._width) if heights[at] != lowest), self._width)
+            fitting = (i for i in left if start <= self._first[i][0] and self._first[i][1] <= end)
+            taken = next((index for index in fitting if self._lies(index, heights)), None)
+            if taken is None:
+                beside = heights[start - 1 : start] + heights[end : end + 1]
+                heights[start:end] = [min(beside)] * (end - start)
+                continue
+            left.remove(taken)
+            offsets[taken] = lowest
+            for low, high in self._spans[taken]:
+                heights[low:high] = [lowest + self._pieces[taken].num_bytes] * (high - low)
+        return offsets
+
+    def _lies(self, index: int, heights: Sequence[int]) -> bool:
+        """Whether the piece's further ranges, if any, are as low as its first."""
+        spans = self._spans[index]
+        return len(spans) == 1 or all(max(heights[low:high]) == heights[spans[0][0]] for low, high in spans)
+
+
+Hole = Callable[[Iterable[tuple[int, int]], int], int]
+
+
+class _Placer:
+    """Places pieces one after the other, among those that are there at the same time."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = pieces
+        masks = [_mask(piece) for piece in pieces]
+        self._others = [
+            [other for other, theirs in enumerate(masks) if mask & theirs and other != index]
+            for index, mask in enumerate(masks)
+        ]
+
+    def place(self, order: Sequence[int], fit: Hole) -> list[int]:
+        """An offset for each piece, placed in ``order`` where ``fit`` says."""
+        offsets = [-1] * len(self.pieces)
+        for index in order:
+            taken = [
+                (offsets[other], offsets[other] + self.pieces[other].num_bytes)
+                for other in self._others[index]
+                if offsets[other] >= 0
+            ]
+            offsets[index] = fit(sorted(taken), self.pieces[index].num_bytes)
+        return offsets
+
+
+def _mask(piece: Piece) -> int:
+    """The steps of a piece as bits."""
+    found = 0
+    for start, end in piece.spans:
+        found |= (1 << end) - (1 << start)
+    return found
+
+
+def _first_fit(taken: Iterable[tuple[int, int]], size: int) -> int:
+    """The lowest hole."""
+    floor = 0
+    for low, high in taken:
+        if low - floor >= size:
+            return floor
+        if high > floor:
+            floor = high
+    return floor
+
+
+def _best_fit(taken: Iterable[tuple[int, int]], size: int) -> int:
+    """The smallest hole that is large enough; on top, if there is none."""
+    floor, best, found = 0, None, 0
+    for low, high in taken:
+        room = low - floor
+        if room >= size and (best is None or room < best):
+            best, found = room, floor
+        floor = max(floor, high)
+    return floor if best is None else found
+
+
+def left_edge(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Offsets of pieces of one size with one range each: by start, the lowest slot that is free."""
+    offsets = [0] * len(pieces)
+    free: list[int] = []
+    leaving: list[tuple[int, int]] = []  # end and slot
+    slots = 0
+    for index in sorted(range(len(pieces)), key=lambda i: (pieces[i].spans, i)):
+        start, end = pieces[index].spans[0]
+        while leaving and leaving[0][0] <= start:
+            insort(free, leaving.pop(0)[1])
+        if not free:
+            free, slots = [slots], slots + 1
+        slot = free.pop(0)
+        insort(leaving, (end, slot))
+        offsets[index] = slot * pieces[index].num_bytes
+    return tuple(offsets)
+
+
+def validate(pieces: Sequence[Piece], offsets: Sequence[int], arena: int, align: int = 1) -> list[str]:
+    """Everything wrong with ``offsets`` in an arena of so many bytes."""
+    if len(offsets) != len(pieces):
+        return [f"{len(offsets)} offsets for {len(pieces)} pieces"]
+    found = []
+    for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
+        if offset < 0 or offset + piece.num_bytes > arena:
+            found.append(f"piece {index}: lies outside the arena")
+        if offset % align:
+            found.append(f"piece {index}: is not aligned")
+        if any(end <= start for start, end in piece.spans) or any(a[1] > b[0] for a, b in pairwise(piece.spans)):
+            found.append(f"piece {index}: is there on no proper ranges")
+    return found or _overlaps(pieces, offsets)
+
+
+def _overlaps(pieces: Sequence[Piece], offsets: Sequence[int]) -> list[str]:
+    events: list[tuple[int, int, int]] = []  # step, 0 leaves before 1 comes, piece
+    for index, piece in enumerate(pieces):
+        if piece.num_bytes:
+            events += [(start, 1, index) for start, _ in piece.spans] + [(end, 0, index) for _, end in piece.spans]
+    here: list[tuple[int, int, int]] = []  # offset, end, piece: disjoint and ascending, as long as nothing is wrong
+    for _, comes, index in sorted(events):
+        mine = (offsets[index], offsets[index] + pieces[index].num_bytes, index)
+        at = bisect_left(here, mine)
+        if not comes:
+            del here[at]
+            continue
+        for other in here[max(0, at - 1) : at + 1]:
+            if other[0] < mine[1] and mine[0] < other[1]:
+                return [f"piece {index} overlaps piece {other[2]}"]
+        here.insert(at, mine)
+    return []

@@ -1,0 +1,154 @@
+"""What a step of a plan will take: the layout as a problem for the simulator. Simulated, and always called so.
+
+Compute times are floating-point operations over the rate of matrix products; backward takes twice the forward, and once
+more where blocks are recomputed. A unit's part of the operations is its part of the weights that matrix products read:
+all but the embedding's, and a tied table counts for the head. Attention's own products are spread likewise.
+
+An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
+written.
+
+Weights that travel stay until their slot is wanted: at the turn the last blocks are still there, and at the start of
+the next iteration the first ones (but a host update's new weight comes up in any case).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strategies.core.facts import Facts, Rates, UnitKind
+from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.plan import Plan
+from strategies.planner.model import Eviction, Gap, Item, Link, Problem, Step, Update, When
+from strategies.planner.simulate import Outcome, simulate
+from strategies.planner.tasks import Resource
+
+TOUCHED_BYTES = 28  # per parameter, by an update: 4 numbers read and 3 written, in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A simulated step. ``compute_seconds`` is what it would take if nothing ever waited and nothing was updated."""
+
+    outcome: Outcome
+    compute_seconds: float
+    origin: str
+
+    @property
+    def seconds(self) -> float:
+        return self.outcome.period
+
+    def lines(self) -> Iterator[str]:
+        """For people: the step, what each resource is busy, what binds."""
+        out = self.outcome
+        yield (
+            f"simulated step: {self.seconds:.3g} s, of which forward and backward {self.compute_seconds:.3g} s "
+            f"({self.compute_seconds / self.seconds:.0%}); {out.binds.value} binds; rates: {self.origin}"
+        )
+        parts = [
+            f"{resource.value} {out.busy[resource]:.3g} s ({out.hidden[resource] / out.busy[resource]:.0%} hidden)"
+            for resource in Resource
+            if resource is not Resource.COMPUTE and out.busy[resource] > 0
+        ]
+        if parts:
+            yield "  busy beside compute: " + ", ".join(parts)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "seconds": self.seconds,
+            "compute_seconds": self.compute_seconds,
+            "binds": self.outcome.binds.value,
+            "busy_seconds": {resource.value: self.outcome.busy[resource] for resource in Resource},
+            "hidden_seconds": {resource.value: self.outcome.hidden[resource] for resource in Resource},
+            "rates": self.origin,
+        }
+
+
+def price(plan: Plan) -> Price | None:
+    """The simulated step of ``plan``; None where nothing is stowed or nobody knows the machine's rates."""
+    rates, layout = plan.facts.machine.rates, plan.layout
+    if rates is None or layout is None or not plan.facts.run.forward_flops:
+        return None
+    return price_of(plan.facts, layout, rates)
+
+
+def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
+    """The simulated step of ``layout``."""
+    problem = problem_of(facts, layout, rates)
+    outcome = simulate(problem, list(_evictions(problem, layout)))
+    return Price(outcome, problem.compute_seconds * layout.accumulation, rates.origin)
+
+
+def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
+    """Steps, items and link of ``layout``. Memory is not part of it: the layout fits, or it would not be one."""
+    forward = [flops / rates.gemm_flops(facts.run.precision) for flops in unit_flops(facts)]
+    names = [unit.name for unit in facts.units]
+    extra = [facts.run.recomputes and unit.kind is UnitKind.BLOCK for unit in facts.units]
+    steps = [Step(f"forward {name}", seconds, 0) for name, seconds in zip(names, forward, strict=True)]
+    steps += [Step(f"backward {names[i]}", (2 + extra[i]) * forward[i], 0) for i in reversed(range(len(names)))]
+    place = {name: index for index, name in enumerate(names)}
+    return Problem(
+        steps=tuple(steps),
+        items=tuple(_item(bucket, layout, facts, rates, place, len(names)) for bucket in layout.buckets),
+        link=Link(rates.link_latency_s, rates.up_bytes_per_s, rates.down_bytes_per_s, rates.duplex_factor),
+        budget=1 << 62,
+        accumulation=layout.accumulation,
+        when=When.BACKWARD if layout.in_backward else When.FORWARD,
+        grad_slots=layout.grad_slots,
+        visit_slots=layout.visit_slots,
+    )
+
+
+def unit_flops(facts: Facts) -> list[float]:
+    """Forward operations of one micro-batch by unit, in order."""
+    reads = {unit.name: unit.num_params * (unit.kind is not UnitKind.EMBEDDING) for unit in facts.units}
+    for param in facts.params:
+        for user in param.users:
+            reads[user] += param.num_elements
+    total = sum(reads.values())
+    return [facts.run.forward_flops * reads[unit.name] / total if total else 0.0 for unit in facts.units]
+
+
+def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, place: dict[str, int], count: int) -> Item:
+    used = sorted(place[name] for name in bucket.units)
+    uses = sorted({*used, *(2 * count - 1 - index for index in used)})
+    return Item(bucket.name, bucket.weight_bytes, tuple(uses), _update(bucket, layout, facts, rates))
+
+
+def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Update | None:
+    if bucket.site is Site.NONE:
+        return None
+    elements = sum(bucket.sizes)
+    seconds = elements * TOUCHED_BYTES / rates.device_bytes_per_s
+    if bucket.site is Site.HOST:
+        seconds = elements / rates.update_params_per_s(facts.run.precision)
+    state = 4 * (layout.moments + bucket.mixed) * bucket.num_elements if bucket.site is Site.STREAMED else 0
+    return Update(
+        site=bucket.site,
+        seconds=seconds,
+        grad_bytes=bucket.weight_bytes,
+        state_bytes=state,
+        parks=bucket.parks,
+    )
+
+
+def _evictions(problem: Problem, layout: Layout) -> Iterator[Eviction]:
+    """Every gap of what travels, but those at whose end the bucket is still in its slot."""
+    count = len(problem.steps)
+    ring_of: dict[str, list[int]] = {}
+    for index, bucket in enumerate(layout.buckets):
+        if bucket.ring is not None:
+            ring_of.setdefault(bucket.ring, []).append(index)
+    staying_at_turn = {i for ring, members in ring_of.items() for i in members[-layout.slots(ring) :]}
+    staying_at_start = {i for ring, members in ring_of.items() for i in members[: layout.slots(ring)]}
+    for gap in problem.gaps:
+        if layout.buckets[gap.item].ring is None:
+            continue
+        at_turn = gap.before < count
+        if gap.item in (staying_at_turn if at_turn else staying_at_start):
+            continue
+        yield Eviction(gap, _issue(gap, layout.prefetch))
+
+
+def _issue(gap: Gap, ahead: int) -> int:
+    return max(gap.after + 1, gap.before - ahead)

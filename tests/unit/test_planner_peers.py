@@ -1,0 +1,108 @@
+"""Models of other systems' policies: by hand on a small problem, and in the order that they should come in."""
+
+from dataclasses import replace
+
+import pytest
+
+from strategies.core.layout import Site
+from strategies.planner.greedy import DoesNotFit, choose
+from strategies.planner.model import When, complaints
+from strategies.planner.peers import UpdateCosts, on_demand, twin_flow, whole_bucket, zero_offload
+from strategies.planner.simulate import simulate
+from strategies.planner.tasks import Resource
+from tests.unit.planning import blocks, span, uneven
+from tests.unit.test_planner_simulate import two_blocks
+
+COSTS = UpdateCosts(host=0.5, device=0.1)
+
+
+def test_zero_offload_by_hand() -> None:
+    """Backward ends at 6. Gradient 1 (5 bytes) goes down from 4 to 9, gradient 0 (3 bytes) after it, until 12."""
+    policy = zero_offload(two_blocks(), COSTS)
+    assert policy.evictions == ()
+    assert policy.held_bytes == 0
+    outcome = policy.outcome()
+    # CPU: bucket 1 from 9 to 11.5, bucket 0 from 12 to 13.5. Up: bucket 1 from 11.5 to 16.5, bucket 0 until 19.5.
+    assert outcome.period == pytest.approx(19.5)
+    assert outcome.hidden[Resource.CPU] == 0.0
+    assert outcome.hidden[Resource.DOWN] == pytest.approx(2.0)
+
+
+def test_twin_flow_shares_the_updates() -> None:
+    problem = two_blocks()
+    half = twin_flow(problem, COSTS, 0.3)
+    assert [item.update.site for item in half.problem.items if item.update] == [Site.HOST, Site.DEVICE]
+    assert half.held_bytes == 30
+    assert half.peak == 10 + 30
+    assert half.outcome().period < zero_offload(problem, COSTS).outcome().period
+    all_on_the_cpu = twin_flow(problem, COSTS, 1.0)
+    assert all_on_the_cpu.outcome() == zero_offload(problem, COSTS).outcome()
+    none = twin_flow(problem, COSTS, 0.0)
+    assert none.outcome().busy[Resource.DOWN] == 0.0
+    assert none.outcome().period == pytest.approx(6.8)
+    with pytest.raises(ValueError, match="ratio"):
+        twin_flow(problem, COSTS, 1.5)
+
+
+def test_on_demand_brings_everything_when_it_is_used() -> None:
+    problem = two_blocks()
+    policy = on_demand(problem, COSTS)
+    assert policy.peak == span(problem)[0]
+    assert {eviction.gap for eviction in policy.evictions} == set(problem.gaps)
+    assert policy.outcome().period > zero_offload(problem, COSTS).outcome().period
+
+
+def test_forward_waits_for_all_serial_updates() -> None:
+    """Also for those of weights that are away and come when they are used."""
+    problem = blocks([1, 4, 1], [1.0] * 3, [2.0] * 3, [0] * 3, replace(two_blocks().link, up=8.0, down=8.0), 100)
+    outcome = on_demand(problem, UpdateCosts(host=5.0, device=0.1)).outcome()
+    compute = [event for event in outcome.events if event.resource is Resource.COMPUTE]
+    assert compute[0].label == "FP 0"
+    assert all(e.end <= compute[0].start + 1e-9 or e.start >= compute[-1].start for e in outcome.events
+               if e.resource is Resource.CPU)  # fmt: skip
+
+
+def test_a_policy_fits_or_not() -> None:
+    assert zero_offload(two_blocks(10), COSTS).fits
+    assert not zero_offload(two_blocks(9), COSTS).fits
+    assert on_demand(two_blocks(9), COSTS).fits
+
+
+def test_whole_buckets_leave_in_all_their_gaps() -> None:
+    for seed in range(60):
+        problem = uneven(seed)
+        policy = whole_bucket(problem)
+        assert complaints(problem, policy.evictions) == []
+        leaving = {eviction.gap.item for eviction in policy.evictions}
+        assert {eviction.gap for eviction in policy.evictions} == {g for g in problem.gaps if g.item in leaving}
+        assert choose(problem).period <= policy.outcome().period * (1 + 1e-6)
+
+
+def test_gaps_gain_over_whole_buckets() -> None:
+    """On the random problems of the notes: 2.4 % on average, much more at worst."""
+    ratios = [whole_bucket(p).outcome().period / choose(p).period for p in map(uneven, range(60))]
+    assert sum(ratios) / len(ratios) > 1.005
+    assert max(ratios) > 1.1
+
+
+def test_many_whole_buckets() -> None:
+    problem = uneven(5, (14,))
+    assert complaints(problem, whole_bucket(problem).evictions) == []
+    with pytest.raises(DoesNotFit):
+        whole_bucket(replace(problem, budget=span(problem)[0] - 1))
+
+
+def test_ours_is_not_slower_than_any_of_them() -> None:
+    """The same sites as ZeRO-Offload, updated under the next forward instead of before it."""
+    problem = blocks([8] * 6, [1.0] * 6, [2.0] * 6, [2] * 6, replace(two_blocks().link, up=8.0, down=8.0), 100)
+    costs = UpdateCosts(host=0.2, device=0.02)
+    items = tuple(costs.at(item, Site.HOST) for item in problem.items)
+    ours = simulate(replace(problem, items=items, when=When.FORWARD), ())
+    for policy in (zero_offload(problem, costs), on_demand(problem, costs)):
+        assert ours.period < policy.outcome().period
+        assert policy.label.startswith("model of ")
+        assert policy.source
+
+
+def test_frozen_items_are_not_updated() -> None:
+    assert COSTS.at(two_blocks().items[0], Site.NONE).update is None

@@ -1,0 +1,343 @@
+"""The simulator: timelines worked out by hand, and its fast half against the whole."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from strategies.core.facts import Home
+from strategies.core.layout import Site
+from strategies.planner.greedy import issue
+from strategies.planner.model import (
+    Eviction,
+    Gap,
+    Item,
+    Link,
+    Problem,
+    Step,
+    Update,
+    When,
+    at_need,
+    complaints,
+    memory,
+    stays,
+)
+from strategies.planner.simulate import Outcome, reload_period, simulate
+from strategies.planner.tasks import Resource
+from tests.unit.planning import blocks, even, halved, uneven, updated
+
+COMPUTE, UP, DOWN, CPU = Resource.COMPUTE, Resource.UP, Resource.DOWN, Resource.CPU
+FAST = Link(0.0, 1.0, 1.0)  # a byte per second
+
+
+def two_blocks(budget: int = 100, link: Link = FAST) -> Problem:
+    """FP 0, FP 1: a second each; BP 1, BP 0: two each. Weights of 3 and 5 bytes; each block saves 1 byte."""
+    return blocks([3, 5], [1.0, 1.0], [2.0, 2.0], [1, 1], link, budget)
+
+
+def with_update(problem: Problem, **changes: object) -> Problem:
+    """Every item updated alike."""
+    update = Update(**{"site": Site.HOST, "seconds": 1.0, "grad_bytes": 1, **changes})  # type: ignore[arg-type]
+    return replace(problem, items=tuple(replace(item, update=update) for item in problem.items))
+
+
+def spans(outcome: Outcome, resource: Resource) -> list[tuple[str, float, float]]:
+    return [(e.label, round(e.start, 6), round(e.end, 6)) for e in outcome.events if e.resource is resource]
+
+
+# The problem
+
+
+def test_gaps_by_hand() -> None:
+    """FP 1 and BP 1 are neighbours, and so are BP 0 and the next FP 0: neither is a gap."""
+    assert two_blocks().gaps == (Gap(0, 0, 3), Gap(1, 2, 5))
+    alone = replace(two_blocks(), items=(Item("head", 4, (1,)), Item("none", 0, (0,))))
+    assert alone.gaps == (Gap(0, 1, 5),)
+
+
+def test_idle_time_over_the_boundary() -> None:
+    turn, boundary = two_blocks().gaps
+    assert two_blocks().idle_seconds(turn) == 3.0  # FP 1, BP 1
+    assert two_blocks().idle_seconds(boundary) == 3.0  # BP 0, the next FP 0
+
+
+def test_memory_by_hand() -> None:
+    problem = two_blocks()
+    turn, boundary = problem.gaps
+    assert memory(problem, ()) == [9, 10, 10, 9]
+    assert memory(problem, [Eviction(turn, 3)]) == [9, 7, 7, 9]
+    assert memory(problem, [Eviction(turn, 2)]) == [9, 7, 10, 9]
+    assert memory(problem, [Eviction(boundary, 5), Eviction(turn, 3)]) == [4, 7, 7, 4]
+    assert memory(problem, [Eviction(boundary, 4)]) == [9, 10, 10, 4]
+
+
+def test_stays_by_hand() -> None:
+    problem = two_blocks()
+    turn, boundary = problem.gaps
+    assert stays(problem, at_need([turn, boundary])) == [((0, 1), (3, 4)), ((1, 3),)]
+    assert stays(problem, [Eviction(boundary, 4)]) == [((0, 4),), ((0, 3),)]
+
+
+def test_complaints_about_plans() -> None:
+    problem = two_blocks(budget=9)
+    turn, boundary = problem.gaps
+    assert complaints(problem, at_need([turn])) == []
+    assert complaints(problem, [Eviction(boundary, 5)]) == ["FP 1: 10 bytes, 1 too much", "BP 1: 10 bytes, 1 too much"]
+    assert complaints(problem, [Eviction(turn, 0)]) == [f"{turn}: issued at 0"]
+    assert complaints(problem, [Eviction(turn, 4)]) == [f"{turn}: issued at 4"]
+    assert complaints(problem, [Eviction(turn, 3), Eviction(turn, 2)]) == ["a gap is evicted twice"]
+    assert "not a gap" in complaints(problem, [Eviction(Gap(0, 1, 3), 3)])[0]
+
+
+@pytest.mark.parametrize("uses", [(), (1, 0), (0, 0), (4,), (-1, 2)])
+def test_uses_that_are_none(uses: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="used at"):
+        replace(two_blocks(), items=(Item("a", 1, uses),))
+
+
+@pytest.mark.parametrize("link", [Link(0, 0, 1), Link(0, 1, -1), Link(-1, 1, 1), Link(0, 1, 1, 0), Link(0, 1, 1, 1.1)])
+def test_links_that_are_none(link: Link) -> None:
+    with pytest.raises(ValueError, match="not a link"):
+        two_blocks(link=link)
+
+
+# Weights only
+
+
+def test_nothing_leaves() -> None:
+    found = simulate(two_blocks(), ())
+    assert found.period == 6.0
+    assert spans(found, COMPUTE) == [("FP 0", 0, 1), ("FP 1", 1, 2), ("BP 1", 2, 4), ("BP 0", 4, 6)]
+    assert found.busy == {COMPUTE: 6.0, UP: 0.0, DOWN: 0.0, CPU: 0.0}
+    assert found.binds is COMPUTE
+    assert found.memory == (9, 10, 10, 9)
+    assert found.peak == 10
+
+
+def test_a_reload_at_need_is_waited_for() -> None:
+    turn = two_blocks().gaps[0]
+    found = simulate(two_blocks(), [Eviction(turn, 3)])
+    assert found.period == 9.0  # three bytes, between BP 1 and BP 0
+    assert spans(found, UP) == [("weight 0", 4, 7)]
+    assert spans(found, COMPUTE)[-1] == ("BP 0", 7, 9)
+    assert found.busy[UP] == 3.0
+    assert found.hidden[UP] == 0.0
+    assert found.critical == {COMPUTE: 6.0, UP: 3.0, DOWN: 0.0, CPU: 0.0}
+
+
+def test_a_reload_issued_a_step_earlier_hides() -> None:
+    turn = two_blocks().gaps[0]
+    found = simulate(two_blocks(), [Eviction(turn, 2)])
+    assert found.period == 7.0  # two of its three seconds under BP 1
+    assert spans(found, UP) == [("weight 0", 2, 5)]
+    assert found.hidden[UP] == 2.0
+
+
+def test_reloads_share_the_link_in_order_of_need() -> None:
+    problem = two_blocks(link=Link(0.5, 1.0, 1.0))
+    turn, boundary = problem.gaps
+    found = simulate(problem, [Eviction(boundary, 4), Eviction(turn, 2)])
+    # Weight 1 is issued when BP 0 has ended and hides under FP 0; weight 0 when FP 1 has, and hides under BP 1.
+    assert spans(found, COMPUTE) == [("FP 0", 0, 1), ("FP 1", 5.5, 6.5), ("BP 1", 6.5, 8.5), ("BP 0", 10, 12)]
+    assert spans(found, UP) == [("weight 1", 0, 5.5), ("weight 0", 6.5, 10)]
+    assert found.period == 12.0
+    assert reload_period(problem, [Eviction(turn, 2), Eviction(boundary, 4)]) == pytest.approx(12.0)
+
+
+def test_a_slow_link_binds() -> None:
+    """20 seconds of copy that FP 0 hides one of, and 12 that BP 1 hides two of."""
+    problem = two_blocks(link=Link(0, 0.25, 1))
+    plan = [Eviction(problem.gaps[0], 2), Eviction(problem.gaps[1], 4)]
+    found = simulate(problem, plan)
+    assert found.binds is UP
+    assert found.period == pytest.approx(reload_period(problem, plan)) == pytest.approx(32 + 1 + 2)
+
+
+def test_reloads_keep_the_order_of_need() -> None:
+    """Weight 2 is issued before weight 1, which is needed first: it waits."""
+    problem = blocks([1, 2, 2], [1.0] * 3, [2.0] * 3, [0] * 3, FAST, 99)
+    plan = [Eviction(gap, {1: 7, 2: 5}[gap.item]) for gap in problem.gaps if gap.before >= 6 and gap.item]
+    found = simulate(problem, plan)
+    # FP 0 has ended at 1: weight 1 from 1 to 3, then weight 2 until 5, though it was issued before FP 0.
+    assert spans(found, UP) == [("weight 1", 1, 3), ("weight 2", 3, 5)]
+    assert found.period == reload_period(problem, plan) == 12.0
+
+
+def test_the_fast_half_is_the_whole_for_any_issues() -> None:
+    for seed in range(100):
+        random = Random(seed)
+        problem = halved(uneven(seed, (3, 5)))
+        gaps = [gap for gap in problem.gaps if random.random() < 0.6]
+        plan = [Eviction(gap, random.randint(gap.after + 1, gap.before)) for gap in gaps]
+        whole = simulate(problem, plan, iterations=20)
+        assert whole.period == pytest.approx(reload_period(problem, plan), rel=1e-4), seed
+
+
+def test_the_fast_half_is_the_whole() -> None:
+    for seed in range(200):
+        problem = (uneven if seed % 2 else even)(seed, (3, 4, 6))
+        chosen = [gap for index, gap in enumerate(problem.gaps) if (seed >> index % 5) & 1]
+        loose = replace(problem, budget=max(memory(problem, at_need(chosen))) + seed % 7 * 100)
+        plan = issue(loose, chosen)
+        assert plan is not None
+        whole = simulate(problem, plan, iterations=10)
+        assert whole.period == pytest.approx(reload_period(problem, plan), rel=1e-6), seed
+        assert sum(whole.critical.values()) == pytest.approx(whole.period)
+        assert whole.period >= problem.compute_seconds - 1e-9
+
+
+# Copies in both directions
+
+
+def test_copies_in_both_directions_slow_each_other() -> None:
+    """Weight 1 (5 bytes, from 6 on) and gradient 0 (4 bytes, from 6 on), each at half the rate while both move."""
+    problem = two_blocks(link=Link(0.0, 1.0, 1.0, 0.5))
+    items = (
+        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, parks=Home.HOST)),
+        problem.items[1],
+    )
+    plan = [Eviction(problem.gaps[1], 4)]
+    alone = simulate(replace(problem, items=items, link=FAST), plan)
+    both = simulate(replace(problem, items=items), plan)
+    assert both.period > alone.period
+    ((_, start, end),) = [s for s in spans(both, UP) if s[0] == "weight 1"]
+    ((_, down, _),) = [s for s in spans(both, DOWN) if s[0] == "gradient 0" and s[1] == start]
+    assert down == start
+    assert end - start == pytest.approx(9.0)  # 8 seconds at half the rate move 4 bytes each; the last alone
+    assert next(s for s in spans(both, DOWN) if s[0] == "gradient 0")[1:] == (0, 8)
+
+
+def test_a_latency_disturbs_nobody() -> None:
+    problem = two_blocks(link=Link(8.0, 1.0, 1.0, 0.5))
+    items = (
+        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, parks=Home.HOST)),
+        problem.items[1],
+    )
+    found = simulate(replace(problem, items=items), [Eviction(problem.gaps[1], 4)])
+    ((_, start, end),) = [s for s in spans(found, UP) if s[0] == "weight 1"]
+    assert (start, end) == (0, 16)  # 2 bytes alone, then 3 while the gradient moves too
+
+
+# Updates
+
+
+def test_updates_on_the_host_after_the_norm() -> None:
+    """The CPU takes the lowest block first; each forward waits for its own weight."""
+    problem = with_update(two_blocks())
+    found = simulate(problem, ())
+    # From 6 (backward ends) on: gradient 0 lands at 7, but gradient 1 landed long before: the CPU is free, takes it.
+    assert [label for label, *_ in spans(found, DOWN)] == ["gradient 0", "gradient 1"]
+    cpu = spans(found, CPU)
+    assert cpu == [("update 1", 0, 1), ("update 0", 1, 2)]
+    assert spans(found, UP) == [("new weight 1", 1, 6), ("new weight 0", 6, 9)]
+    assert found.period == 9 + 6
+
+
+def test_the_lowest_block_is_updated_first() -> None:
+    problem = with_update(two_blocks(link=Link(0, 1, 1e9)), seconds=4.0)
+    started = [label for label, *_ in spans(simulate(problem, ()), CPU)]
+    assert started[-2:] == ["update 1", "update 0"]  # alone at the norm
+    problem = with_update(blocks([1, 1, 1], [1.0] * 3, [2.0] * 3, [0] * 3, Link(0, 1, 1e9), 9), seconds=4.0)
+    cpu = [label for label, *_ in spans(simulate(problem, ()), CPU)]
+    # When the norm is known, 1 and 2 have landed; 0 lands during the first update and comes next.
+    assert cpu[:3] == ["update 1", "update 0", "update 2"]
+
+
+def test_updates_in_backward_start_as_gradients_land() -> None:
+    problem = replace(with_update(two_blocks()), when=When.BACKWARD)
+    found = simulate(problem, ())
+    assert ("update 1", 5.0, 6.0) in spans(found, CPU) or spans(found, CPU)[0][0] == "update 0"
+    assert found.period < simulate(replace(problem, when=When.FORWARD), ()).period
+
+
+def test_serial_updates_hide_nothing_but_gradients() -> None:
+    problem = replace(with_update(two_blocks(), seconds=2.0), when=When.SERIAL)
+    found = simulate(problem, ())
+    # Backward ends at 6. CPU: 6-8 (1), 8-10 (0). Up: 8-13 (5 bytes), 13-16 (3 bytes). Then forward.
+    assert found.period == 16.0
+    assert found.hidden[CPU] == found.hidden[UP] == 0.0
+
+
+def test_updates_on_the_device_are_compute() -> None:
+    problem = with_update(two_blocks(), site=Site.DEVICE, seconds=0.5)
+    found = simulate(problem, ())
+    assert found.period == 7.0
+    labels = ["update 0", "FP 0", "update 1", "FP 1", "BP 1", "BP 0"]
+    assert [label for label, *_ in spans(found, COMPUTE)] == labels
+    assert spans(found, UP) == spans(found, DOWN) == []
+    in_backward = simulate(replace(problem, when=When.BACKWARD), ())
+    assert [label for label, *_ in spans(in_backward, COMPUTE)] == [
+        "FP 0",
+        "FP 1",
+        "BP 1",
+        "update 1",
+        "BP 0",
+        "update 0",
+    ]
+
+
+def test_a_weight_updated_on_the_device_goes_down_only_if_it_leaves() -> None:
+    problem = with_update(two_blocks(), site=Site.DEVICE, seconds=0.5)
+    found = simulate(problem, [Eviction(problem.gaps[0], 3)])
+    assert spans(found, DOWN) == [("weight 0", 0.5, 3.5)]
+    # Its way back in the turn waits for that, and for BP 1.
+    assert ("weight 0", 5.0, 8.0) in spans(found, UP)
+    late = replace(problem, link=Link(0, 1, 0.25))
+    assert ("weight 0", 12.5, 15.5) in spans(simulate(late, [Eviction(problem.gaps[0], 3)]), UP)
+
+
+def test_states_visit_within_their_slots() -> None:
+    problem = with_update(two_blocks(), site=Site.STREAMED, seconds=1.0, state_bytes=2)
+    found = simulate(replace(problem, visit_slots=1), ())
+    # Up 0-2, update 2-3, FP 0 3-4, down 3-5; the one slot is free at 5: up 5-7, update 7-8.
+    assert spans(found, UP) == [("state 0", 0, 2), ("state 1", 5, 7)]
+    assert spans(found, COMPUTE)[:4] == [("update 0", 2, 3), ("FP 0", 3, 4), ("update 1", 7, 8), ("FP 1", 8, 9)]
+    assert spans(simulate(problem, ()), UP) == [("state 0", 0, 2), ("state 1", 2, 4)]
+
+
+def test_gradients_wait_for_their_slots() -> None:
+    """With one slot, BP 0 waits until gradient 1 is down."""
+    problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), when=When.BACKWARD)
+    for slots, wait in ((1, 7.0), (2, 0.0)):
+        compute = {label: at for label, *at in spans(simulate(replace(problem, grad_slots=slots), ()), COMPUTE)}
+        assert compute["BP 0"][0] - compute["BP 1"][1] == pytest.approx(wait)
+
+
+def test_accumulated_gradients_cross_once_where_they_rest_on_the_device() -> None:
+    problem = replace(with_update(two_blocks()), accumulation=3)
+    assert simulate(problem, ()).busy[DOWN] == pytest.approx(2.0)
+    parked = replace(with_update(two_blocks(), parks=Home.HOST), accumulation=3)
+    assert simulate(parked, ()).busy[DOWN] == pytest.approx(6.0)
+    assert simulate(problem, ()).busy[COMPUTE] == pytest.approx(18.0)
+    turn, boundary = problem.gaps
+    assert simulate(problem, at_need([turn])).busy[UP] == pytest.approx(3 * 3 + 3 + 5)
+    assert simulate(problem, at_need([boundary])).busy[UP] == pytest.approx(3 * 5 + 3)  # its reload is its new weight
+
+
+def test_random_updates_add_up() -> None:
+    """What each resource is busy is what the plan makes it do; the chain of causes has no holes; twice is the same."""
+    for seed in range(60):
+        problem = updated(uneven(seed), seed)
+        plan = issue(replace(problem, budget=10**9), problem.gaps[:: 1 + seed % 2])
+        assert plan is not None
+        found = simulate(problem, plan, iterations=8)
+        assert found == simulate(problem, plan, iterations=8)
+        assert found.busy[COMPUTE] <= found.period + 1e-9
+        assert sum(found.critical.values()) == pytest.approx(found.period)
+        cpu = sum(i.update.seconds for i in problem.items if i.update and i.update.site is Site.HOST)
+        assert found.busy[CPU] <= found.period + 1e-9
+        assert found.period >= max(problem.accumulation * problem.compute_seconds, cpu) - 1e-9
+
+
+def test_three_iterations_at_least() -> None:
+    with pytest.raises(ValueError, match="2 iterations"):
+        simulate(two_blocks(), (), iterations=2)
+
+
+def test_steps_need_not_be_blocks() -> None:
+    """Any uses, any number of gaps per item."""
+    steps = tuple(Step(str(index), 1.0, 0) for index in range(6))
+    problem = Problem(steps, (Item("tied", 2, (0, 2, 5)),), FAST, 2)
+    assert problem.gaps == (Gap(0, 0, 2), Gap(0, 2, 5))
+    assert reload_period(problem, at_need(problem.gaps)) == 10.0
+    assert simulate(problem, at_need(problem.gaps)).period == 10.0

@@ -1,0 +1,99 @@
+"""The price of a layout, against arithmetic that a person can do."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Param, Precision, Rates
+from strategies.core.plan import Plan
+from strategies.core.registry import find
+from strategies.planner import report
+from strategies.planner.price import price, unit_flops
+from strategies.planner.tasks import Resource
+from tests.helpers.fakes import GPU, block, embedding, facts, head
+
+FAST = Rates(
+    gemm_fp32_flops_per_s=1e12,
+    gemm_bf16_flops_per_s=1e12,
+    up_bytes_per_s=1e12,
+    down_bytes_per_s=1e12,
+    duplex_factor=1.0,
+    link_latency_s=0.0,
+    dram_bytes_per_s=1e12,
+    update_fp32_params_per_s=1e15,
+    update_bf16_params_per_s=1e15,
+    device_bytes_per_s=1e18,
+    origin="assumed",
+)
+BLOCK = 1 << 20  # elements
+
+
+def known(rates: Rates | None = FAST, blocks: int = 4, **run: Any) -> Facts:
+    units = [embedding(BLOCK), *(block(index, BLOCK) for index in range(blocks)), head(BLOCK)]
+    params = tuple(Param(f"{unit.name}.weight", unit.name, BLOCK, "float32", 0) for unit in units)
+    run = {"forward_flops": 5 * 10**12, "max_grad_norm": 1.0, "precision": Precision.FP32, **run}
+    return replace(facts(*units, **run), machine=replace(GPU, rates=rates), params=params)
+
+
+def planned(about: Facts, **offload: Any) -> Plan:
+    return compose({"offload": find("offload").model_validate({"host_memory": "1TiB", **offload})}, about)
+
+
+def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
+    for options in ({"site": "device"}, {"site": "host"}, {"site": "host", "weights": "streamed"}):
+        priced = price(planned(known(), **options))
+        assert priced is not None
+        assert priced.compute_seconds == pytest.approx(15.0)  # 5 s forward, twice that backward
+        assert priced.seconds == pytest.approx(15.0, rel=1e-3)
+        assert priced.outcome.binds is Resource.COMPUTE
+
+
+def test_recomputation_costs_one_more_forward_of_the_blocks() -> None:
+    priced = price(planned(known(recomputes=True), site="device"))
+    assert priced is not None
+    assert priced.compute_seconds == pytest.approx(19.0)  # four of the five seconds are the blocks'
+
+
+def test_the_cpu_binds_where_it_is_slow() -> None:
+    rates = replace(FAST, update_fp32_params_per_s=BLOCK / 10)  # 10 s per bucket, six buckets
+    priced = price(planned(known(rates), site="host"))
+    assert priced is not None
+    assert priced.outcome.binds is Resource.CPU
+    assert priced.seconds >= 60.0
+    assert priced.outcome.busy[Resource.CPU] == pytest.approx(60.0, rel=0.2)
+
+
+def test_updates_on_the_device_are_bound_by_its_memory() -> None:
+    rates = replace(FAST, device_bytes_per_s=6 * BLOCK * 28.0)
+    priced = price(planned(known(rates), site="device"))
+    assert priced is not None
+    assert priced.seconds == pytest.approx(16.0, rel=1e-3)
+
+
+def test_a_slow_link_is_busy_with_every_byte() -> None:
+    rates = replace(FAST, up_bytes_per_s=4.0 * BLOCK, down_bytes_per_s=4.0 * BLOCK)  # a second per weight
+    priced = price(planned(known(rates), site="host"))
+    assert priced is not None
+    assert priced.outcome.busy[Resource.DOWN] == pytest.approx(6.0, rel=0.05)
+    assert priced.outcome.busy[Resource.UP] == pytest.approx(6.0, rel=0.05)
+
+
+def test_without_rates_or_layout_there_is_no_price() -> None:
+    assert price(planned(known(None), site="host")) is None
+    assert price(Plan.baseline(known())) is None
+    assert report.to_json(planned(known(None), site="host"))["simulated"] is None
+
+
+def test_the_report_calls_it_simulated() -> None:
+    plan = planned(known(), site="host")
+    assert "\nsimulated step: 15 s" in report.text(plan)
+    assert report.to_json(plan)["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
+
+
+def test_operations_follow_the_weights_that_products_read() -> None:
+    assert unit_flops(known()) == [0.0, *[1e12] * 5]
+    tied = known()
+    table = replace(tied.params[0], users=("head",))
+    assert unit_flops(replace(tied, params=(table, *tied.params[1:])))[-1] == pytest.approx(2 / 6 * 5e12)
