@@ -12,9 +12,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.config import load
 from trainer.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from strategies.core.plan import Plan
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -25,6 +29,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
     parser.add_argument("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the simulated step (PNG)")
     parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
@@ -77,7 +82,30 @@ def show(arguments: argparse.Namespace) -> None:
             arguments.json.write_text(json.dumps(report.to_json(plan), indent=1))
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
+    if arguments.plot:
+        plot(plan, arguments.plot)
     build.refuse_impossible(plan)
+
+
+def plot(plan: Plan, path: Path) -> None:
+    """Write the picture of the simulated step.
+
+    Raises:
+        ConfigError: there is nothing to simulate, or the file cannot be written.
+    """
+    from strategies.planner.price import price
+    from trainer.picture import draw
+
+    priced = price(plan)
+    if priced is None:
+        raise ConfigError(
+            f"--plot {path}: there is no simulated step; it needs strategies.offload, and the machine's rates from "
+            f"`launch/doctor.py --rates` or --profile"
+        )
+    try:
+        draw(plan, priced, path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from None
 
 
 if __name__ == "__main__":
