@@ -123,6 +123,14 @@ class Offload(Strategy):
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             raise Refusal("strategies.offload.update_in_backward", True, cure)
 
+        if self._sums_over_ranks(facts) and self.gradients == "host":
+            cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
+            raise Refusal("strategies.offload.gradients", "host", cure)
+
+    def _sums_over_ranks(self, facts: Facts) -> bool:
+        """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
+        return facts.run.world_size > 1 and facts.run.accumulation > 1
+
     def _wishes(self, facts: Facts) -> Wishes:
         machine = facts.machine
         all_of_it = self.gpu_memory == AUTO and not machine.has_accelerator
@@ -141,7 +149,7 @@ class Offload(Strategy):
             in_backward=facts.run.max_grad_norm == 0 if self.update_in_backward == "auto" else self.update_in_backward,
             site=self.site,
             weights=self.weights,
-            gradients=self.gradients,
+            gradients="device" if self._sums_over_ranks(facts) else self.gradients,
         )
 
     def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.planner.validate import check
 from strategies.runtime import saving
@@ -101,6 +102,8 @@ class StowOptimizer(torch.optim.Optimizer):
         if layout is None or place is None:
             raise ValueError("the plan has no layout: switch strategies.offload on")
         check(layout, place.addresses)
+        if process_group is not None and layout.accumulation > 1 and any(b.parks is Home.HOST for b in layout.buckets):
+            raise ValueError("over ranks, gradients of several micro-batches must park on the device: gradients=device")
         names = {id(param): name for name, param in model.named_parameters()}
         complaints = list(mismatches(model, layout, self.param_groups, len(rule.names)))
         if complaints:

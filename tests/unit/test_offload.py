@@ -298,3 +298,13 @@ def test_groups_that_cannot_be() -> None:
         plan_for(model, [])
     with pytest.raises(ValueError, match="dtype float64: use float32 or bfloat16"):
         plan_for(model.double())
+
+
+def test_over_ranks_micro_batches_are_summed_on_the_device() -> None:
+    """Each rank adds up its own first, then the ranks are summed: both where the gradients are."""
+    several = transformer(world_size=2, accumulation=3)
+    layout = plan_of(several, site="host").layout
+    assert layout is not None
+    assert {bucket.parks for bucket in layout.buckets} == {Home.DEVICE}
+    with pytest.raises(Refusal, match=r"strategies\.offload\.gradients"):
+        plan_of(several, site="host", gradients="host")
