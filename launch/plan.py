@@ -19,6 +19,7 @@ from trainer.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
+    from strategies.planner.price import Price
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,12 +65,14 @@ def show(arguments: argparse.Namespace) -> None:
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
     from strategies.planner import report
+    from strategies.planner.price import price
     from trainer import build, engine
     from trainer.ranks import Ranks
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
     plan = build.plan_of(config, Ranks(world_size=arguments.world_size, local_world_size=local), machine)
-    print(report.text(plan))
+    priced = price(plan)
+    print(report.text(plan, priced))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -79,24 +82,22 @@ def show(arguments: argparse.Namespace) -> None:
         print(f"\n{json.dumps(engine.ds_config(plan), indent=1)}")
     if arguments.json:
         try:
-            arguments.json.write_text(json.dumps(report.to_json(plan), indent=1))
+            arguments.json.write_text(json.dumps(report.to_json(plan, priced), indent=1))
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
-        plot(plan, arguments.plot)
+        plot(plan, priced, arguments.plot)
     build.refuse_impossible(plan)
 
 
-def plot(plan: Plan, path: Path) -> None:
+def plot(plan: Plan, priced: Price | None, path: Path) -> None:
     """Write the picture of the simulated step.
 
     Raises:
         ConfigError: there is nothing to simulate, or the file cannot be written.
     """
-    from strategies.planner.price import price
     from trainer.picture import draw
 
-    priced = price(plan)
     if priced is None:
         raise ConfigError(
             f"--plot {path}: there is no simulated step; it needs strategies.offload, and the machine's rates from "

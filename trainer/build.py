@@ -21,6 +21,7 @@ from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human
 from strategies.planner import report
+from strategies.planner.price import price
 from trainer import checkpoint, engine, facts, model, stowing
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
 from trainer.errors import ConfigError, UserError
@@ -82,11 +83,12 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     if plan.layout is not None:
         stowing.refuse_optimizer(config.training)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
+    shown = report.text(plan, priced := price(plan))
     if ranks.is_first:
-        write_plan(run)
+        write_plan(run, shown, report.to_json(plan, priced))
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
-    run.say("\n" + report.text(plan) + "\n")
+    run.say(f"\n{shown}\n")
     refuse_impossible(plan)
     # Only now, when nothing refuses the run any more: a refused one leaves an earlier run where it is.
     if ranks.is_first and resume is None:
@@ -175,14 +177,14 @@ def refuse_impossible(plan: Plan) -> None:
             )
 
 
-def write_plan(run: Run) -> None:
-    """The values on the way of the run, each a file in its folder."""
+def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
+    """The values on the way of the run, each a file in its folder; the plan for people and for machines."""
     run.folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {
         "config.yaml": run.config.dump(),
         "facts.json": json.dumps(run.plan.facts.to_json(), indent=1),
-        "plan.json": json.dumps(report.to_json(run.plan), indent=1),
-        "plan.txt": report.text(run.plan) + "\n",
+        "plan.json": json.dumps(content, indent=1),
+        "plan.txt": text + "\n",
         "ds_config.json": json.dumps(engine.ds_config(run.plan), indent=1),
     }
     for name, text in written.items():

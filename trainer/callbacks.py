@@ -28,7 +28,6 @@ import json
 import math
 import os
 import re
-import resource
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainer import metrics
+from trainer.machine import status_bytes
 
 MIN_NEW_TOKENS = 20  # a sample that ends at once shows nothing
 
@@ -48,14 +48,8 @@ def write_line(line: str) -> None:
 
 
 def host_peak_bytes() -> int:
-    """Most memory this process ever had resident.
-
-    From ``/proc``: ``ru_maxrss`` begins with what the parent held when it started this process.
-    """
-    status = Path("/proc/self/status")
-    if status.is_file():
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Most memory this process ever had resident."""
+    return status_bytes("VmHWM")
 
 
 def device_peak_bytes() -> int | None:

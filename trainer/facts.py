@@ -106,6 +106,8 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
 def machine_facts(machine: Machine, local_world_size: int) -> MachineFacts:
     """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device."""
     host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
+    if rates is not None:  # of what the ranks of a machine share, each has its part; each has a link of its own
+        rates = rates.shared_by(local_world_size)
     if machine.device_kind == "cpu":
         return MachineFacts("cpu", host - RUNTIME_HOST_BYTES, host, RUNTIME_HOST_BYTES, rates)
     return MachineFacts(machine.name, machine.device_total_bytes, host, RUNTIME_HOST_BYTES, rates)
@@ -124,7 +126,8 @@ def count_model(config: RunConfig) -> ModelCount:
     flops = FlopCounterMode(display=False, custom_mapping=_flops())
     model: Any = _meta_model(config)
     if casts:
-        model.to(compute)  # as DeepSpeed and our engine do, adapters and buffers included
+        # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
+        model.to(compute)
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_matmul():
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty has given each name a tensor of its own

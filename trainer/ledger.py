@@ -49,6 +49,25 @@ class Entry:
         )
 
 
+@contextmanager
+def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of what autograd saves inside, by address; each storage once, weights not counted."""
+    import torch
+
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in storages:
+            weights = {param.untyped_storage().data_ptr() for param in model.parameters()}  # some have just come
+            storages[address] = 0 if address in weights else storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield storages
+
+
 class Ledger(TrainerCallback):  # type: ignore[misc]
     """Prints predicted against measured after step 2 and adds it to ``plan.json``.
 
@@ -68,17 +87,7 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
         if not self._countable or self._storages or step != STEP - 1 or not model.training:
             yield
             return
-        import torch
-
-        weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                self._storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with count_saved(model) as self._storages:
             yield
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +180,24 @@ def disk_free_bytes(folder: Path) -> int:
     """Free bytes of the file system that holds ``folder`` or its nearest existing parent."""
     folder = folder.resolve()
     return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+
+
+def status_bytes(name: str) -> int:
+    """``VmHWM`` (peak) or ``VmRSS`` (now) of this process.
+
+    Not ``ru_maxrss``, which begins with what the parent held when it started this process.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def others_cpu_s() -> float:
+    """Processor seconds that this machine has spent on anybody else, its host included: who shares it disturbs."""
+    import psutil
+
+    spent = psutil.cpu_times()
+    busy = spent.user + spent.nice + spent.system + spent.irq + spent.softirq + spent.steal
+    return float(busy - time.process_time())
 
 
 # --- cgroups -----------------------------------------------------------------------------------------------------

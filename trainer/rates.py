@@ -34,12 +34,11 @@ import torch
 from torch import Tensor
 
 from strategies.core.facts import Rates
-from strategies.runtime.rules import AdamW
+from strategies.runtime.rules import AdamW, Operands
 from strategies.runtime.transfer import Lane, transfer_for
 from strategies.runtime.update import HOST_STRETCH
 from strategies.runtime.worker import Worker, spare_cores
-from trainer.bench.child import others_cpu_s
-from trainer.machine import cores, host_memory, probe
+from trainer.machine import cores, host_memory, others_cpu_s, probe
 from trainer.profiles import Stored, key_of, save, unfinished
 
 Say = Callable[[str], None]
@@ -298,7 +297,7 @@ def measure_update(clock: Clock, worker: Worker, *, mixed: bool) -> float:
                 if mixed:
                     grad = scratch[: part.stop - part.start].copy_(grad)
                 torch._foreach_mul_([grad], factor)
-                rule.update([master[part]], [grad], [[first[part]], [second[part]]], [step], group, None)
+                rule.update(Operands([master[part]], [grad], [[first[part]], [second[part]]], [step]), group, None)
             if mixed:
                 parked.copy_(master)
 

@@ -1,6 +1,6 @@
 """An ordinary PyTorch loop with a model that does not fit into the memory it is given.
 
-python docs/examples/plain_loop.py
+python -m docs.examples.plain_loop
 """
 
 import pydoc_data.topics
@@ -8,6 +8,7 @@ import pydoc_data.topics
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from strategies.core.render import table
 from strategies.runtime import AdamW, stow
 from trainer.memory import plan_for
 
@@ -19,22 +20,13 @@ def main() -> list[float]:
     torch.manual_seed(0)
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=688, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-
-    # Weights, gradients and AdamW's state are 91 MiB, and backward keeps another 41. There are 60.
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, hidden_size=256, intermediate_size=688, num_hidden_layers=8, num_attention_heads=4)
+    )
+    # Weights, gradients and AdamW's state are over 90 MiB, and backward keeps another 40. There are 60.
     plan = plan_for(model, gpu_memory="60MiB", batch=(ROWS, TOKENS), max_grad_norm=1.0)
+    print(table(plan))
     optimizer = stow(model, plan, rule=AdamW(lr=1e-3, weight_decay=0.1))
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    print(*optimizer.engine.arena.owners(), sep="\n")
-    for bucket in optimizer.engine.layout.buckets:
-        weights = "always present" if bucket.resident else "travels"
-        print(f"  {bucket.name:16} {bucket.num_elements:8,} numbers, {weights}, updated on the {bucket.site.value}")
-
     losses = []
     for step in range(STEPS):
         starts = torch.randint(len(data) - TOKENS, (ROWS,)).tolist()
@@ -43,7 +35,6 @@ def main() -> list[float]:
         loss.backward()
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         print(f"step {step:2}  loss {losses[-1]:.3f}  gradient norm {norm.item():.2f}")

@@ -10,7 +10,7 @@ left out; where they are given they add up to the units.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from math import inf
 from typing import Any, Literal
@@ -142,6 +142,11 @@ class Rates:
         if self.duplex_factor > 1:
             raise ValueError(f"duplex_factor = {self.duplex_factor!r}: must be at most 1")
 
+    def shared_by(self, ranks: int) -> Rates:
+        """The part of one of ``ranks`` that use the machine's memory and cores together."""
+        names = ("dram_bytes_per_s", "update_fp32_params_per_s", "update_bf16_params_per_s")
+        return replace(self, **{name: getattr(self, name) / ranks for name in names})
+
     def gemm_flops(self, precision: Precision) -> float:
         """Flop/s of a matrix product. fp16 is taken to be as fast as bf16; fp32 stands in where neither is known."""
         half = self.gemm_bf16_flops_per_s
@@ -163,7 +168,7 @@ class MachineFacts:
     device_bytes: int
     host_bytes: int
     runtime_host_bytes: int = 0  # Python, torch and libraries, before any tensor
-    rates: Rates | None = None  # of the whole machine, not divided among its ranks; None: nobody knows
+    rates: Rates | None = None  # this rank's part; None: nobody knows
 
     @property
     def has_accelerator(self) -> bool:

@@ -35,7 +35,7 @@ UPDATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Resting:
     """Where an element of a bucket has its tensor of one kind, in how many bytes, and why."""
 
     home: Home
@@ -43,23 +43,23 @@ class Held:
     reason: str
 
 
-def held(bucket: Bucket, layout: Layout, kind: Kind) -> Held:
+def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     """One kind of tensor of a bucket; 0 bytes where there is none."""
     size = ITEM_BYTES[bucket.dtype]
     if kind is Kind.PARAM:
         stays = bucket.resident
-        return Held(
+        return Resting(
             Home.DEVICE if stays else Home.HOST, size, "always present" if stays else "fetched for use, slot by slot"
         )
     if bucket.site is Site.NONE:
-        return Held(Home.DEVICE, 0, UPDATES[Site.NONE])
+        return Resting(Home.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
         waits = "wait for the update where they are made" if bucket.parks is Home.DEVICE else "sent down when made"
-        return Held(bucket.parks, size, waits)
+        return Resting(bucket.parks, size, waits)
     rests = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     own_master = bucket.mixed or (bucket.site is Site.HOST and bucket.resident)
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
-    return Held(rests, 4 * numbers, UPDATES[bucket.site])
+    return Resting(rests, 4 * numbers, UPDATES[bucket.site])
 
 
 def of_units(facts: Facts, layout: Layout) -> Iterator[Share | Rest]:
@@ -69,10 +69,10 @@ def of_units(facts: Facts, layout: Layout) -> Iterator[Share | Rest]:
         own = [(buckets[param.name], param.num_elements) for param in facts.params if param.unit == unit.name]
         for kind in Kind:
             counted = own if kind is Kind.PARAM else [(b, n) for b, n in own if b.group is not None]
-            yield from _answers(unit, kind, [(held(bucket, layout, kind), n) for bucket, n in counted])
+            yield from _answers(unit, kind, [(resting(bucket, layout, kind), n) for bucket, n in counted])
 
 
-def _answers(unit: Unit, kind: Kind, parts: list[tuple[Held, int]]) -> Iterator[Share | Rest]:
+def _answers(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Iterator[Share | Rest]:
     elements = dict.fromkeys(Home, 0)
     reasons: dict[Home, str] = {}
     for part, number in sorted(parts, key=lambda item: -item[1]):
@@ -132,9 +132,9 @@ def _named(layout: Layout, home: Home) -> Iterable[tuple[str, int]]:
 def _uneven(plan: Plan, layout: Layout, home: Home) -> int:
     """Bytes of parameters' tensors that the units' answers do not count."""
     total = sum(
-        held(bucket, layout, kind).element_bytes * sum(bucket.sizes)
+        resting(bucket, layout, kind).element_bytes * sum(bucket.sizes)
         for bucket in layout.buckets
         for kind in Kind
-        if held(bucket, layout, kind).home is home
+        if resting(bucket, layout, kind).home is home
     )
     return total - plan.states(home)

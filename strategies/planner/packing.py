@@ -80,7 +80,8 @@ def _pack(pieces: Sequence[Piece], repairs: int) -> Packing:
     placer = _Placer(pieces)
     best: Packing | None = None
     for key in _ORDERS:
-        order = sorted(range(len(pieces)), key=lambda index, key=key: (key(pieces[index]), index))  # type: ignore[misc]
+        ranks = [key(piece) for piece in pieces]
+        order = sorted(range(len(pieces)), key=ranks.__getitem__)  # stable: equal ranks keep their order
         for fit in (_first_fit, _best_fit):
             offsets = placer.place(order, fit)
             arena = _top(pieces, offsets)

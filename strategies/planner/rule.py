@@ -88,7 +88,9 @@ class _Search:
         self._buckets = form(facts, wishes.bucket_bytes)
         self._cache: dict[tuple[int, Site, str | None, Home], tuple[Need, ...]] = {}
         movable = _Movable(facts, wishes.bucket_bytes)
-        self._blocks = self._free(movable.blocks(self._buckets), even_if=wishes.weights == "streamed")
+        of_blocks = movable.blocks(self._buckets)
+        self._largest = max((self._buckets[index].num_elements for index in of_blocks), default=0)
+        self._blocks = self._free(of_blocks, even_if=wishes.weights == "streamed")
         self._ends = self._free(movable.ends(self._buckets))
         always = set(self._blocks) if wishes.weights == "streamed" and wishes.site == "auto" else set()
         self._hosted_always = always
@@ -130,9 +132,8 @@ class _Search:
     def with_room_for_visits(self, saved_bytes: int) -> Iterator[Layout]:
         """The same with as much left free as visiting state takes; nothing, where that does not fit."""
         numbers = self._frame.moments + 1  # a master visits, too
-        largest = max((self._buckets[index].num_elements for index in self._blocks), default=0)
         try:
-            yield self.first_that_fits(saved_bytes + self._frame.visit_slots * 4 * numbers * largest)
+            yield self.first_that_fits(saved_bytes + self._frame.visit_slots * 4 * numbers * self._largest)
         except Refusal:
             return
 

@@ -63,19 +63,21 @@ class Engine:
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
         self._groups = groups
         self.arena = Arena(addresses, device)
+        dtypes = {param.dtype for param in model.parameters()}
+        self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
         self.held = list(self._hold(dict(model.named_parameters())))
         self.arena.pin()
         rivals_of(self.held, self.arena)
+        held_of = {id(param): held for held in self.held for param in held.params}
+        scopes = find_scopes(model, held_of)
+        self.borders = Borders(scopes, self._enter_forward, self._enter_backward, self._left)
         self.worker = Worker(spare_cores() if beside else None)
-        self.homes = Homes(transfer, self._pinned, debug=debug)
+        self.homes = Homes(transfer, self.borders.pinned, debug=debug)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
         self.updates = Updates(rule, self.homes, transfer, self.worker, scratch)
         self.place_of = {id(param): (held, i) for held in self.held for i, param in enumerate(held.params)}
         order = [self.place_of[id(param)] for param in model.parameters() if param.requires_grad]
         self.gradients = Gradients(layout, order, transfer, self.worker, self.updates, self._completed, group)
-        held_of = {id(param): held for held in self.held for param in held.params}
-        scopes = find_scopes(model, held_of)
-        self.borders = Borders(scopes, self._enter_forward, self._enter_backward, self._left)
         self._itinerary = Itinerary(scopes)
         self._ready: list[Held] = []  # complete buckets whose update starts in backward
         self._scale: Scale | None = None
@@ -87,13 +89,9 @@ class Engine:
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _hold(self, params: Mapping[str, nn.Parameter]) -> Iterator[Held]:
-        nan = {
-            name: torch.full((), float("nan"), dtype=name, device=self.device)
-            for name in {p.dtype for p in params.values()}
-        }
         for index, bucket in enumerate(self.layout.buckets):
             members = [params[name] for name in bucket.params]
-            held = hold(bucket, index, members, self.arena, nan[members[0].dtype], self.layout.moments)
+            held = hold(bucket, index, members, self.arena, self._nans[members[0].dtype], self.layout.moments)
             self._move_in(held)
             yield held
 
@@ -117,7 +115,7 @@ class Engine:
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self.borders.close_all()
-        for nan in {held.nan for held in self.held}:
+        for nan in self._nans.values():
             nan.fill_(math.nan)
         self._itinerary.begin()
         if torch.is_grad_enabled():
@@ -145,9 +143,6 @@ class Engine:
 
     def _left(self, scope: Scope) -> None:
         self.homes.left(scope.held)
-
-    def _pinned(self, held: Held) -> bool:
-        return self.borders.pinned(held)
 
     def ensure(self, held: Held) -> None:
         """The newest weights of ``held`` are in its home, for COMPUTE."""
@@ -193,7 +188,7 @@ class Engine:
         if not held.present or held.pending is Pending.DEVICE:
             for rival in held.rivals:
                 if rival.pending is Pending.VISITING or (
-                    rival.present and (self._pinned(rival) or rival.index in soon)
+                    rival.present and (self.borders.pinned(rival) or rival.index in soon)
                 ):
                     return False
         if held.pending is Pending.DEVICE:
@@ -212,9 +207,9 @@ class Engine:
 
     def _update_ready(self) -> None:
         """Without clipping: update what is complete and no longer used in this backward."""
-        waiting = [held for held in self._ready if self._pinned(held)]
+        waiting = [held for held in self._ready if self.borders.pinned(held)]
         for held in self._ready:
-            if not self._pinned(held):
+            if not self.borders.pinned(held):
                 self._submit(held, self._scale_so_far(held))
         self._ready = waiting
 
@@ -222,7 +217,7 @@ class Engine:
         # A gradient that is not finite stops the update of its bucket and of all that come after it in this step.
         # Where the loss itself is not finite that is all of them.
         norms = self.gradients.norms_in(held, self.device)
-        bad = torch.logical_not(torch.stack(list(norms)).isfinite().all()).float()
+        bad = torch.logical_not(torch.stack(norms).isfinite().all()).float()
         if self._scale is not None and self._scale.bad is not None:
             bad = torch.maximum(bad, self._scale.bad)
         self._scale = self._make_scale(None, bad)

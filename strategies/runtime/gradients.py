@@ -119,7 +119,7 @@ class Gradients:
             self._landed(held)
 
     def _start_pass(self) -> None:
-        self.end_pass()
+        self._end_pass()
         for held in self._all:
             held.landed.clear()
         self._fresh = False
@@ -156,7 +156,7 @@ class Gradients:
             self._reduce(held)
             self._finish(held)
 
-    def end_pass(self) -> None:
+    def _end_pass(self) -> None:
         """Send what waits in slots of buckets that had parameters without gradient."""
         for held in self._all:
             if held.unsent and held.parks_down and not self.last_pass:
@@ -215,8 +215,8 @@ class Gradients:
             return
         assert held.grad is not None and held.parked is not None
         if held.parks_down and self._layout.accumulation == 1:  # the slot may be another's before the rest has landed
-            parts = {index: held.shaped(held.grad, index) for index in sorted(held.unsent)}
-            held.norms |= zip(parts, norms_of(list(parts.values())), strict=True)
+            leaving = sorted(held.unsent)
+            held.norms |= zip(leaving, norms_of(held.gradients(leaving)), strict=True)
         transfer, adds = self._transfer, bool(held.unsent & held.summed)
         target = held.arrival if adds else held.parked
         assert target is not None, f"{held.name}: a second gradient, and nowhere to add it"
@@ -281,8 +281,8 @@ class Gradients:
     def _measure(self, several: Sequence[Held]) -> None:
         """The norms of gradients that park on the device, in one call: one kernel for all of them."""
         places = [(held, index) for held in several for index in sorted(held.touched)]
-        norms = norms_of([held.shaped(held.grad, index) for held, index in places])  # type: ignore[arg-type]
-        for (held, index), norm in zip(places, norms, strict=True):
+        grads = [grad for held in several for grad in held.gradients(sorted(held.touched))]
+        for (held, index), norm in zip(places, norms_of(grads), strict=True):
             held.norms[index] = norm
 
     def norm(self, device: torch.device) -> Tensor:

@@ -1,9 +1,9 @@
 """One bucket at run time: its parameters, the views of its memory, and who holds what at this moment.
 
-Invariant. ``param.data`` is a view of the bucket's home exactly while ``presence`` is PRESENT. While it is ABSENT every
-parameter shows one NaN expanded to its shape: right shape, dtype and count, an unmistakable value. So an absent
-parameter never shows another bucket's bytes. Torch refuses most writes into it; a few (``zero_``, ``fill_``) it lets
-through, to the one NaN, which the next forward restores.
+Invariant. ``param.data`` is a view of the bucket's home exactly while the bucket is PRESENT and no update of it is
+pending. Otherwise every parameter shows one NaN expanded to its shape: right shape, dtype and count, an unmistakable
+value. So a parameter never shows another bucket's bytes, nor a weight that is being replaced. Torch refuses most writes
+into it; a few (``zero_``, ``fill_``) it lets through, to the one NaN, which the next forward restores.
 
 Events that the bucket remembers, each the last of its kind:
     arrived   UP wrote the home, or read PARKED or COPY for it
@@ -14,6 +14,7 @@ Events that the bucket remembers, each the last of its kind:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Site
+from strategies.core.layout import Bucket, Item
 from strategies.core.plan import Home
 from strategies.runtime.arena import Arena
 from strategies.runtime.transfer import Event
@@ -109,6 +110,11 @@ class Held:
         """The same, in the parameter's shape."""
         return self.part(flat, index).view(self.params[index].shape)
 
+    def gradients(self, indices: Iterable[int]) -> list[Tensor]:
+        """The gradients of these parameters in the bucket's slot, in their shapes."""
+        assert self.grad is not None, f"{self.name} is frozen"
+        return [self.shaped(self.grad, index) for index in indices]
+
     def bind(self) -> None:
         """Let the parameters show the home."""
         for index, param in enumerate(self.params):
@@ -124,13 +130,6 @@ class Held:
         """Let the parameters show NaN, though the bucket stays the tenant of its home."""
         for param in self.params:
             param.data = self.nan.expand(param.shape)
-
-    def bind_host(self) -> None:
-        """Let the parameters show the host's copy, for a state dict that is loaded into it."""
-        source = self.rest()
-        for index, param in enumerate(self.params):
-            param.data = self.shaped(source, index)
-        self.presence = Presence.ABSENT
 
     def rest(self) -> Tensor:
         """Where the weights rest between uses: the host's copy where they travel, else the home."""
@@ -179,8 +178,3 @@ def rivals_of(all_held: list[Held], arena: Arena) -> None:
         held.rivals = [
             other for other in all_held if other is not held and spots[held.name].overlaps(spots[other.name])
         ]
-
-
-def stateful(held: Held) -> bool:
-    """Whether the bucket is trained at all."""
-    return held.bucket.site is not Site.NONE

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from strategies.core.plan import Plan
 
+STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -73,11 +74,11 @@ def stow(
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     rule = rule or AdamW()
-    if getattr(model, "_stowed", False):
+    if STOWED in model.__dict__:
         raise ValueError("this model is stowed already; close() its optimizer first")
     beside = where.type != "cpu" if beside is None else beside
     optimizer = StowOptimizer(model, plan, params, rule, where, process_group, transfer or transfer_for(where), beside)
-    model._stowed = True  # type: ignore[assignment]
+    model.__dict__[STOWED] = True
     return optimizer
 
 
@@ -104,7 +105,6 @@ class StowOptimizer(torch.optim.Optimizer):
         check(layout, place.addresses)
         if process_group is not None and layout.accumulation > 1 and any(b.parks is Home.HOST for b in layout.buckets):
             raise ValueError("over ranks, gradients of several micro-batches must park on the device: gradients=device")
-        names = {id(param): name for name, param in model.named_parameters()}
         complaints = list(mismatches(model, layout, self.param_groups, len(rule.names)))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
@@ -114,7 +114,7 @@ class StowOptimizer(torch.optim.Optimizer):
             model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
             group=process_group, debug=place.debug, beside=beside,
         )  # fmt: skip
-        self.names = {names[key]: found for key, found in self.engine.place_of.items()}
+        self._name_of = {id(param): name for name, param in model.named_parameters()}
         self._surface = Surface(model, self.engine)
         self._model = model
         self._ready = True
@@ -250,19 +250,19 @@ class StowOptimizer(torch.optim.Optimizer):
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
     def _head(self) -> dict[str, Any]:
-        names = {id(param): name for name, param in self._model.named_parameters()}
-        groups = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in self.param_groups]
+        groups = [
+            {**group, "params": [self._name_of[id(param)] for param in group["params"]]} for group in self.param_groups
+        ]
         return {"rule": type(self.engine.rule).__name__, "state": list(self.engine.rule.names), "param_groups": groups}
 
     def _entries(self) -> Iterator[saving.Entry]:
         """Every trained parameter in the order of the layout. One that was never updated has no counts and moments."""
-        names = {id(param): name for name, param in self._model.named_parameters()}
         for held in self.engine.held:
             for param in held.params if held.bucket.group is not None else ():
                 state = self._surface.state_of(param)
                 if not state["step"] > 0:
                     state = {key: value for key, value in state.items() if key == "master"}
-                yield saving.Entry(names[id(param)], tuple(param.shape), held.bucket.dtype, state, held.name)
+                yield saving.Entry(self._name_of[id(param)], tuple(param.shape), held.bucket.dtype, state, held.name)
 
     def close(self) -> None:
         """Give the model its weights back in ordinary memory on the CPU, and forget it. Closing twice does nothing."""
@@ -271,7 +271,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self.drain()
         self._surface.take_out()
         self.engine.close()
-        del self._model._stowed
+        del self._model.__dict__[STOWED]
         self._closed = True
 
 

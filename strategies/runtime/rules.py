@@ -20,6 +20,16 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What one call updates: views in equal order. ``state`` has one list for each name of the rule."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    state: Sequence[Sequence[Tensor]]
+    steps: Sequence[Tensor]
+
+
 class Rule(Protocol):
     """An update rule. ``names`` are torch's for its state, one fp32 number per element each.
 
@@ -34,16 +44,8 @@ class Rule(Protocol):
     def defaults(self) -> dict[str, Any]:
         """Hyperparameters of a parameter group, by torch's names."""
 
-    def update(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        state: Sequence[Sequence[Tensor]],
-        steps: Sequence[Tensor],
-        group: Mapping[str, Any],
-        bad: Tensor | None,
-    ) -> None:
-        """Update in place. ``state`` has one list per name; ``bad`` (only if ``flagged``) 1.0 leaves all as it is."""
+    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
+        """Update in place. ``bad`` (only if ``flagged``) 1.0 leaves all as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +71,15 @@ class AdamW:
     def defaults(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "fused"}
 
-    def update(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        state: Sequence[Sequence[Tensor]],
-        steps: Sequence[Tensor],
-        group: Mapping[str, Any],
-        bad: Tensor | None,
-    ) -> None:
+    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         beta1, beta2 = group["betas"]
         adamw(
-            list(params),
-            list(grads),
-            list(state[0]),
-            list(state[1]),
+            list(on.params),
+            list(on.grads),
+            list(on.state[0]),
+            list(on.state[1]),
             [],
-            list(steps),
+            list(on.steps),
             fused=self.fused or None,  # None: what torch takes by default, as torch.optim.AdamW does
             found_inf=bad,
             amsgrad=False,
@@ -114,19 +108,11 @@ class SGD:
     def defaults(self) -> dict[str, Any]:
         return asdict(self)
 
-    def update(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        state: Sequence[Sequence[Tensor]],
-        steps: Sequence[Tensor],
-        group: Mapping[str, Any],
-        bad: Tensor | None,
-    ) -> None:
+    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         sgd(
-            list(params),
-            list(grads),
-            [None] * len(params),
+            list(on.params),
+            list(on.grads),
+            [None] * len(on.params),
             weight_decay=group["weight_decay"],
             momentum=0.0,
             lr=group["lr"],
@@ -134,4 +120,4 @@ class SGD:
             nesterov=False,
             maximize=False,
         )
-        torch._foreach_add_(list(steps), 1)
+        torch._foreach_add_(list(on.steps), 1)

@@ -34,16 +34,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.core.layout import SCRATCH_ELEMENTS, Site
+from strategies.core.layout import Site
 from strategies.runtime.held import Held, Pending, Presence
 from strategies.runtime.homes import Homes
-from strategies.runtime.rules import Rule
+from strategies.runtime.rules import Operands, Rule
 from strategies.runtime.transfer import Event, Lane, Transfer
 from strategies.runtime.worker import Worker
 
-HOST_STRETCH = (
-    1 << 20
-)  # elements the worker takes at a time; fastest in benchmarks/records/2026-11-21_cpu-update_2-core
+# Elements the worker takes at a time; fastest in benchmarks/records/2026-11-21_cpu-update_2-core.
+HOST_STRETCH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,22 @@ def stretches(held: Held, touched: Sequence[int], limit: int) -> Iterator[list[S
             room -= stop - start
     if call:
         yield call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """Where an update works: on the device or on the host, all of it flat views of one bucket.
+
+    ``scratch`` takes gradients as fp32, where they are not; a call takes at most ``limit`` elements.
+    """
+
+    grad: Tensor
+    master: Tensor
+    moments: Sequence[Tensor]
+    scratch: Tensor | None
+    limit: int
+    factor: Tensor | None
+    bad: Tensor | None
 
 
 class Updates:
@@ -207,11 +222,21 @@ class Updates:
         transfer.reads(Lane.COMPUTE, held.grad)
         transfer.writes(Lane.COMPUTE, held.weight, *state)
         skips = job.scale.bad is not None and not self._rule.flagged and self._known_bad(job.scale)
-        bad = job.scale.bad if self._rule.flagged else None
-        if held.bucket.mixed:
-            self._mixed_on_device(held, job, () if skips else job.touched, state, bad)
-        elif not skips:
-            self._plain_on_device(held, job, state, bad)
+        assert held.grad is not None
+        mixed, scratch = held.bucket.mixed, self._scratch if held.bucket.mixed else None
+        ground = Ground(
+            grad=held.grad,
+            master=state[0] if mixed else held.weight,
+            moments=state[1:] if mixed else state,
+            scratch=scratch,
+            limit=held.bucket.num_elements if scratch is None else scratch.numel(),
+            factor=job.scale.factor,
+            bad=job.scale.bad if self._rule.flagged else None,
+        )
+        if not skips:
+            self._apply(held, job, ground)
+        if mixed:
+            _round(held, held.weight, ground.master)
         held.pending = Pending.NOTHING
         held.used = transfer.record(Lane.COMPUTE)
         held.bind()
@@ -222,30 +247,6 @@ class Updates:
         assert scale.on_host is not None
         self._transfer.host_wait(scale.known)
         return bool(scale.on_host[1])
-
-    def _plain_on_device(self, held: Held, job: Job, moments: Sequence[Tensor], bad: Tensor | None) -> None:
-        assert held.grad is not None and held.steps is not None
-        grads = [held.part(held.grad, index) for index in job.touched]
-        if job.scale.factor is not None:
-            torch._foreach_mul_(grads, job.scale.factor)
-        self._rule.update(
-            [held.part(held.weight, index) for index in job.touched],
-            grads,
-            [[held.part(moment, index) for index in job.touched] for moment in moments],
-            [held.steps[index] for index in job.touched],
-            job.group,
-            bad,
-        )
-
-    def _mixed_on_device(
-        self, held: Held, job: Job, touched: Sequence[int], state: Sequence[Tensor], bad: Tensor | None
-    ) -> None:
-        assert held.grad is not None and held.steps is not None and self._scratch is not None
-        master, moments = state[0], state[1:]
-        for call in stretches(held, touched, min(SCRATCH_ELEMENTS, self._scratch.numel())):
-            self._one_call(held, job, call, self._scratch, held.grad, master, moments, job.scale.factor, bad)
-        for index in range(len(held.params)):
-            held.part(held.weight, index).copy_(held.part(master, index))
 
     def _write_back(self, held: Held, state: Sequence[Tensor]) -> None:
         transfer = self._transfer
@@ -271,15 +272,21 @@ class Updates:
         transfer.reads(Lane.HOST, held.parked)
         transfer.writes(Lane.HOST, master, *held.moments)
         factor = None if job.scale.factor is None or job.scale.on_host is None else job.scale.on_host[0]
+        ground = Ground(
+            grad=held.parked,
+            master=master,
+            moments=held.moments,
+            scratch=self._host_scratch if held.bucket.mixed else None,
+            limit=HOST_STRETCH,
+            factor=factor,
+            bad=None,
+        )
         with torch.no_grad():
-            for call in stretches(held, job.touched, HOST_STRETCH):
-                scratch = self._host_scratch if held.bucket.mixed else None
-                self._one_call(held, job, call, scratch, held.parked, master, held.moments, factor, None)
+            self._apply(held, job, ground)
             if held.bucket.mixed:
                 weight = held.parked if held.copy is None else held.copy
                 transfer.writes(Lane.HOST, weight)
-                for index in range(len(held.params)):
-                    held.part(weight, index).copy_(held.part(master, index))
+                _round(held, weight, master)
         return True, transfer.record(Lane.HOST)
 
     def _from_worker(self, held: Held) -> None:
@@ -299,42 +306,35 @@ class Updates:
 
     # --- both ------------------------------------------------------------------------------------------------------
 
-    def _one_call(
-        self,
-        held: Held,
-        job: Job,
-        call: Sequence[Stretch],
-        scratch: Tensor | None,
-        grad: Tensor,
-        master: Tensor,
-        moments: Sequence[Tensor],
-        factor: Tensor | None,
-        bad: Tensor | None,
-    ) -> None:
-        """One call of the rule on some stretches; gradients go through ``scratch`` if there is one."""
+    def _apply(self, held: Held, job: Job, ground: Ground) -> None:
+        """The rule on all parameters that have a gradient, call by call."""
         assert held.steps is not None
 
         def cut(flat: Tensor, piece: Stretch) -> Tensor:
             return held.part(flat, piece.index)[piece.start : piece.stop]
 
-        grads = [cut(grad, piece) for piece in call]
-        if scratch is not None:
-            places = scratch[: sum(part.numel() for part in grads)].split([part.numel() for part in grads])
-            for place, part in zip(places, grads, strict=True):
-                place.copy_(part)
-            grads = list(places)
-        if factor is not None:
-            torch._foreach_mul_(grads, factor)
-        # Torch counts an update per call: of a parameter that is cut, the last stretch counts, the others count copies.
-        steps = [held.steps[piece.index] if piece.last else held.steps[piece.index].clone() for piece in call]
-        self._rule.update(
-            [cut(master, piece) for piece in call],
-            grads,
-            [[cut(moment, piece) for piece in call] for moment in moments],
-            steps,
-            job.group,
-            bad,
-        )
+        for call in stretches(held, job.touched, ground.limit):
+            grads = [cut(ground.grad, piece) for piece in call]
+            if ground.scratch is not None:
+                sizes = [grad.numel() for grad in grads]
+                places = list(ground.scratch[: sum(sizes)].split(sizes))
+                for place, grad in zip(places, grads, strict=True):
+                    place.copy_(grad)
+                grads = places
+            if ground.factor is not None:
+                torch._foreach_mul_(grads, ground.factor)
+            # Torch counts an update per call: of a parameter that is cut, the last stretch counts, the others count
+            # copies.
+            steps = [held.steps[piece.index] if piece.last else held.steps[piece.index].clone() for piece in call]
+            moments = [[cut(moment, piece) for piece in call] for moment in ground.moments]
+            on = Operands([cut(ground.master, piece) for piece in call], grads, moments, steps)
+            self._rule.update(on, job.group, ground.bad)
+
+
+def _round(held: Held, weight: Tensor, master: Tensor) -> None:
+    """The compute weights of a bucket from their masters, parameter by parameter: what lies between is not theirs."""
+    for index in range(len(held.params)):
+        held.part(weight, index).copy_(held.part(master, index))
 
 
 def _visiting(held: Held) -> list[Tensor]:

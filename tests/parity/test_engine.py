@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from strategies.core import layout
 from strategies.core.layout import Site
 from strategies.runtime import SGD, AdamW, update
 from strategies.runtime.transfer import Delayed
@@ -169,7 +170,7 @@ def test_updates_in_stretches(where: dict[str, Any], dtype: torch.dtype, monkeyp
     batches = tokens("llama", STEPS)
     wanted = plain(build("llama", dtype=dtype), batches, **loop)
     monkeypatch.setattr(update, "HOST_STRETCH", 192)
-    monkeypatch.setattr(update, "SCRATCH_ELEMENTS", 320)
+    monkeypatch.setattr(layout, "SCRATCH_ELEMENTS", 384)
     model = build("llama", dtype=dtype)
     found = stowed(model, plan_of(model, **where, **loop), batches, transfer=Delayed(), **loop)
     assert differences(wanted, found) == []

@@ -143,7 +143,7 @@ def test_one_row_for_each_budget() -> None:
         ("--tokens 64 --rows 3 --length 32", "--tokens 64: must be rows x length x accumulation, here 3 x 32 x 1"),
         (
             "--gpu-memory 16",
-            "--gpu-memory 16: must be a number with MiB or GiB, for example 16GiB; did you mean 16GiB?",
+            "--gpu-memory 16: that is 16 bytes; write the unit, as in 20GiB",
         ),
         ("--subjects ours-budget", "--subjects ours-budget: needs --gpu-memory, for example --gpu-memory 16GiB"),
     ],

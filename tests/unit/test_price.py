@@ -83,13 +83,13 @@ def test_a_slow_link_is_busy_with_every_byte() -> None:
 def test_without_rates_or_layout_there_is_no_price() -> None:
     assert price(planned(known(None), site="host")) is None
     assert price(Plan.baseline(known())) is None
-    assert report.to_json(planned(known(None), site="host"))["simulated"] is None
+    assert report.to_json(planned(known(None), site="host"), None)["simulated"] is None
 
 
 def test_the_report_calls_it_simulated() -> None:
     plan = planned(known(), site="host")
-    assert "\nsimulated step: 15 s" in report.text(plan)
-    assert report.to_json(plan)["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
+    assert "\nsimulated step: 15 s" in report.text(plan, price(plan))
+    assert report.to_json(plan, price(plan))["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
 
 
 def test_operations_follow_the_weights_that_products_read() -> None:

@@ -214,7 +214,7 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     card = replace(here, name="NVIDIA H100 80GB HBM3")
     assert machine_facts(card, 1).rates == profiles.profile("h100-sxm-pcie5").rates
     profiles.save(path, profiles.key_of(card), Stored(some_rates()), {})
-    assert machine_facts(card, 2).rates == some_rates()
+    assert machine_facts(card, 2).rates == some_rates().shared_by(2)
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 
 

@@ -16,7 +16,6 @@ import gc
 import importlib
 import importlib.metadata
 import json
-import re
 import sys
 import time
 import traceback
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.bench.work import Work
-from trainer.machine import cores
+from trainer.machine import cores, others_cpu_s, status_bytes
 from trainer.ranks import Ranks, settle_environment
 
 if TYPE_CHECKING:
@@ -192,50 +191,16 @@ def timed(
     }
 
 
-def others_cpu_s() -> float:
-    """Processor seconds that this machine has spent on anybody else, its host included: who shares it disturbs."""
-    import psutil
-
-    spent = psutil.cpu_times()
-    busy = spent.user + spent.nice + spent.system + spent.irq + spent.softirq + spent.steal
-    return float(busy - time.process_time())
-
-
 def saved_bytes(subject: Trained, batch: Mapping[str, Tensor]) -> int:
-    """Bytes that autograd keeps from one forward for its backward, weights not counted; each storage once.
+    """Bytes that autograd keeps from one forward for its backward.
 
-    Stands for a GPU's allocator where there is no GPU. An extra step, after the clock.
+    Stands for a GPU's allocator where there is no GPU. An extra forward, after the clock.
     """
-    import torch
+    from trainer.ledger import count_saved
 
-    params, found = list(subject.model.parameters()), dict[int, int]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if recording and address not in found:
-            weights = {param.untyped_storage().data_ptr() for param in params}
-            found[address] = 0 if address in weights else storage.nbytes()
-        return tensor
-
-    recording = True
-
-    def stop(*_: Any) -> None:
-        nonlocal recording
-        recording = False  # what backward saves again is not kept beside it
-
-    handle = subject.model.register_forward_hook(stop)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        subject.micro_batch(batch)
-    handle.remove()
-    return sum(found.values())
-
-
-def status_bytes(name: str) -> int:
-    """``VmHWM`` (peak) or ``VmRSS`` (now) of this process."""
-    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+    with count_saved(subject.model) as saved:
+        subject.model(**batch)
+    return sum(saved.values())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from strategies.core.sizes import parse_bytes
 from trainer.errors import ConfigError
 
 
@@ -142,13 +143,12 @@ def memory(option: str, text: str) -> int:
     """``16GiB`` or ``512MiB`` in bytes.
 
     Raises:
-        ConfigError: a number or its unit is missing, or it is zero.
+        ConfigError: it is no size, or a number without a unit.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB)", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        meant = f"; did you mean {text.strip()}GiB?" if text.strip().isdigit() else ""
-        raise ConfigError(f"{option} {text}: must be a number with MiB or GiB, for example 16GiB{meant}")
-    return int(float(match[1]) * 1024 ** {"mib": 2, "gib": 3}[match[2].lower()])
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from None
 
 
 def work(
