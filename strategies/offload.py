@@ -28,7 +28,8 @@ from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow,
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import AUTO, check_budget, parse_bytes
 from strategies.planner import account
-from strategies.planner.rule import Wishes, choose
+from strategies.planner.frames import Wishes
+from strategies.planner.rule import choose
 
 SHARE = 0.9  # of a memory, where the user names no size: the rest is for the context, libraries and fragments
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
