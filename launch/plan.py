@@ -19,7 +19,9 @@ from trainer.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
+    from strategies.planner.edits import Edit
     from strategies.planner.price import Price
+    from trainer.config.sections import RunConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,6 +76,9 @@ def show(arguments: argparse.Namespace) -> None:
     plan = plan_of(config, Ranks(world_size=arguments.world_size, local_world_size=local), machine)
     priced = price(plan)
     print(report.text(plan, priced))
+    if edits := edits_of(config, plan):
+        print("what would change it most, estimated:")
+        print("\n".join(edit.line() for edit in edits))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -89,6 +94,18 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot(plan, priced, arguments.plot)
     refuse_impossible(plan)
+
+
+def edits_of(config: RunConfig, plan: Plan) -> list[Edit]:
+    """What would change the simulated step most; nothing, where nothing is stowed."""
+    from strategies.offload import Offload
+    from strategies.planner.edits import ranked
+
+    offload = config.strategies.get("offload")
+    if not isinstance(offload, Offload):
+        return []
+    saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    return ranked(plan.facts, offload.wishes(plan.facts), saved)
 
 
 def plot(plan: Plan, priced: Price | None, path: Path) -> None:

@@ -109,7 +109,7 @@ class Offload(Strategy):
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
         saved = sum(plan.saved_bytes(unit.name) for unit in facts.units)
-        layout = choose(facts, self._wishes(facts), saved)
+        layout = choose(facts, self.wishes(facts), saved)
         yield from account.of_units(facts, layout)
         yield from self._travels(facts, layout)
         yield Stow(unit=RUN, reason="no more is moved than does not fit", layout=layout)
@@ -133,7 +133,8 @@ class Offload(Strategy):
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
         return facts.run.world_size > 1 and facts.run.accumulation > 1
 
-    def _wishes(self, facts: Facts) -> Wishes:
+    def wishes(self, facts: Facts) -> Wishes:
+        """The options in bytes, on this machine."""
         machine = facts.machine
         all_of_it = self.gpu_memory == AUTO and not machine.has_accelerator
         device = machine.device_bytes if all_of_it else _budget(self.gpu_memory, machine.device_bytes)
