@@ -145,5 +145,4 @@ def _bucket(name: str, params: Sequence[Param], place: dict[str, int]) -> Bucket
         dtype=dtype,
         group=group,
         site=Site.NONE if group is None else Site.DEVICE,
-        ring=None,
     )

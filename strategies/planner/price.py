@@ -8,8 +8,7 @@ counts for the head. Attention's own products are spread likewise.
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written.
 
-Weights that travel stay until their slot is wanted: at the turn the last blocks are still there, and at the start of
-the next iteration the first ones (but a host update's new weight comes up in any case).
+A weight that stays over the end of an iteration still comes up once, if the CPU updates it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strategies.core.facts import Facts, Rates, UnitKind
-from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.layout import Bucket, Layout, Site, steps_of, uses
 from strategies.core.plan import Plan
-from strategies.planner.model import Eviction, Gap, Item, Link, Problem, Step, Update, When
+from strategies.planner.model import Eviction, Item, Link, Problem, Step, Update, When
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import Resource
 
@@ -76,7 +75,7 @@ def price(plan: Plan) -> Price | None:
 def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
     """The simulated step of ``layout``."""
     problem = problem_of(facts, layout, rates)
-    outcome = simulate(problem, list(_evictions(problem, layout)))
+    outcome = simulate(problem, list(evictions_of(problem, layout)))
     return Price(outcome, problem.compute_seconds * layout.accumulation, rates.origin)
 
 
@@ -86,14 +85,13 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     names = [unit.name for unit in facts.units]
     whole = [facts.run.recomputes and unit.kind is UnitKind.BLOCK for unit in facts.units]
     again = [rates.seconds(unit.again, facts.run.precision) for unit in facts.units]
+    backward = [(2 + twice) * seconds + more for twice, seconds, more in zip(whole, forward, again, strict=True)]
+    steps_by_unit = steps_of(names)
     steps = [Step(f"forward {name}", seconds, 0) for name, seconds in zip(names, forward, strict=True)]
-    steps += [
-        Step(f"backward {names[i]}", (2 + whole[i]) * forward[i] + again[i], 0) for i in reversed(range(len(names)))
-    ]
-    place = {name: index for index, name in enumerate(names)}
+    steps += [Step(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
     return Problem(
         steps=tuple(steps),
-        items=tuple(_item(bucket, layout, facts, rates, place, len(names)) for bucket in layout.buckets),
+        items=tuple(_item(bucket, layout, facts, rates, steps_by_unit) for bucket in layout.buckets),
         link=Link(rates.link_latency_s, rates.up_bytes_per_s, rates.down_bytes_per_s, rates.duplex_factor),
         budget=1 << 62,
         accumulation=layout.accumulation,
@@ -113,10 +111,8 @@ def unit_flops(facts: Facts) -> list[float]:
     return [facts.run.forward_flops * reads[unit.name] / total if total else 0.0 for unit in facts.units]
 
 
-def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, place: dict[str, int], count: int) -> Item:
-    used = sorted(place[name] for name in bucket.units)
-    uses = sorted({*used, *(2 * count - 1 - index for index in used)})
-    return Item(bucket.name, bucket.weight_bytes, tuple(uses), _update(bucket, layout, facts, rates))
+def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, steps: dict[str, tuple[int, int]]) -> Item:
+    return Item(bucket.name, bucket.weight_bytes, uses(bucket, steps), _update(bucket, layout, facts, rates))
 
 
 def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Update | None:
@@ -136,23 +132,12 @@ def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Updat
     )
 
 
-def _evictions(problem: Problem, layout: Layout) -> Iterator[Eviction]:
-    """Every gap of what travels, but those at whose end the bucket is still in its slot."""
+def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
+    """The gaps in which the layout's weights are away, and the steps at which they come back."""
     count = len(problem.steps)
-    ring_of: dict[str, list[int]] = {}
-    for index, bucket in enumerate(layout.buckets):
-        if bucket.ring is not None:
-            ring_of.setdefault(bucket.ring, []).append(index)
-    staying_at_turn = {i for ring, members in ring_of.items() for i in members[-layout.slots(ring) :]}
-    staying_at_start = {i for ring, members in ring_of.items() for i in members[: layout.slots(ring)]}
     for gap in problem.gaps:
-        if layout.buckets[gap.item].ring is None:
-            continue
-        at_turn = gap.before < count
-        if gap.item in (staying_at_turn if at_turn else staying_at_start):
-            continue
-        yield Eviction(gap, _issue(gap, layout.prefetch))
-
-
-def _issue(gap: Gap, ahead: int) -> int:
-    return max(gap.after + 1, gap.before - ahead)
+        stays = layout.buckets[gap.item].stays
+        here = {step for start, end in stays for step in range(start, end)}
+        if stays and (gap.after + 1) % count not in here:
+            issue = next(step for step in range(gap.after + 1, gap.before + 1) if step % count in here)
+            yield Eviction(gap, issue)

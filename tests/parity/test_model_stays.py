@@ -73,7 +73,7 @@ def test_an_absent_parameter_shows_itself_or_nan() -> None:
     """Without updates in between, what is visible has the values that the model had."""
     model = llama()
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = stowed(model, "host, two slots")
+    optimizer = stowed(model, "host, one ahead")
     for batch in BATCHES[:2]:
         with torch.no_grad():
             model(**batch)

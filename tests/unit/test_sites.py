@@ -63,5 +63,5 @@ def test_what_does_not_fit_is_not_taken() -> None:
 def test_the_first_of_equals_is_taken() -> None:
     layout = planned(known(), site="device").layout
     assert isinstance(layout, Layout)
-    assert cheapest(known(), [layout, replace(layout, prefetch=2)]) is layout
-    assert cheapest(known(None), [layout, replace(layout, prefetch=2)]) is layout
+    assert cheapest(known(), [layout, replace(layout, visit_slots=3)]) is layout
+    assert cheapest(known(None), [layout, replace(layout, visit_slots=3)]) is layout
