@@ -5,7 +5,7 @@ gradients and state; the rule says what moves then (``rule.py``), the simulator 
 is taken; of those that are equally fast within ``SAME`` the one that recomputes least. Places are tried on a grid, then
 between the best one and its neighbours, so the answer is within a few blocks of the best place.
 
-Where nobody knows the machine's rates nothing can be weighed: blocks are then recomputed only as far as offloading alone
+Where nobody knows the rates nothing can be weighed: blocks are then recomputed only as far as offloading alone
 does not make them fit.
 """
 
