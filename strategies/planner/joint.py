@@ -57,7 +57,7 @@ class _Search:
         self._rates = facts.machine.rates if facts.run.forward_flops else None
         open_ = {unit.name for unit in facts.units if plan.keep(unit.name).open}
         units = [unit if unit.name in open_ else replace(unit, choices=None) for unit in facts.units]
-        self.line = Line.of(units, pace_of(facts))
+        self.line = Line(units, pace_of(facts))
         self._found = cache(self._try)
         self._seconds = cache(self._time)
 
@@ -68,7 +68,7 @@ class _Search:
 
     def fastest(self) -> int:
         """The place whose step is simulated to be the shortest."""
-        last = self.line.length
+        last = len(self.line.moves)
         tried = sorted({last * part // GRID for part in range(GRID + 1)})
         for _ in range(HALVINGS):
             at = tried.index(min(tried, key=self._seconds))
@@ -79,7 +79,7 @@ class _Search:
 
     def first(self) -> int:
         """The first place that fits; the last one, where none does."""
-        low, high = 0, self.line.length
+        low, high = 0, len(self.line.moves)
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if isinstance(self._found(middle), Layout) else (middle + 1, high)

@@ -5,18 +5,21 @@ again, and nothing else depends on that choice. So bytes and seconds simply add 
 block are the prefixes of its operators in the order of seconds per byte: its *ladder*, from "keep everything" down to
 "keep the input". Steps that pay worse than a later one are left out.
 
-All blocks together go down the ladder one block and one rung at a time, first blocks first: their saved tensors wait
-longest, and while they run again those of later blocks are gone. That is one line of plans, on which bytes only fall
-and seconds only rise, so the cheapest plan that fits is found by halving. Finally the block at the border may skip to
-any other way of keeping that fits as well and costs less.
+All blocks together go down their ladders one step at a time, the cheapest per byte first, and of equal ones that of the
+first block: its saved tensors wait longest, and while it runs again those of later blocks are gone. That is one line of
+plans, on which bytes only fall and seconds only rise: the first plan that fits is the one. Finally the block at the
+border may skip to any other way of keeping that fits as well and costs less. The last block is tried both ways: its
+backward begins at once, so that little is freed there.
 
 Compared with the best of all plans, by enumeration, in ``tests/unit/test_planner_keep.py``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from strategies.core.facts import NO_WORK, Choices, Facts, Operator, Unit, Work
 from strategies.core.plan import NONE, Keep
@@ -113,37 +116,28 @@ def _way(policy: str, choices: Choices, kept: Sequence[Operator]) -> Way:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class Line:
-    """The line of plans: ``ladders`` of all units in order, and their ways at a place of it."""
+    """The line of plans for ``units``: at place n, n steps down their ladders are taken, the cheapest ones."""
 
-    ladders: tuple[tuple[Way, ...], ...]
-
-    @classmethod
-    def of(cls, units: Sequence[Unit], pace: Pace) -> Line:
-        known: dict[tuple[object, ...], tuple[Way, ...]] = {}  # blocks are mostly alike
-        return cls(
-            tuple(
-                known.setdefault((unit.saved_bytes, unit.choices), tuple(ladder(unit, pace)))
-                if (unit.saved_bytes, unit.choices) not in known
-                else known[unit.saved_bytes, unit.choices]
-                for unit in units
-            )
-        )
-
-    @property
-    def length(self) -> int:
-        """Steps from everything kept to nothing kept."""
-        return sum(len(rungs) - 1 for rungs in self.ladders)
+    def __init__(self, units: Sequence[Unit], pace: Pace) -> None:
+        known: dict[tuple[object, ...], list[Way]] = {}  # blocks are mostly alike
+        self._ladders: list[list[Way]] = []
+        for unit in units:
+            key = (unit.saved_bytes, unit.choices)
+            if key not in known:
+                known[key] = ladder(unit, pace)
+            self._ladders.append(known[key])
+        steps = [
+            (_price(before, after, pace), rung, index)
+            for index, rungs in enumerate(self._ladders)
+            for rung, (before, after) in enumerate(pairwise(rungs))
+        ]
+        self.moves = [index for *_, index in sorted(steps)]  # of alike blocks the first ones first
 
     def at(self, place: int) -> list[Way]:
-        """The ways after ``place`` steps: rung by rung, in each rung the first blocks first."""
-        rungs = [0] * len(self.ladders)
-        for depth in range(1, max(map(len, self.ladders), default=1)):
-            for index, ladder_ in enumerate(self.ladders):
-                if depth < len(ladder_) and place > 0:
-                    rungs[index], place = depth, place - 1
-        return [ladder_[rung] for ladder_, rung in zip(self.ladders, rungs, strict=True)]
+        """The ways of all units after ``place`` steps."""
+        taken = Counter(self.moves[:place])
+        return [rungs[taken[index]] for index, rungs in enumerate(self._ladders)]
 
 
 def cheapest(units: Sequence[Unit], pace: Pace, peak: Callable[[Sequence[Way]], int], budget: int) -> list[Way]:
@@ -151,23 +145,27 @@ def cheapest(units: Sequence[Unit], pace: Pace, peak: Callable[[Sequence[Way]], 
 
     Where none is, those with the lowest peak.
     """
-    line = Line.of(units, pace)
-    low, high = 0, line.length
-    if peak(line.at(high)) > budget:
-        return min((line.at(place) for place in range(high + 1)), key=peak)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if peak(line.at(middle)) <= budget else (middle + 1, high)
-    found = line.at(low)
-    return min((ways for ways in (found, *_finished(line, low, units, pace)) if peak(ways) <= budget), key=_cost(pace))
+    # Backward begins with the last block: its saved tensors are all there at the peak, unless a head's is higher.
+    last = max((index for index, unit in enumerate(units) if unit.choices), default=0)
+    spared = [replace(unit, choices=None) if index == last else unit for index, unit in enumerate(units)]
+    tried: list[list[Way]] = []
+    for some in (units, spared):
+        line = Line(some, pace)
+        places = range(len(line.moves) + 1)
+        first = next((place for place in places if peak(line.at(place)) <= budget), None)
+        if first is None:
+            tried.append(min(map(line.at, places), key=peak))
+        else:
+            tried += [line.at(first), *_finished(line, first, some, pace)]
+    fitting = [ways for ways in tried if peak(ways) <= budget]
+    return min(fitting, key=_cost(pace)) if fitting else min(tried, key=peak)
 
 
 def _finished(line: Line, place: int, units: Sequence[Unit], pace: Pace) -> list[list[Way]]:
     """The plan one step before ``place``, with the block that the step moves kept in any other way."""
     if place == 0:
         return []
-    before, after = line.at(place - 1), line.at(place)
-    moved = next(index for index, pair in enumerate(zip(before, after, strict=True)) if pair[0] is not pair[1])
+    before, moved = line.at(place - 1), line.moves[place - 1]
     return [[*before[:moved], way, *before[moved + 1 :]] for way in _ways(units[moved], pace)]
 
 
