@@ -101,15 +101,14 @@ def test_what_is_open_is_decided_again() -> None:
 
 
 def both(rates: Rates, gpu_memory: int, **recompute: Any) -> float:
-    plan = planned(about(12, rates=rates), **recompute, offload={"host_memory": "1TiB", "gpu_memory": gpu_memory})
+    plan = planned(about(8, rates=rates), **recompute, offload={"host_memory": "1TiB", "gpu_memory": gpu_memory})
     priced = price(plan)
     assert priced is not None
     assert plan.peak(Home.DEVICE) <= gpu_memory
     return priced.seconds
 
 
-@pytest.mark.parametrize("gemm", [1e11, 1e12, 1e14])
-@pytest.mark.parametrize("link", [1e8, 1e10, 1e11])
+@pytest.mark.parametrize(("gemm", "link"), [(1e11, 1e10), (1e12, 1e8), (1e14, 1e10)])
 def test_the_joint_plan_is_not_slower_than_any_policy(gemm: float, link: float) -> None:
     rates = replace(
         FAST,
@@ -119,7 +118,7 @@ def test_the_joint_plan_is_not_slower_than_any_policy(gemm: float, link: float) 
         update_fp32_params_per_s=1e8,
         device_bytes_per_s=1e11,
     )
-    budget = 200 * MIB
+    budget = 130 * MIB
     times = {name: both(rates, budget, policy=name) for name in ("none", "selective", "full")}
     assert both(rates, budget, policy="auto") <= min(times.values()) * 1.01, times
 
