@@ -28,7 +28,7 @@ from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow,
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import AUTO, SHARE, check_budget, parse_bytes
 from strategies.planner import account, joint
-from strategies.planner.rule import Wishes
+from strategies.planner.frames import Wishes
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _KERNELS = "the CPU's kernel updates what rests on the host; it rounds otherwise than the device's in the last bit"

@@ -195,7 +195,11 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
 
 def scratch_bytes(layout: Layout) -> int:
     """Of the one SCRATCH region on the device; 0 where no mixed-precision bucket is updated there."""
-    elements = [b.num_elements for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)]
+    return scratch_of([b.num_elements for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)])
+
+
+def scratch_of(elements: Sequence[int]) -> int:
+    """The same, of the mixed-precision buckets that are updated on the device."""
     return aligned(4 * min(SCRATCH_ELEMENTS, max(elements, default=0)))
 
 

@@ -19,9 +19,10 @@ from math import inf
 from strategies.core.layout import Layout
 from strategies.core.plan import NONE, Keep, Plan
 from strategies.core.protocol import Refusal
+from strategies.planner.frames import Wishes
 from strategies.planner.keep import Line, kept_as, pace_of
 from strategies.planner.price import price_of
-from strategies.planner.rule import Wishes, choose
+from strategies.planner.rule import choose
 
 GRID = 6
 HALVINGS = 2

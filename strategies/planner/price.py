@@ -39,19 +39,18 @@ class Price:
         return self.outcome.period
 
     def lines(self) -> Iterator[str]:
-        """For people: the step, what each resource is busy, what binds."""
+        """For people: the step, and the bill: what each resource is busy, what of it compute hides, what binds."""
         out = self.outcome
         yield (
             f"simulated step: {self.seconds:.3g} s, of which forward and backward {self.compute_seconds:.3g} s "
             f"({self.compute_seconds / self.seconds:.0%}); {out.binds.value} binds; rates: {self.origin}"
         )
-        parts = [
-            f"{resource.value} {out.busy[resource]:.3g} s ({out.hidden[resource] / out.busy[resource]:.0%} hidden)"
-            for resource in Resource
-            if resource is not Resource.COMPUTE and out.busy[resource] > 0
-        ]
-        if parts:
-            yield "  busy beside compute: " + ", ".join(parts)
+        yield f"  {'':<9}  {'busy':>8}  {'hidden':>6}  on the longest chain of waits"
+        for resource in Resource:
+            if out.busy[resource] > 0:
+                hidden = "" if resource is Resource.COMPUTE else f"{out.hidden[resource] / out.busy[resource]:.0%}"
+                chain = f"{out.critical[resource]:.3g} s ({out.critical[resource] / self.seconds:.0%})"
+                yield f"  {resource.value:<9}  {out.busy[resource]:>6.3g} s  {hidden:>6}  {chain}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -59,6 +58,7 @@ class Price:
             "compute_seconds": self.compute_seconds,
             "binds": self.outcome.binds.value,
             "busy_seconds": {resource.value: self.outcome.busy[resource] for resource in Resource},
+            "critical_seconds": {resource.value: self.outcome.critical[resource] for resource in Resource},
             "hidden_seconds": {resource.value: self.outcome.hidden[resource] for resource in Resource},
             "rates": self.origin,
         }

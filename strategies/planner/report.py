@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from strategies.core import render
-from strategies.core.plan import NONE, Plan
-from strategies.core.render import human
-from strategies.planner.keep import FULL, SELECTIVE, Way, by_policy
+from strategies.core.plan import Plan
+from strategies.planner import recomputed, stowage
 from strategies.planner.price import Price
-
-CHOSEN = "this plan"
 
 
 def text(plan: Plan, priced: Price | None) -> str:
-    """The table, what each way to recompute would keep and cost, and the simulated step where there is one."""
-    return "\n".join([render.table(plan), *_recompute_lines(plan), *(priced.lines() if priced else ())])
+    """The table, what recomputation frees and costs, the stowage, and the simulated step where there is one."""
+    parts = [list(recomputed.lines(plan)), list(stowage.lines(plan)), list(priced.lines()) if priced else []]
+    return "\n".join([render.table(plan), *(line for part in parts if part for line in ("", *part))])
 
 
 def to_json(plan: Plan, priced: Price | None) -> dict[str, Any]:
-    """As ``render.to_json``, with ``simulated``: the price, or None; and ``recompute``: the rows of that table."""
+    """As ``render.to_json``, with ``recompute``, ``buckets``: the stowage, and ``simulated``: the price, or None."""
     return {
         **render.to_json(plan),
+        "recompute": recomputed.to_json(plan),
+        "buckets": stowage.to_json(plan),
         "simulated": priced.to_json() if priced else None,
-        "recompute": recompute(plan) if _recomputes(plan) else [],
     }
-
-
-def recompute(plan: Plan) -> list[dict[str, Any]]:
-    """Bytes that all blocks keep, bytes freed, and what is paid per optimizer step: for each policy and for the plan.
-
-    ``seconds`` is None where nobody knows the machine's rates.
-    """
-    facts = plan.facts
-    units = [unit for unit in facts.units if unit.choices is not None]
-    ways = {name: [by_policy(unit, name) for unit in units] for name in (NONE, SELECTIVE, FULL)}
-    keeps = [plan.keep(unit.name) for unit in units]
-    ways[CHOSEN] = [Way(keep.policy, keep.saved_bytes, 0, keep.kept, keep.again) for keep in keeps]
-    before = sum(unit.saved_bytes for unit in units)
-    return [_row(plan, name, before, chosen) for name, chosen in ways.items()]
-
-
-def _row(plan: Plan, name: str, before: int, ways: list[Way]) -> dict[str, Any]:
-    run, rates = plan.facts.run, plan.facts.machine.rates
-    kept = sum(way.saved_bytes for way in ways)
-    seconds = [rates.seconds(way.again, run.precision) for way in ways] if rates else None
-    return {
-        "policy": name,
-        "blocks": sum(way.policy != NONE for way in ways),
-        "kept_bytes": kept,
-        "freed_bytes": before - kept,
-        "flops": run.accumulation * sum(way.again.flops for way in ways),
-        "seconds": None if seconds is None else run.accumulation * sum(seconds),
-    }
-
-
-def _recomputes(plan: Plan) -> bool:
-    return any(plan.keep(unit.name).recomputes for unit in plan.facts.units)
-
-
-def _recompute_lines(plan: Plan) -> Iterator[str]:
-    if not _recomputes(plan):
-        return
-    rates = plan.facts.machine.rates
-    origin = rates.origin if rates else "unknown"
-    yield f"recomputation, all blocks on one rank; paid per optimizer step, simulated; rates: {origin}"
-    yield f"  {'policy':<10} {'blocks':>6} {'kept':>11} {'freed':>11} {'paid':>10}  {'operations again':>17}"
-    for row in recompute(plan):
-        paid = "?" if row["seconds"] is None else f"{1e3 * row['seconds']:,.1f} ms"
-        yield (
-            f"  {row['policy']:<10} {row['blocks']:>6} {human(row['kept_bytes']):>11} {human(row['freed_bytes']):>11} "
-            f"{paid:>10}  {row['flops'] / 1e9:>13,.1f} GFLO"
-        )

@@ -102,16 +102,19 @@ def ranges(present: Collection[int], count: int) -> tuple[Range, ...]:
     return tuple(zip(starts, ends, strict=True))
 
 
-def _problem(facts: Facts, layout: Layout, movable: Collection[int], room: int) -> tuple[Problem, list[int]]:
-    """The search's problem, and which bucket each of its items is."""
-    order = sorted(movable)
+def _problem(facts: Facts, layout: Layout, movable: Collection[int], room: int) -> tuple[Problem, list[list[int]]]:
+    """The search's problem, and which buckets each of its items is: those that the same units use go together."""
+    together: dict[tuple[str, ...], list[int]] = {}
+    for index in sorted(movable):
+        together.setdefault(layout.buckets[index].units, []).append(index)
+    order = list(together.values())
     whole = problem_of(facts, layout, facts.machine.rates or ASSUMED)
-    items = tuple(_alone(whole.items[index], layout.buckets[index]) for index in order)
+    items = tuple(_as_one([whole.items[i] for i in some], [layout.buckets[i] for i in some]) for some in order)
     return replace(whole, items=items, budget=room, accumulation=1), order
 
 
-def _alone(item: Item, bucket: Bucket) -> Item:
-    return replace(item, num_bytes=aligned(bucket.weight_bytes), update=None)
+def _as_one(items: Sequence[Item], buckets: Sequence[Bucket]) -> Item:
+    return replace(items[0], num_bytes=sum(aligned(bucket.weight_bytes) for bucket in buckets), update=None)
 
 
 def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction, ...]:
@@ -121,16 +124,19 @@ def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction,
     return tuple(replace(eviction, issue=max(eviction.issue, eviction.gap.before - ahead)) for eviction in evictions)
 
 
-def _with_stays(layout: Layout, order: Sequence[int], problem: Problem, evictions: Sequence[Eviction]) -> Layout:
+def _with_stays(
+    layout: Layout, order: Sequence[Sequence[int]], problem: Problem, evictions: Sequence[Eviction]
+) -> Layout:
     buckets = list(layout.buckets)
     leaving = {eviction.gap.item for eviction in evictions}
     for item, here in enumerate(stays(problem, evictions)):
-        buckets[order[item]] = replace(buckets[order[item]], stays=here if item in leaving else ())
+        for index in order[item]:
+            buckets[index] = replace(buckets[index], stays=here if item in leaving else ())
     return replace(layout, buckets=tuple(buckets))
 
 
-def _num_bytes(layout: Layout, order: Sequence[int]) -> int:
+def _num_bytes(layout: Layout, order: Sequence[Sequence[int]]) -> int:
     """Bytes of the weights of these buckets on the device, those that stay and those that share."""
-    mine = [layout.buckets[index] for index in order]
+    mine = [layout.buckets[index] for some in order for index in some]
     resident = sum(aligned(bucket.weight_bytes) for bucket in mine if bucket.resident)
     return resident + packed([bucket for bucket in mine if not bucket.resident]).arena

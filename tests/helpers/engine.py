@@ -257,7 +257,8 @@ def plan_of(
 
 
 def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:
-    return [index for index, b in enumerate(buckets) if not set(b.units) & blocks]
+    """Buckets of embedding and head; those of the root's own parameters, which are in use all the time, stay."""
+    return [i for i, b in enumerate(buckets) if not set(b.units) & blocks and all("." in name for name in b.params)]
 
 
 def _in_turn(buckets: Iterable[Bucket], parks: Home) -> tuple[Bucket, ...]:

@@ -11,7 +11,8 @@ from strategies.core.layout import Layout, Site
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import parse_bytes
 from strategies.planner.addresses import place
-from strategies.planner.rule import Wishes, choose
+from strategies.planner.frames import Wishes
+from strategies.planner.rule import choose
 from strategies.planner.validate import validate
 from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
 

@@ -14,7 +14,7 @@ from strategies.core.plan import NONE, Home, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.core.render import table
-from strategies.planner import report
+from strategies.planner import recomputed, report
 from strategies.planner.price import price
 from strategies.runtime.recompute import Names, Seen, checkpoint_blocks, checkpointed, draws
 from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
@@ -151,7 +151,7 @@ def test_what_is_done_again_is_in_the_price() -> None:
 
 def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
     plan = planned(about(rates=replace(FAST, device_bytes_per_s=1e9)), policy="full", every=2)
-    rows = {row["policy"]: row for row in report.recompute(plan)}
+    rows = {row["policy"]: row for row in recomputed.to_json(plan)}
     assert [rows[name]["kept_bytes"] for name in rows] == [36 * MIB, 12 * MIB, 4 * MIB, 20 * MIB]
     assert rows["full"]["freed_bytes"] == 32 * MIB
     assert rows["this plan"]["blocks"] == 2
