@@ -104,8 +104,7 @@ def edits_of(config: RunConfig, plan: Plan) -> list[Edit]:
     offload = config.strategies.get("offload")
     if not isinstance(offload, Offload):
         return []
-    saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
-    return ranked(plan.facts, offload.wishes(plan.facts), saved)
+    return ranked(plan.facts_as_kept(), offload.wishes(plan.facts), plan.saved_peak())
 
 
 def plot(plan: Plan, priced: Price | None, path: Path) -> None:

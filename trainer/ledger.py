@@ -4,8 +4,9 @@ By then every buffer exists and every kernel has had its workspace. Rows that ca
 memory engine, what autograd saves in one forward. The process's peak holds everything, libraries included, and is
 predicted with a round number for those.
 
-What is saved is counted by torch's own hooks in the first micro-batch of step 2. It is not counted under recomputation,
-whose hooks are inside ours, and under ZeRO stage 3, where gathered weights would count as saved.
+What is saved is counted by torch's own hooks in the first micro-batch of step 2; blocks that ``strategies.recompute``
+has changed show what they keep. It is not counted under Hugging Face's checkpointing, whose hooks are inside ours, and
+under ZeRO stage 3, where gathered weights would count as saved.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class Entry:
 
 @contextmanager
 def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of what autograd saves inside, by address; each storage once, weights not counted."""
+    """Bytes of what autograd and recomputed blocks save inside, by address; each storage once, weights not counted."""
     import torch
+
+    from strategies.runtime.recompute import checkpointed
 
     storages: dict[int, int] = {}
 
@@ -64,8 +67,15 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
             storages[address] = 0 if address in weights else storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield storages
+    recomputed = [found for module in model.modules() if (found := checkpointed(module)) is not None]
+    for block in recomputed:
+        block.watch = pack
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield storages
+    finally:
+        for block in recomputed:
+            block.watch = None
 
 
 class Ledger(TrainerCallback):  # type: ignore[misc]
@@ -73,7 +83,7 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
 
     Args:
         plan_file: written by ``trainer/build.py``; gets the key ``measured``.
-        recomputes: blocks are recomputed in backward.
+        recomputes: Hugging Face's checkpointing is on.
     """
 
     def __init__(self, plan: Plan, plan_file: Path, *, recomputes: bool) -> None:

@@ -44,11 +44,48 @@ class Precision(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What operators do: floating-point operations of those that have any, bytes read and written by the others."""
+
+    flops: int = 0
+    touched_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.touched_bytes + other.touched_bytes)
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One whose outputs of ``num_bytes`` may be kept; its ``work`` is then not done again."""
+
+    name: str
+    num_bytes: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What of a block may be kept if not everything is: its input always, ``operators`` one by one.
+
+    ``rest`` is done again in any case; when it is, ``running_bytes`` are there: the input and all that autograd saves.
+    """
+
+    input_bytes: int
+    running_bytes: int
+    operators: tuple[Operator, ...]
+    rest: Work
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One stretch of the model.
 
     ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
-    micro-batch, counted on a fake run, parameters excluded.
+    micro-batch, counted on a fake run, parameters excluded. ``choices``: how a block can be recomputed, None where it
+    cannot; ``again`` is what backward does once more.
     """
 
     name: str
@@ -56,6 +93,8 @@ class Unit:
     num_params: int
     num_trainable: int
     saved_bytes: int = 0
+    choices: Choices | None = None
+    again: Work = NO_WORK
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self
@@ -151,6 +190,10 @@ class Rates:
         """Flop/s of a matrix product. fp16 is taken to be as fast as bf16; fp32 stands in where neither is known."""
         half = self.gemm_bf16_flops_per_s
         return self.gemm_fp32_flops_per_s if precision is Precision.FP32 or half is None else half
+
+    def seconds(self, work: Work, precision: Precision) -> float:
+        """Time of ``work`` on the device, one operator after the other."""
+        return work.flops / self.gemm_flops(precision) + work.touched_bytes / self.device_bytes_per_s
 
     def update_params_per_s(self, precision: Precision) -> float:
         """Parameters per second of the update on the host."""

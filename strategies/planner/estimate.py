@@ -46,6 +46,7 @@ def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *,
     passes = run.accumulation
     forward = run.forward_flops / rates.gemm_flops(run.precision)
     backward = forward * (3 if run.recomputes else 2)
+    backward += sum(rates.seconds(unit.again, run.precision) for unit in facts.units)
     back_up, again_up = away * passes, away * (passes - 1)
     up = rates.up_bytes_per_s * (rates.duplex_factor if state else 1)
     down = rates.down_bytes_per_s * (rates.duplex_factor if state else 1)

@@ -1,8 +1,9 @@
 """What a step of a plan will take: the layout as a problem for the simulator. Simulated, and always called so.
 
-Compute times are floating-point operations over the rate of matrix products; backward takes twice the forward, and once
-more where blocks are recomputed. A unit's part of the operations is its part of the weights that matrix products read:
-all but the embedding's, and a tied table counts for the head. Attention's own products are spread likewise.
+Compute times are floating-point operations over the rate of matrix products; backward takes twice the forward, and what
+it does again besides (all of a block under Hugging Face's checkpointing; else as counted, see ``keep.py``). A unit's
+part of the operations is its part of the weights that matrix products read: all but the embedding's, and a tied table
+counts for the head. Attention's own products are spread likewise.
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written.
@@ -68,7 +69,7 @@ def price(plan: Plan) -> Price | None:
     rates, layout = plan.facts.machine.rates, plan.layout
     if rates is None or layout is None or not plan.facts.run.forward_flops:
         return None
-    return price_of(plan.facts, layout, rates)
+    return price_of(plan.facts_as_kept(), layout, rates)
 
 
 def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
@@ -82,10 +83,12 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     """Steps, items and link of ``layout``. Memory is not part of it: the layout fits, or it would not be one."""
     forward = [flops / rates.gemm_flops(facts.run.precision) for flops in unit_flops(facts)]
     names = [unit.name for unit in facts.units]
-    extra = [facts.run.recomputes and unit.kind is UnitKind.BLOCK for unit in facts.units]
+    whole = [facts.run.recomputes and unit.kind is UnitKind.BLOCK for unit in facts.units]
+    again = [rates.seconds(unit.again, facts.run.precision) for unit in facts.units]
+    backward = [(2 + twice) * seconds + more for twice, seconds, more in zip(whole, forward, again, strict=True)]
     steps_by_unit = steps_of(names)
     steps = [Step(f"forward {name}", seconds, 0) for name, seconds in zip(names, forward, strict=True)]
-    steps += [Step(f"backward {names[i]}", (2 + extra[i]) * forward[i], 0) for i in reversed(range(len(names)))]
+    steps += [Step(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
     return Problem(
         steps=tuple(steps),
         items=tuple(_item(bucket, layout, facts, rates, steps_by_unit) for bucket in layout.buckets),
