@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
     from trainer.machine import Machine
 
-RUNTIME_HOST_BYTES = 1 << 30  # Python with torch, Transformers and DeepSpeed imported: 0.6 to 1.0 GiB resident
+# Resident besides tensors. On CPU with torch, Transformers and datasets: 539 and 584 MiB in two runs, a few kernels'
+# workspace included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
+RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 544 << 20, 1 << 30
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
@@ -85,7 +87,8 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
         largest_param=count.largest_param,
         forward_flops=count.forward_flops,
     )
-    return Facts(count.units, run, machine_facts(machine, local_world_size), count.params)
+    here = machine_facts(machine, local_world_size, engine="zero" in config.strategies)
+    return Facts(count.units, run, here, count.params)
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -104,14 +107,19 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
     )
 
 
-def machine_facts(machine: Machine, local_world_size: int) -> MachineFacts:
-    """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device."""
+def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = False) -> MachineFacts:
+    """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device.
+
+    Args:
+        engine: DeepSpeed's is used.
+    """
     host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
     if rates is not None:  # of what the ranks of a machine share, each has its part; each has a link of its own
         rates = rates.shared_by(local_world_size)
     if machine.device_kind == "cpu":
-        return MachineFacts("cpu", host - RUNTIME_HOST_BYTES, host, RUNTIME_HOST_BYTES, rates)
-    return MachineFacts(machine.name, machine.device_total_bytes, host, RUNTIME_HOST_BYTES, rates)
+        runtime = ENGINE_HOST_BYTES if engine else RUNTIME_HOST_BYTES
+        return MachineFacts("cpu", host - runtime, host, runtime, rates)
+    return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates)
 
 
 def count_model(config: RunConfig) -> ModelCount:

@@ -34,7 +34,7 @@ from trainer.timing import UnitClock
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from strategies.core.facts import Timings
+    from strategies.core.facts import UnitTimes
     from strategies.runtime.optimizer import StowOptimizer
 
 COUNTED, STEP = 1, 2
@@ -167,19 +167,19 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
             yield Entry("link up, step 2", up, now_up - self._began[1])
             yield Entry("link down, step 2", down, now_down - self._began[2])
 
-    def _seconds(self, timings: Timings | None) -> Iterator[Entry]:
+    def _seconds(self, timings: UnitTimes | None) -> Iterator[Entry]:
         plan = self._plan
         priced = price(plan)
         if priced is None or self._began is None:
             return
         if timings is not None and plan.facts.machine.rates is not None:
-            facts = replace(plan.facts_as_kept(), timings=timings)
+            facts = replace(plan.facts_as_kept(), unit_times=timings)
             passes = plan.facts.run.accumulation
             found = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
             yield Entry("forward and backward", priced.compute_seconds, found, "seconds")
         yield Entry("step 2", priced.seconds, self._now() - self._began[0], "seconds")
 
-    def _timings(self) -> Timings | None:
+    def _timings(self) -> UnitTimes | None:
         found = self._clock.seconds() if self._clock is not None and self._clock.marks else None
         if found is None:
             return None

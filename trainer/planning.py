@@ -33,7 +33,7 @@ def plan_of(config: RunConfig, ranks: Ranks, machine: Machine, *, resumes: bool 
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if "offload" in config.strategies and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
-        known = replace(known, timings=timing.read(folder, known, "timings" if resumes else "measured"))
+        known = replace(known, unit_times=timing.read(folder, known, "unit_times" if resumes else "measured"))
     try:
         return compose(config.strategies, known)
     except (Conflict, Refusal) as refused:

@@ -8,7 +8,7 @@ compute less or more again.
 
 What was measured is in ``facts.json`` of the run folder, under ``measured``, and holds for the same units, micro-batch,
 sequence, precision and device. The next fresh run is planned with it. A plan never changes inside a run, so a resumed
-one takes what its plan was made with: ``timings`` in the same file.
+one takes what its plan was made with: ``unit_times`` in the same file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.facts import Facts, Timings, UnitKind
+from strategies.core.facts import Facts, UnitTimes, UnitKind
 from strategies.planner.price import unit_seconds
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class UnitClock:
     def _reached(self, what: str, name: str, grad: Tensor) -> None:
         self.mark(what, name)
 
-    def seconds(self) -> Timings | None:
+    def seconds(self) -> UnitTimes | None:
         """What the marks say; None, where backward did not pass all of them."""
         names = list(self.blocks)
         between = self._between
@@ -113,7 +113,7 @@ class UnitClock:
         if not passed:  # where the embedding is frozen
             return None
         block = (sum(s for s in forward if s) / len(names), sum(passed) / len(passed))
-        return Timings((first, LEAST), block, (head[0] or LEAST, head[1] or LEAST), "")
+        return UnitTimes((first, LEAST), block, (head[0] or LEAST, head[1] or LEAST), "")
 
     def _between(self, start: tuple[str, str], end: tuple[str, str]) -> float | None:
         first, last = self.marks.get(start), self.marks.get(end)
@@ -123,7 +123,7 @@ class UnitClock:
         return max(LEAST, seconds)
 
 
-def without_again(found: Timings, facts: Facts) -> Timings:
+def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:
     """``found`` without what backward computed again under ``facts``."""
     rates = facts.machine.rates
     blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]
@@ -147,7 +147,7 @@ def key_of(facts: Facts) -> dict[str, Any]:
     }
 
 
-def store(folder: Path, facts: Facts, found: Timings | None = None) -> None:
+def store(folder: Path, facts: Facts, found: UnitTimes | None = None) -> None:
     """Write ``facts`` and what was ``found`` for them; None keeps what was found before, if it holds for them."""
     folder.mkdir(parents=True, exist_ok=True)
     measured = found or read(folder, facts)
@@ -157,24 +157,24 @@ def store(folder: Path, facts: Facts, found: Timings | None = None) -> None:
     unfinished.rename(folder / FILE)
 
 
-def read(folder: Path, facts: Facts, entry: str = "measured") -> Timings | None:
-    """Timings in ``folder`` that hold for ``facts``: those ``measured``, or the ``timings`` a plan was made with."""
+def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | None:
+    """Times in ``folder`` that hold for ``facts``: those ``measured``, or the ``unit_times`` a plan was made with."""
     try:
         content = json.loads((folder / FILE).read_text())
         values = content[entry]
         if values is None or content["for"] != key_of(facts):
             return None
         pairs = {name: (float(values[name][0]), float(values[name][1])) for name in ("embedding", "block", "head")}
-        return Timings(**pairs, origin=str(values["origin"]))
+        return UnitTimes(**pairs, origin=str(values["origin"]))
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
 
 
-def lines(facts: Facts, found: Timings) -> Iterator[str]:
+def lines(facts: Facts, found: UnitTimes) -> Iterator[str]:
     """Measured against counted, for people."""
     rates = facts.machine.rates
-    counted = unit_seconds(replace(facts, timings=None), rates) if rates else []
-    measured = unit_seconds(replace(facts, timings=found), rates) if rates else []
+    counted = unit_seconds(replace(facts, unit_times=None), rates) if rates else []
+    measured = unit_seconds(replace(facts, unit_times=found), rates) if rates else []
     for kind in UnitKind:
         index = next((i for i, unit in enumerate(facts.units) if unit.kind is kind), None)
         if index is None:
@@ -190,7 +190,9 @@ def lines(facts: Facts, found: Timings) -> Iterator[str]:
         )
 
 
-def measure(make: Callable[[int], nn.Module], facts: Facts, device: Any, say: Callable[[str], None]) -> Timings | None:
+def measure(
+    make: Callable[[int], nn.Module], facts: Facts, device: Any, say: Callable[[str], None]
+) -> UnitTimes | None:
     """Run a few blocks of the model forward and backward on ``device``, in the dtype of compute; the fastest of each.
 
     Args:
@@ -208,7 +210,7 @@ def measure(make: Callable[[int], nn.Module], facts: Facts, device: Any, say: Ca
     clock = UnitClock(find_blocks(model), cuda=torch.device(device).type == "cuda")
     rows = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
     ids = torch.randint(rows, (facts.run.micro_batch, facts.run.sequence), device=device)
-    found: list[Timings] = []
+    found: list[UnitTimes] = []
     for number in range(ROUNDS + 1):  # the first warms up
         began = time.perf_counter()
         with clock.forward():
@@ -227,4 +229,4 @@ def measure(make: Callable[[int], nn.Module], facts: Facts, device: Any, say: Ca
         name: (min(getattr(one, name)[0] for one in found), min(getattr(one, name)[1] for one in found))
         for name in ("embedding", "block", "head")
     }
-    return Timings(**best, origin=f"measured, {BLOCKS} blocks by themselves")
+    return UnitTimes(**best, origin=f"measured, {BLOCKS} blocks by themselves")

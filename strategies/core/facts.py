@@ -219,7 +219,7 @@ class MachineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class UnitTimes:
     """Measured seconds of compute of one micro-batch, forward and backward; a block's on average.
 
     Backward is without what it does again; that is added as counted. ``origin`` says who measured.
@@ -237,13 +237,13 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything deciding may look at. ``timings``: where an earlier run or ``launch/plan.py --measure`` took them."""
+    """Everything deciding may look at. ``unit_times``: where an earlier run or ``launch/plan.py --measure`` took them."""
 
     units: tuple[Unit, ...]
     run: RunFacts
     machine: MachineFacts
     params: tuple[Param, ...] = ()
-    timings: Timings | None = None
+    unit_times: UnitTimes | None = None
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]

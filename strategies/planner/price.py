@@ -77,7 +77,7 @@ def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
     """The simulated step of ``layout``."""
     problem = problem_of(facts, layout, rates)
     outcome = simulate(problem, list(evictions_of(problem, layout)))
-    origin = rates.origin if facts.timings is None else f"{rates.origin}; blocks: {facts.timings.origin}"
+    origin = rates.origin if facts.unit_times is None else f"{rates.origin}; blocks: {facts.unit_times.origin}"
     return Price(outcome, problem.compute_seconds * layout.accumulation, origin)
 
 
@@ -113,7 +113,7 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
     found = []
     for unit, flops in zip(facts.units, unit_flops(facts), strict=True):
         once = flops / rates.gemm_flops(facts.run.precision)
-        forward, backward = facts.timings.of(unit.kind) if facts.timings else (once, 2 * once)
+        forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, 2 * once)
         whole = forward if facts.run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
         found.append((forward, backward + whole + rates.seconds(unit.again, facts.run.precision)))
     return found

@@ -129,10 +129,10 @@ def _with_stays(
     layout: Layout, order: Sequence[Sequence[int]], problem: Problem, evictions: Sequence[Eviction]
 ) -> Layout:
     buckets = list(layout.buckets)
-    leaving = {eviction.gap.item for eviction in evictions}
+    always = ((0, layout.num_steps),)  # also of what would come back as soon as it leaves
     for item, here in enumerate(stays(problem, evictions)):
         for index in order[item]:
-            buckets[index] = replace(buckets[index], stays=here if item in leaving else ())
+            buckets[index] = replace(buckets[index], stays=() if here == always else here)
     return replace(layout, buckets=tuple(buckets))
 
 
