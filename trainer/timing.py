@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.facts import Facts, UnitTimes, UnitKind
+from strategies.core.facts import Facts, UnitKind, UnitTimes
 from strategies.planner.price import unit_seconds
 
 if TYPE_CHECKING:

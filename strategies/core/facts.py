@@ -237,7 +237,7 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything deciding may look at. ``unit_times``: where an earlier run or ``launch/plan.py --measure`` took them."""
+    """Everything deciding may look at. ``unit_times``: where an earlier run, or ``plan.py --measure``, took them."""
 
     units: tuple[Unit, ...]
     run: RunFacts

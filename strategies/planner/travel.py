@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from strategies.core.facts import Facts, Rates
-from strategies.core.layout import Bucket, Layout, Range, aligned, steps_of, uses
+from strategies.core.facts import Facts, Home, Rates
+from strategies.core.layout import Bucket, Layout, Range, Spot, aligned, steps_of, uses
 from strategies.planner import greedy
-from strategies.planner.addresses import packed
+from strategies.planner.addresses import packed, travelling
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.model import Eviction, Item, Problem, at_need, stays
 from strategies.planner.price import problem_of
@@ -65,13 +65,24 @@ def fitted(facts: Facts, layout: Layout, movable: Collection[int], room: int, ah
         made = _with_stays(layout, order, problem, _capped(found, ahead))
         excess = _num_bytes(made, order) - room
         if excess <= 0:
-            return made
+            return _without_idle_moves(made)
         budget -= excess
     made = _with_stays(layout, order, problem, at_need(problem.gaps))
     excess = _num_bytes(made, order) - room
     if excess > 0:
         raise DoesNotFit("the smallest plan", excess)
     return made
+
+
+def _without_idle_moves(layout: Layout) -> Layout:
+    """``layout`` with weights whose address nobody shares at home: their leaving would make room for no one."""
+    moving = travelling(layout)
+    spots = {b.name: Spot(Home.DEVICE, o, b.weight_bytes) for b, o in zip(moving, packed(moving).offsets, strict=True)}
+    alone = {name for name, spot in spots.items() if not any(spot.overlaps(s) for n, s in spots.items() if n != name)}
+    return replace(
+        layout,
+        buckets=tuple(replace(bucket, stays=()) if bucket.name in alone else bucket for bucket in layout.buckets),
+    )
 
 
 def least(facts: Facts, layout: Layout, movable: Collection[int]) -> int:

@@ -17,7 +17,7 @@ from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, me
 pytestmark = pytest.mark.ranks
 
 STEPS, SAVE = 8, 4
-STREAMED = {"offload": {"site": "host", "weights": "streamed"}}
+STREAMED = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}  # its two blocks share one place
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("server", 1, {}),
     ("server", 1, {"zero": {"stage": 0}}),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.facts import UnitTimes, UnitKind
+from strategies.core.facts import UnitKind, UnitTimes
 from strategies.planner.price import price, unit_seconds
 from tests.helpers.models import build, tokens
 from tests.unit.test_price import FAST, known, planned
