@@ -13,7 +13,7 @@ decided here. The layout as a whole is priced with all of them (``price.py``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from strategies.core.facts import Facts, Home, Rates
@@ -65,7 +65,7 @@ def fitted(facts: Facts, layout: Layout, movable: Collection[int], room: int, ah
         made = _with_stays(layout, order, problem, _capped(found, ahead))
         excess = _num_bytes(made, order) - room
         if excess <= 0:
-            return _without_idle_moves(made)
+            return _staying_where_unwanted(made)
         budget -= excess
     made = _with_stays(layout, order, problem, at_need(problem.gaps))
     excess = _num_bytes(made, order) - room
@@ -74,15 +74,41 @@ def fitted(facts: Facts, layout: Layout, movable: Collection[int], room: int, ah
     return made
 
 
-def _without_idle_moves(layout: Layout) -> Layout:
-    """``layout`` with weights whose address nobody shares at home: their leaving would make room for no one."""
-    moving = travelling(layout)
-    spots = {b.name: Spot(Home.DEVICE, o, b.weight_bytes) for b, o in zip(moving, packed(moving).offsets, strict=True)}
-    alone = {name for name, spot in spots.items() if not any(spot.overlaps(s) for n, s in spots.items() if n != name)}
-    return replace(
-        layout,
-        buckets=tuple(replace(bucket, stays=()) if bucket.name in alone else bucket for bucket in layout.buckets),
+def _staying_where_unwanted(layout: Layout, *, at_home: bool = True) -> Layout:
+    """``layout`` without leaving that makes room for nobody: while a weight is away, somebody else is in its place.
+
+    Args:
+        at_home: those whose place nobody ever wants may become residents.
+    """
+    moving, count = travelling(layout), layout.num_steps
+    packing = packed(moving)
+    spots = [Spot(Home.DEVICE, at, b.weight_bytes) for at, b in zip(packing.offsets, moving, strict=True)]
+    here = [{step for start, end in b.stays for step in range(start, end)} for b in moving]
+    for index, spot in enumerate(spots):
+        rivals = [other for other, its in enumerate(spots) if other != index and spot.overlaps(its)]
+        wanted = {step for other in rivals for step in here[other]}
+        kept = here[index] | {step for gap in _gaps(here[index], count) if not wanted & gap for step in gap}
+        here[index] = kept if at_home or len(kept) < count else here[index]
+    stays_of = {b.name: ranges(steps, count) for b, steps in zip(moving, here, strict=True)}
+    made = replace(
+        layout, buckets=tuple(replace(b, stays=stays_of[b.name]) if b.name in stays_of else b for b in layout.buckets)
     )
+    resident = sum(aligned(b.weight_bytes) for b in made.buckets if b.resident and b.name in stays_of)
+    return made if resident + packed(travelling(made)).arena <= packing.arena else layout
+
+
+def _gaps(here: Collection[int], count: int) -> Iterator[set[int]]:
+    """The runs of steps on which a weight is away; one that goes on over the end of an iteration is one run."""
+    run: set[int] = set()
+    first = min(here)
+    for step in range(first, first + count):
+        if step % count not in here:
+            run.add(step % count)
+        elif run:
+            yield run
+            run = set()
+    if run:
+        yield run
 
 
 def least(facts: Facts, layout: Layout, movable: Collection[int]) -> int:
@@ -92,9 +118,9 @@ def least(facts: Facts, layout: Layout, movable: Collection[int]) -> int:
 
 
 def window(layout: Layout, chosen: Collection[int], ahead: int | None = None) -> Layout:
-    """``layout`` with the weights of ``chosen`` buckets away whenever they can be, coming ``ahead`` steps before use.
+    """``layout`` with the weights of ``chosen`` buckets coming ``ahead`` steps before use and leaving after it.
 
-    A bucket that is used at every step, or comes as soon as it leaves, stays.
+    They stay where nobody else wants their place meanwhile.
     """
     ahead = WINDOW if ahead is None else ahead
     steps, count = steps_of(layout.units), layout.num_steps
@@ -102,7 +128,7 @@ def window(layout: Layout, chosen: Collection[int], ahead: int | None = None) ->
     for index in chosen:
         present = {(step - early) % count for step in uses(buckets[index], steps) for early in range(ahead + 1)}
         buckets[index] = replace(buckets[index], stays=ranges(present, count))
-    return replace(layout, buckets=tuple(buckets))
+    return _staying_where_unwanted(replace(layout, buckets=tuple(buckets)), at_home=False)
 
 
 def ranges(present: Collection[int], count: int) -> tuple[Range, ...]:

@@ -161,7 +161,7 @@ def test_budgets() -> None:
     roomy = machine(100 * GIB, 200 * GIB, 10 * GIB)
 
     def budgets(**options: Any) -> tuple[int, int]:
-        wishes = offload(**options)._wishes(transformer(machine=roomy))
+        wishes = offload(**options).wishes(transformer(machine=roomy))
         return wishes.device_bytes, wishes.host_bytes
 
     assert budgets() == (90 * GIB, 170 * GIB)
@@ -173,7 +173,7 @@ def test_budgets() -> None:
 def test_without_an_accelerator_auto_takes_all_and_moves_nothing() -> None:
     plan = plan_of(transformer(machine=CPU))
     assert plan.layout is not None and {b.site for b in plan.layout.buckets} == {Site.DEVICE}
-    assert offload()._wishes(transformer(machine=CPU)).device_bytes == CPU.device_bytes
+    assert offload().wishes(transformer(machine=CPU)).device_bytes == CPU.device_bytes
 
 
 def test_both_homes_are_shown_on_a_machine_where_they_are_one_memory() -> None:
