@@ -18,7 +18,7 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
-from strategies.runtime.recompute import checkpoint_blocks, checkpointed
+from strategies.runtime.recompute import checkpoint_blocks, checkpointed, recompute
 from strategies.runtime.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
@@ -179,6 +179,20 @@ def test_with_offload(name: str, dtype: torch.dtype) -> None:
         _recompute(model, name, policy, batches[0])
         found = stowed(model, plan_of(model, **where), batches, transfer=Delayed(), **loop)
         assert differences(wanted, found) == [], policy
+
+
+def test_in_a_plain_loop() -> None:
+    """One plan for what is kept and what rests where, and two functions that carry it out."""
+    batches = tokens("gpt2", STEPS)
+    wanted = plain(build("gpt2"), batches)
+    model = build("gpt2")
+    full = plan_for(model, batch=batches[0], machine=MACHINE, site="host", recompute={"policy": "full"})
+    budget = full.peak(Home.DEVICE) + 50_000  # less than all that is saved
+    options = {"batch": batches[0], "machine": MACHINE, "gpu_memory": budget, "recompute": {"policy": "auto"}}
+    plan = plan_for(model, site="host", **options)
+    recompute(model, plan)
+    assert sum(checkpointed(module) is not None for module in model.modules()) > 0
+    assert differences(wanted, stowed(model, plan, batches)) == []
 
 
 def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Tensor]) -> None:
