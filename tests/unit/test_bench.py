@@ -75,7 +75,7 @@ def test_the_table() -> None:
     assert cells[2][:5] == ["plain", "1,234", "1,200 to 1,300", "1.000", "1.000 to 1.000"]
     assert cells[2][5:] == ["n/a", "1.0 GiB", "n/a", "5.43217"]
     assert cells[3][3:6] == ["n/a", "n/a", "3.0 MiB"]
-    assert cells[4] == ["x", "failed", *[""] * 6]
+    assert cells[4] == ["x", "failed", *[""] * 7]
     assert lines[6:] == ["- a: it does less", "- x failed: not installed"]
 
 
