@@ -106,7 +106,7 @@ class Offload(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
-        keeps, layout = joint.decide(plan, self._wishes(facts))
+        keeps, layout = joint.decide(plan, self.wishes(facts))
         yield from keeps
         yield from account.of_units(facts, layout)
         yield from self._travels(facts, layout)
@@ -131,7 +131,8 @@ class Offload(Strategy):
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
         return facts.run.world_size > 1 and facts.run.accumulation > 1
 
-    def _wishes(self, facts: Facts) -> Wishes:
+    def wishes(self, facts: Facts) -> Wishes:
+        """The options in bytes, on this machine."""
         machine = facts.machine
         all_of_it = self.gpu_memory == AUTO and not machine.has_accelerator
         device = machine.device_bytes if all_of_it else _budget(self.gpu_memory, machine.device_bytes)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human
-from trainer import facts
+from trainer import facts, model, timing
 from trainer.errors import ConfigError
+from trainer.shrink import PER_LAYER
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -17,17 +21,54 @@ if TYPE_CHECKING:
     from trainer.ranks import Ranks
 
 
-def plan_of(config: RunConfig, ranks: Ranks, machine: Machine) -> Plan:
+def plan_of(config: RunConfig, ranks: Ranks, machine: Machine, *, resumes: bool = False) -> Plan:
     """The plan of a run.
+
+    Block times that an earlier run in the same folder measured are used, on one machine; a run that ``resumes`` is
+    planned with those it began with.
 
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts.
     """
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    if "offload" in config.strategies and ranks.world_size == ranks.local_world_size:
+        folder = Path(config.training.output_dir)
+        known = replace(known, timings=timing.read(folder, known, "timings" if resumes else "measured"))
     try:
         return compose(config.strategies, known)
     except (Conflict, Refusal) as refused:
         raise ConfigError(str(refused)) from None
+
+
+def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
+    """Time a few blocks of the configured model on this machine and keep that in the run folder; lines for people.
+
+    Raises:
+        ConfigError: the model cannot be built, or nothing could be measured.
+    """
+    known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    device = "cpu" if machine.device_kind == "cpu" else "cuda"
+
+    def make(blocks: int) -> Any:
+        section = config.model
+        hf_config = model.load_config(section, facts.vocab_size_of(config))
+        text = hf_config.get_text_config()
+        text.num_hidden_layers = blocks
+        for name in PER_LAYER:
+            if getattr(text, name, None):
+                setattr(text, name, getattr(text, name)[:blocks])
+        fresh = section.model_copy(
+            update={"name_or_path": None, "config": {}}
+        )  # of the same shape, without its weights
+        return model.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
+
+    found = timing.measure(make, known, device, say)
+    if found is None:
+        raise ConfigError("--measure: backward did not pass through the blocks; is anything trained?")
+    folder = Path(config.training.output_dir)
+    timing.store(folder, known, found)
+    yield f"measured, and kept in {folder / timing.FILE}:"
+    yield from timing.lines(known, found)
 
 
 def refuse_impossible(plan: Plan) -> None:

@@ -219,13 +219,31 @@ class MachineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """Measured seconds of compute of one micro-batch, forward and backward; a block's on average.
+
+    Backward is without what it does again; that is added as counted. ``origin`` says who measured.
+    """
+
+    embedding: tuple[float, float]
+    block: tuple[float, float]
+    head: tuple[float, float]
+    origin: str
+
+    def of(self, kind: UnitKind) -> tuple[float, float]:
+        """Forward and backward of one unit."""
+        return {UnitKind.EMBEDDING: self.embedding, UnitKind.BLOCK: self.block, UnitKind.HEAD: self.head}[kind]
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything deciding may look at."""
+    """Everything deciding may look at. ``timings``: where an earlier run or ``launch/plan.py --measure`` took them."""
 
     units: tuple[Unit, ...]
     run: RunFacts
     machine: MachineFacts
     params: tuple[Param, ...] = ()
+    timings: Timings | None = None
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
