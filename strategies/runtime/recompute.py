@@ -106,8 +106,8 @@ class Seen(TorchDispatchMode):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Outputs of the operators in ``kept``."""
-        return [tensor for _, tensor, _ in self._made]
+        """Outputs of the operators in ``kept`` that are still what they were when made."""
+        return [tensor for _, tensor, version in self._made if tensor._version == version]
 
     @property
     def written(self) -> frozenset[str]:
@@ -162,7 +162,7 @@ class Checkpointed:
 
     def _look(self, seen: Seen, inputs: list[Tensor]) -> None:
         if self.watch is not None:
-            for tensor in (*inputs, *(seen.tensors if self._written is not None else ())):
+            for tensor in (*inputs, *seen.tensors):  # the first time those that will be kept
                 self.watch(tensor)
         if self._written is None:
             self._written = seen.written
