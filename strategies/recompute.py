@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from strategies.core.facts import Facts, RunFacts, UnitKind
-from strategies.core.plan import Decision, Keep, Plan
+from strategies.core.plan import Decision, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import SHARE
 from strategies.planner.keep import AUTO, Way, by_policy, cheapest, everything, pace_of
@@ -79,10 +79,9 @@ class Recompute(Strategy):
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """A checkpoint in place of the forward of each block that is recomputed."""
-        from strategies.runtime.recompute import checkpoint_blocks
+        from strategies.runtime.recompute import recompute
 
-        keeps: list[Keep] = [plan.keep(unit.name) for unit in plan.facts.units]
-        checkpoint_blocks(model, {keep.unit: keep.kept for keep in keeps if keep.recomputes})
+        recompute(model, plan)
 
     def _fixed(self, facts: Facts) -> Sequence[Way]:
         blocks = [unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK]

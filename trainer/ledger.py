@@ -71,6 +71,11 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
     from strategies.runtime.recompute import checkpointed
 
     storages: dict[int, int] = {}
+    alive: list[Tensor] = []  # a block's first forward shows what it will keep and does not keep it yet
+
+    def show(tensor: Tensor) -> None:
+        alive.append(tensor)
+        pack(tensor)
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -82,11 +87,12 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
 
     recomputed = [found for module in model.modules() if (found := checkpointed(module)) is not None]
     for block in recomputed:
-        block.watch = pack
+        block.watch = show
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield storages
     finally:
+        alive.clear()
         for block in recomputed:
             block.watch = None
 

@@ -35,6 +35,7 @@ def plan_for(
     moments: int = 2,
     machine: Machine | None = None,
     debug: bool = False,
+    recompute: Mapping[str, Any] | None = None,
     **offload: Any,
 ) -> Plan:
     """Where everything rests that training ``model`` needs, and how it moves.
@@ -47,6 +48,7 @@ def plan_for(
         max_grad_norm: what ``clip_grad_norm_`` will be called with; 0: it will not be called.
         moments: fp32 numbers of optimizer state per parameter; AdamW keeps two.
         debug: the runtime checks every use of a shared place.
+        recompute: options of ``strategies.recompute``; the model then goes through ``recompute(model, plan)``, too.
         offload: further options of ``strategies.offload``.
 
     Raises:
@@ -70,7 +72,9 @@ def plan_for(
     )
     facts = describe(model, batch, groups, run, machine_facts(machine or probe(), 1))
     options = {"gpu_memory": gpu_memory, "host_memory": host_memory, **offload}
-    strategies = {"offload": options, "buffers": {"debug": debug}}
+    strategies: dict[str, Mapping[str, Any]] = {"offload": options, "buffers": {"debug": debug}}
+    if recompute is not None:
+        strategies["recompute"] = recompute
     return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, facts)
 
 

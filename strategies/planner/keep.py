@@ -127,10 +127,13 @@ class Line:
             if key not in known:
                 known[key] = ladder(unit, pace)
             self._ladders.append(known[key])
+        # The first block is given the masks that all share, and counts them. It is like the others for all that: who
+        # does the same work pays the same price, and the first comes first.
+        prices: dict[object, list[float]] = {}
         steps = [
-            (_price(before, after, pace), rung, index)
-            for index, rungs in enumerate(self._ladders)
-            for rung, (before, after) in enumerate(pairwise(rungs))
+            (price, rung, index)
+            for index, (unit, rungs) in enumerate(zip(units, self._ladders, strict=True))
+            for rung, price in enumerate(prices.setdefault(_likeness(unit, rungs), _prices(rungs, pace)))
         ]
         self.moves = [index for *_, index in sorted(steps)]  # of alike blocks the first ones first
 
@@ -138,6 +141,15 @@ class Line:
         """The ways of all units after ``place`` steps."""
         taken = Counter(self.moves[:place])
         return [rungs[taken[index]] for index, rungs in enumerate(self._ladders)]
+
+
+def _likeness(unit: Unit, rungs: Sequence[Way]) -> object:
+    choices = unit.choices
+    return (len(rungs), choices and (choices.operators, choices.rest))
+
+
+def _prices(rungs: Sequence[Way], pace: Pace) -> list[float]:
+    return [_price(before, after, pace) for before, after in pairwise(rungs)]
 
 
 def cheapest(units: Sequence[Unit], pace: Pace, peak: Callable[[Sequence[Way]], int], budget: int) -> list[Way]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from strategies.runtime.scopes import tensors_in
+
+if TYPE_CHECKING:
+    from strategies.core.plan import Plan
 
 aten = torch.ops.aten
 WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm}
@@ -103,8 +106,8 @@ class Seen(TorchDispatchMode):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Outputs of the operators in ``kept``."""
-        return [tensor for _, tensor, _ in self._made]
+        """Outputs of the operators in ``kept`` that are still what they were when made."""
+        return [tensor for _, tensor, version in self._made if tensor._version == version]
 
     @property
     def written(self) -> frozenset[str]:
@@ -159,7 +162,7 @@ class Checkpointed:
 
     def _look(self, seen: Seen, inputs: list[Tensor]) -> None:
         if self.watch is not None:
-            for tensor in (*inputs, *(seen.tensors if self._written is not None else ())):
+            for tensor in (*inputs, *seen.tensors):  # the first time those that will be kept
                 self.watch(tensor)
         if self._written is None:
             self._written = seen.written
@@ -171,6 +174,16 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
         stack.enter_context(first)
         stack.enter_context(second)
         yield
+
+
+def recompute(model: nn.Module, plan: Plan) -> None:
+    """Change the blocks of ``model`` as ``plan`` says what forward keeps.
+
+    Raises:
+        ValueError: one of them is recomputed already.
+    """
+    keeps = [plan.keep(unit.name) for unit in plan.facts.units]
+    checkpoint_blocks(model, {keep.unit: keep.kept for keep in keeps if keep.recomputes})
 
 
 def checkpoint_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> None:

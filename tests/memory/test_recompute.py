@@ -89,10 +89,13 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_ledger_counts_the_same(policy: str) -> None:
     model = model_of("llama", "sdpa")
-    plan = recomputed(model, policy)
-    with count_saved(model) as storages:
-        model(**batch())
-    assert sum(storages.values()) == pytest.approx(sum(plan.saved_bytes(u.name) for u in plan.facts.units), rel=0.01)
+    plan = plan_of(model, policy)
+    find("recompute")(policy=policy).apply(model, plan)
+    predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    for _ in range(2):  # the first forward keeps nothing, and is counted as if it did
+        with count_saved(model) as storages:
+            model(**batch())
+        assert sum(storages.values()) == pytest.approx(predicted, rel=0.01)
     assert all(found.watch is None for module in model.modules() if (found := checkpointed(module)))
 
 

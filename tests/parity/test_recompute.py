@@ -18,7 +18,7 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
-from strategies.runtime.recompute import checkpoint_blocks, checkpointed
+from strategies.runtime.recompute import checkpoint_blocks, checkpointed, recompute
 from strategies.runtime.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
@@ -179,6 +179,19 @@ def test_with_offload(name: str, dtype: torch.dtype) -> None:
         _recompute(model, name, policy, batches[0])
         found = stowed(model, plan_of(model, **where), batches, transfer=Delayed(), **loop)
         assert differences(wanted, found) == [], policy
+
+
+def test_in_a_plain_loop() -> None:
+    """One plan for what is kept and what rests where, and two functions that carry it out."""
+    batches = tokens("gpt2", STEPS)
+    wanted = plain(build("gpt2"), batches)
+    model = build("gpt2")
+    given: dict[str, Any] = {"batch": batches[0], "machine": MACHINE, "site": "host", "weights": "resident"}
+    least = plan_for(model, recompute={"policy": "full"}, **given).peak(Home.DEVICE)
+    plan = plan_for(model, gpu_memory=least + 10_000, recompute={"policy": "auto"}, **given)  # nothing else can leave
+    recompute(model, plan)
+    assert sum(checkpointed(module) is not None for module in model.modules()) > 0
+    assert differences(wanted, stowed(model, plan, batches)) == []
 
 
 def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Tensor]) -> None:

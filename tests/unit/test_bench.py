@@ -73,9 +73,9 @@ def test_the_table() -> None:
     assert len({len(line) for line in lines[:5]}) == 1, "aligned"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:5]]
     assert cells[2][:5] == ["plain", "1,234", "1,200 to 1,300", "1.000", "1.000 to 1.000"]
-    assert cells[2][5:] == ["n/a", "1.0 GiB", "5.43217"]
+    assert cells[2][5:] == ["n/a", "1.0 GiB", "n/a", "5.43217"]
     assert cells[3][3:6] == ["n/a", "n/a", "3.0 MiB"]
-    assert cells[4] == ["x", "failed", *[""] * 6]
+    assert cells[4] == ["x", "failed", *[""] * 7]
     assert lines[6:] == ["- a: it does less", "- x failed: not installed"]
 
 
@@ -117,7 +117,7 @@ def test_weights_are_the_same_each_time_and_do_not_repeat() -> None:
 def test_every_subject_is_there() -> None:
     import importlib
 
-    for subject in SUBJECTS:
+    for subject in (*SUBJECTS, *work.RECOMPUTE):
         module, name = subject.maker.split(":")
         assert isinstance(getattr(importlib.import_module(f"trainer.bench.{module}"), name), type), subject.label
 
@@ -135,7 +135,7 @@ def test_one_row_for_each_budget() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--model 45", "--model 45: must be one of tiny, 45m, 1.3b, 6.7b; did you mean '45m'?"),
+        ("--model 45", "--model 45: must be one of tiny, 13m, 45m, 1.3b, 6.7b; did you mean '45m'?"),
         ("--dtype fp16", "--dtype fp16: must be one of fp32, bf16; did you mean 'bf16'?"),
         ("--steps 0", "--steps 0: must be a whole number >= 1"),
         ("--rounds two", "--rounds two: must be a whole number >= 1"),
@@ -151,6 +151,28 @@ def test_one_row_for_each_budget() -> None:
 def test_a_wrong_option_is_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["offload", *words.split()]) == ExitCode.CONFIG
     assert capsys.readouterr().err == f"{told}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--attention flash", "--attention flash: must be one of sdpa, eager"),
+        ("--dropout 1", "--dropout 1: must be a number >= 0 and < 1, as in 0.1"),
+        ("--dropout -0.1", "--dropout -0.1: must be a number >= 0 and < 1, as in 0.1"),
+    ],
+)
+def test_a_wrong_option_of_recompute_is_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option, value = words.split()
+    assert bench.main(["recompute", f"{option}={value}"]) == ExitCode.CONFIG
+    assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_recompute_has_subjects_of_its_own() -> None:
+    todo, subjects = bench.wanted(
+        bench.parse(["recompute", "--model", "13m", "--attention", "eager", "--dropout", ".1"])
+    )
+    assert (todo.attention, todo.dropout, todo.tokens) == ("eager", 0.1, 1024)
+    assert [subject.label for subject in subjects] == [subject.label for subject in work.RECOMPUTE]
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def timed(
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    torch.manual_seed(work.seed)  # of dropout
     losses = [step(index) for index in range(work.warmup)]
     stamps, others_s = [settle()], others_cpu_s()
     for index in range(work.warmup, work.warmup + work.steps):

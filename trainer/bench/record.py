@@ -54,11 +54,11 @@ class Row:
     of_plain: Spread | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
-    backward_bytes: int | None = None
     loss: float | None = None
     failed: str | None = None
     notes: tuple[str, ...] = ()
     others_share: float = 0.0
+    backward_bytes: int | None = None
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -85,11 +85,11 @@ def _row(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> Row:
         spread(ratios),
         max(device, default=None),
         max((run["host_peak_bytes"] for run in good), default=None),
-        max((run["backward_peak_bytes"] for run in good if "backward_peak_bytes" in run), default=None),
         good[-1]["loss"] if good else None,
         next((run["failed"] for run in runs if "failed" in run), None),
         tuple(good[-1]["notes"]) if good else (),
         max((run["others_share"] for run in good), default=0.0),
+        max((run["backward_peak_bytes"] for run in good if "backward_peak_bytes" in run), default=None),
     )
 
 
