@@ -22,8 +22,8 @@ from strategies.core.protocol import Refusal
 from strategies.core.render import human
 from strategies.planner import report
 from strategies.planner.price import price
-from trainer import checkpoint, engine, facts, model, stowing
-from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
+from trainer import checkpoint, engine, facts, model, stowing, tuning
+from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
 from trainer.profiles import known_rates
@@ -59,13 +59,20 @@ class Run:
             write_line(line)
 
 
-def plan_of(config: RunConfig, ranks: Ranks, machine: Machine) -> Plan:
+def plan_of(
+    config: RunConfig, ranks: Ranks, machine: Machine, *, tune: bool = False, say: Callable[[str], None] = write_line
+) -> Plan:
     """The plan of a run.
+
+    Args:
+        tune: measure what a strategy would like to know of this machine and nobody has measured yet.
 
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts.
     """
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    if known.linears:
+        known = tuning.for_config(config, known, ranks, machine, tune=tune, say=say)
     try:
         return compose(config.strategies, known)
     except (Conflict, Refusal) as refused:
@@ -78,7 +85,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe(folder if folder.is_dir() else Path())
-    plan = plan_of(config, ranks, machine)
+    plan = plan_of(config, ranks, machine, tune=True)
     check_packing(config)
     if plan.layout is not None:
         stowing.refuse_optimizer(config.training)
@@ -274,6 +281,7 @@ def make_trainer(run: Run) -> Trainer:
             MetricsFile(run.folder / "metrics.jsonl"),
             *sample,
             *([ledger] if ledger else []),
+            StepSeen(),
             meter,
         ],
     )

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
 from trainer.errors import ConfigError
+from trainer.linears import LinearCounter, no_copies
 from trainer.model import load_config, with_lora
 from trainer.params import EMBEDDING, HEAD, decay_groups, list_params, units_by_name
 from trainer.profiles import known_rates
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from strategies.core.linears import Linear
     from trainer.config.sections import RunConfig
     from trainer.machine import Machine
 
@@ -56,6 +58,7 @@ class ModelCount:
     largest_param: int
     hidden_size: int
     params: tuple[Param, ...] = ()
+    linears: tuple[Linear, ...] = ()
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -84,7 +87,8 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
         largest_param=count.largest_param,
         forward_flops=count.forward_flops,
     )
-    return Facts(count.units, run, machine_facts(machine, local_world_size), count.params)
+    known = machine_facts(machine, local_world_size)
+    return Facts(count.units, run, known, count.params, count.linears, no_copies=no_copies(config))
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -121,6 +125,7 @@ def count_model(config: RunConfig) -> ModelCount:
 
     precision = precision_of(config)
     offloads = "offload" in config.strategies
+    linears = LinearCounter() if "linear" in config.strategies else None
     casts = precision is not Precision.FP32 and ("zero" in config.strategies or offloads)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=_flops())
@@ -131,7 +136,8 @@ def count_model(config: RunConfig) -> ModelCount:
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_matmul():
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty has given each name a tensor of its own
-        if config.training.gradient_checkpointing or config.training.activation_checkpointing:
+        recomputes = run_facts(config, 1).recomputes
+        if recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
@@ -141,7 +147,8 @@ def count_model(config: RunConfig) -> ModelCount:
         third = "position_ids" if config.data.packing else "attention_mask"
         inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
-        with counter, flops, autocast or contextlib.nullcontext():
+        hooked = linears.counting(model) if linears else contextlib.nullcontext()
+        with counter, flops, hooked, autocast or contextlib.nullcontext():
             model(**inputs)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
@@ -150,6 +157,9 @@ def count_model(config: RunConfig) -> ModelCount:
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype) if offloads else (),
+        linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=recomputes)
+        if linears
+        else (),
     )
 
 

@@ -15,6 +15,8 @@ from enum import Enum
 from math import inf
 from typing import Any, Literal
 
+from strategies.core.linears import Linear, Timed
+
 
 class UnitKind(Enum):
     """Which part of the model a unit is. Blocks repeat; the others appear at most once."""
@@ -183,6 +185,9 @@ class Facts:
     run: RunFacts
     machine: MachineFacts
     params: tuple[Param, ...] = ()
+    linears: tuple[Linear, ...] = ()  # listed where a strategy changes them, with what is known of their speed
+    timings: tuple[Timed, ...] = ()
+    no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
@@ -203,6 +208,7 @@ class Facts:
         return sum(unit.num_trainable for unit in self.units)
 
     def unit(self, name: str) -> Unit:
+        """The unit of that name."""
         return next(unit for unit in self.units if unit.name == name)
 
     def to_json(self) -> dict[str, Any]:
