@@ -161,6 +161,7 @@ def training_steps(length: int, accumulation: int, rounds: int, say: Say) -> dic
     timings = _timings_of(layers, device.type, say)
     by_mode: dict[str, dict[str, Routes]] = {
         "plain": {},
+        "native": {name: Routes() for name in layers},  # nothing is changed: how far two equal models lie apart
         "minimal": {name: minimal(layer, accumulation) for name, layer in layers.items()},
         "adaptive": {
             name: fastest(layer, accumulation, timings[layer.shape], copies=True).routes
