@@ -5,8 +5,9 @@
 
 A product is timed as training calls it, turning its operands included, on one of several sets of operands in turn, so
 that none of them is in a cache. The routes of a product take turns, round after round, and the least of each route's
-seconds counts: work beside it disturbs single rounds, and a machine that grows slower does so for all routes alike. A
-route whose result differs from torch's own by more than its dtype allows is left out.
+seconds counts: work beside it disturbs single rounds, and a machine that grows slower does so for all routes alike.
+What is far behind after two rounds gets no more of them. A route whose result differs from torch's own by more than its
+dtype allows is left out.
 
 The file holds what was measured on which machine with which libraries, threads and settings; only the entry of this
 one is used. If there is none, or the file cannot be read, one line says so. Keys of shapes have dtype, rows, widths and
@@ -42,7 +43,8 @@ Product = tuple[Gemm, Route]
 
 FORMAT = 1
 MOST_ENTRIES = 16  # machines and versions that one file remembers
-ROUNDS = 5
+ROUNDS = 10
+HOPELESS = 1.3  # times the fastest: a route that is slower than this after two rounds gets no more of them
 ROTATED_BYTES = 256 << 20  # operands that are gone through before one comes again: more than caches hold
 MOST_SETS = 8
 LEAST_TIMED_S = 2e-4  # a single reading; shorter products are repeated, or the clock would be measured
@@ -261,15 +263,26 @@ def _timed(
 ) -> Timed:
     """The least of several interleaved rounds; fewer where they take longer than ``most_s``, but two."""
     least = dict.fromkeys(runs, math.inf)
+    left = list(runs)
     began_s = clock()
     for number in range(ROUNDS):
-        if number >= 2 and (clock() - began_s) * (number + 1) / number > most_s:
-            break
-        for product, run in runs.items():
-            least[product] = min(least[product], run())
+        round_s = clock()
+        for product in left:
+            least[product] = min(least[product], runs[product]())
+        if number >= 1:
+            left = [product for product in left if _may_win(product, least)]
+            if clock() + (clock() - round_s) - began_s > most_s:
+                break
     refresh_s = least.pop(REFRESH, 0.0)
     seconds = tuple((gemm, route, least[gemm, route]) for gemm in Gemm for route in Route if (gemm, route) in least)
     return Timed(shape, seconds, refresh_s)
+
+
+def _may_win(product: Product, least: Mapping[Product, float]) -> bool:
+    """Whether it is worth another round: native always, others while they are near the fastest of their product."""
+    gemm, route = product
+    fastest = min(least[other] for other in least if other[0] is gemm and other != REFRESH)
+    return route is Route.NATIVE or product == REFRESH or least[product] <= HOPELESS * fastest
 
 
 class Bench:

@@ -135,3 +135,19 @@ def test_the_layers_of_a_run_are_routed_and_its_state_dict_is_as_it_was(tmp_path
     config = with_routes(config, COPIES, tmp_path / "linear.json", ranks=1)
     ((layers, copies, same, named),) = run_world(1, kinds_of_layers, config)
     assert layers == copies == 9 and same and named  # two blocks of four, and the head
+
+
+def linear_after_training(ranks: Ranks, config: RunConfig) -> bool:
+    """Whether ``torch.nn.functional.linear`` is torch's own after training."""
+    train_weights(ranks, config)
+    original: Any = torch._C._nn.linear
+    return torch.nn.functional.linear is original
+
+
+@pytest.mark.ranks
+def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
+    """DeepSpeed would replace the function for the whole process, and with it every layer that stays native."""
+    strategies = {"linear": {"cache": str(tmp_path / "linear.json")}, "zero": {"stage": 3}}
+    config = config_of("llama, accumulation", strategies, tmp_path)
+    config = with_routes(config, TURNED, tmp_path / "linear.json", ranks=1)
+    assert run_world(1, linear_after_training, config) is True

@@ -56,12 +56,21 @@ def known(*shapes: Shape) -> Facts:
 
 
 def test_routes_take_turns_and_the_least_counts() -> None:
-    fake = Fake(each_s=0.001, readings={(Gemm.FORWARD, Route.FLIP): [9.0, 3.0, 5.0, 4.0, 7.0]})
+    flipped = (Gemm.FORWARD, Route.FLIP)
+    fake = Fake(each_s=0.001, readings={flipped: [9.0, 0.0012, 5.0, 0.0011, *[7.0] * 20]})
     found = tune([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[SMALL]
-    assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 3.0}
+    assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 0.0011}
     assert found.refresh_s == 0.001
     one_round = list(fake.prepare(SMALL))
     assert fake.calls == one_round * tuning.ROUNDS
+
+
+def test_what_is_far_behind_after_two_rounds_gets_no_more() -> None:
+    flipped = (Gemm.FORWARD, Route.FLIP)
+    fake = Fake(each_s=0.001, readings={flipped: [9.0, 3.0, 0.0001]})
+    found = tune([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[SMALL]
+    assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 3.0}
+    assert fake.calls.count(flipped) == 2 and fake.calls.count((Gemm.FORWARD, Route.NATIVE)) == tuning.ROUNDS
 
 
 def test_the_budget_ends_it_and_what_is_left_is_said() -> None:
