@@ -17,10 +17,11 @@ means another copy, made when it is next used. A backward that finds the copy ma
 The weight is saved for backward as the parameter itself, not as a view of it: where engines move weights about,
 backward then reads what the parameter shows at that moment.
 
-[Note: gradient slots] wgrad hands its result to autograd, which keeps it as ``.grad`` without a copy or adds it there.
-Writing it into the memory engine's slot at once would save that bucket's copy for the first micro-batch only: adding
-inside the product (beta = 1) rounds otherwise than adding afterwards, and the engine's promise is equal bits. It would
-cost the hooks that DDP, DeepSpeed and the engine hang on autograd's own accumulation.
+[Note: gradient slots] wgrad hands its result to autograd, which keeps it as ``.grad`` without a copy or adds it there,
+and the memory engine then copies it into its slot. Writing it into the slot at once was left out. Adding inside the
+product (beta = 1) rounds otherwise than adding afterwards, so at most the first micro-batch could gain. A slot that
+buckets share may get its next tenant before autograd has summed the gradients of a weight with two uses, and what
+``torch.autograd.grad`` returns would be overwritten later. The engine's promise is equal bits.
 """
 
 from __future__ import annotations
