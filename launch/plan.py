@@ -66,11 +66,12 @@ def show(arguments: argparse.Namespace) -> None:
         print(ignored, file=sys.stderr)
     from strategies.planner import report
     from strategies.planner.price import price
-    from trainer import build, engine
+    from trainer import engine
+    from trainer.planning import plan_of, refuse_impossible
     from trainer.ranks import Ranks
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
-    plan = build.plan_of(config, Ranks(world_size=arguments.world_size, local_world_size=local), machine)
+    plan = plan_of(config, Ranks(world_size=arguments.world_size, local_world_size=local), machine)
     priced = price(plan)
     print(report.text(plan, priced))
     if arguments.explain:
@@ -87,7 +88,7 @@ def show(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
         plot(plan, priced, arguments.plot)
-    build.refuse_impossible(plan)
+    refuse_impossible(plan)
 
 
 def plot(plan: Plan, priced: Price | None, path: Path) -> None:

@@ -6,7 +6,7 @@ Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/l
     device     16 P on the device                      nothing moves
     host        4 P on the device, 12 P on the host    a gradient goes down (2 P), a weight comes up (2 P) per step
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
-Where weights travel, their 2 P on the device shrink to a few slots, and come up twice per micro-batch.
+Where weights travel, their 2 P on the device shrink to what is in use or on its way, and come up twice per micro-batch.
 
 Invariant. Moving bytes changes none: weights equal plain training bit for bit in fp32. Gradients wait for the norm
 where clipping is on, and each weight is updated before it is next read; nothing is stale.
@@ -23,12 +23,13 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field
 
 from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.layout import Layout
+from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import AUTO, check_budget, parse_bytes
 from strategies.planner import account
-from strategies.planner.rule import Wishes, choose
+from strategies.planner.frames import Wishes
+from strategies.planner.rule import choose
 
 SHARE = 0.9  # of a memory, where the user names no size: the rest is for the context, libraries and fragments
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
@@ -41,9 +42,9 @@ def _check_size(value: str) -> str:
     return value
 
 
-def _check_slots(value: int | str) -> int | str:
-    if isinstance(value, int) and value < 1:
-        raise ValueError("must be auto or a whole number >= 1")
+def _check_prefetch(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 0:
+        raise ValueError("must be auto or a whole number >= 0")
     return value
 
 
@@ -65,7 +66,7 @@ class Offload(Strategy):
         {"site": "host"},
         {"site": "host", "gradients": "device", "weights": "streamed"},
         {"site": "streamed"},
-        {"site": "streamed", "weights": "streamed", "slots": 2},
+        {"site": "streamed", "weights": "streamed", "prefetch": 1},
     )
 
     gpu_memory: Budget = Field(
@@ -79,10 +80,11 @@ class Offload(Strategy):
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
         default=AUTO, description="Bytes that travel together (64MiB); auto: one block."
     )
-    slots: Annotated[int | Literal["auto"], AfterValidator(_check_slots)] = Field(
-        default="auto", description="Places on the device that travelling weights share; auto: 3 or more."
+    prefetch: Annotated[int | Literal["auto"], AfterValidator(_check_prefetch)] = Field(
+        default="auto",
+        description="How many blocks ahead of their use weights that travel are fetched, at most; auto: as early as "
+        "memory allows.",
     )
-    prefetch: int = Field(default=1, ge=0, description="How many blocks ahead of their use weights are fetched.")
     site: Literal["auto", "device", "host", "streamed"] = Field(
         default="auto",
         description="Where weights are updated: on the device, by the CPU (host), on the device with state that rests "
@@ -144,8 +146,7 @@ class Offload(Strategy):
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
-            slots=None if self.slots == "auto" else self.slots,
-            prefetch=self.prefetch,
+            prefetch=None if self.prefetch == "auto" else self.prefetch,
             in_backward=facts.run.max_grad_norm == 0 if self.update_in_backward == "auto" else self.update_in_backward,
             site=self.site,
             weights=self.weights,
@@ -153,11 +154,12 @@ class Offload(Strategy):
         )
 
     def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:
-        moving = {unit for bucket in layout.buckets if not bucket.resident for unit in bucket.units}
         for unit in facts.units:
-            if unit.name in moving:
-                slots = ", ".join(f"{number} slots for {ring}" for ring, number in layout.rings.items())
-                yield Travel(unit=unit.name, reason=slots, fetch_ahead=layout.prefetch)
+            ahead = [leads(b, layout) for b in layout.buckets if unit.name in b.units and not b.resident]
+            if ahead:
+                forward, backward = (max(several) for several in zip(*ahead, strict=True))
+                reason = f"fetched {forward} steps ahead in forward, {backward} in backward"
+                yield Travel(unit=unit.name, reason=reason, fetch_ahead=max(forward, backward))
 
 
 def _budget(value: str | float, whole: int) -> int:

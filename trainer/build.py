@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from strategies.core.compose import compose, in_order
-from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import Refusal
-from strategies.core.render import human
+from strategies.core.compose import in_order
+from strategies.core.plan import Plan
 from strategies.planner import report
 from strategies.planner.price import price
-from trainer import checkpoint, engine, facts, model, stowing, tuning
+from trainer import checkpoint, engine, facts, model, stowing
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
+from trainer.planning import plan_of, refuse_impossible
 from trainer.profiles import known_rates
 from trainer.ranks import Ranks
 
@@ -59,33 +58,13 @@ class Run:
             write_line(line)
 
 
-def plan_of(
-    config: RunConfig, ranks: Ranks, machine: Machine, *, tune: bool = False, say: Callable[[str], None] = write_line
-) -> Plan:
-    """The plan of a run.
-
-    Args:
-        tune: measure what a strategy would like to know of this machine and nobody has measured yet.
-
-    Raises:
-        ConfigError: strategies conflict, or one cannot work with these facts.
-    """
-    known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
-    if known.linears:
-        known = tuning.for_config(config, known, ranks, machine, tune=tune, say=say)
-    try:
-        return compose(config.strategies, known)
-    except (Conflict, Refusal) as refused:
-        raise ConfigError(str(refused)) from None
-
-
 def prepare(config: RunConfig, ranks: Ranks) -> Run:
     """Everything that can go wrong before a weight exists: checkpoint, data, plan."""
     folder = Path(config.training.output_dir)
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe(folder if folder.is_dir() else Path())
-    plan = plan_of(config, ranks, machine, tune=True)
+    plan = plan_of(config, ranks, machine, tune=True, say=write_line)
     check_packing(config)
     if plan.layout is not None:
         stowing.refuse_optimizer(config.training)
@@ -164,24 +143,6 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
     if first is not None:
         raise first
     return result if result is not None else work()
-
-
-def refuse_impossible(plan: Plan) -> None:
-    """The training state is certain; saved tensors are an estimate. Only what is certain ends a run.
-
-    Raises:
-        ConfigError: the state alone is larger than the memory there is.
-    """
-    machine = plan.facts.machine
-    for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
-        needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home)
-        if needs > has:
-            split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
-            cures = f"use {split}training.bf16, or model.lora"
-            raise ConfigError(
-                f"the training state needs {human(needs)} on each rank's {home.value}, which has {human(has)}: "
-                f"{human(needs - has)} too much; {cures}"
-            )
 
 
 def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:

@@ -162,6 +162,11 @@ class StepSeen(TrainerCallback):
     def __init__(self) -> None:
         self._layers: list[Any] | None = None
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.on_optimizer_step(args, state, control, **kwargs)
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:

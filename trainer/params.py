@@ -58,10 +58,16 @@ def list_params(
     )
 
 
+# The names in transformers.Trainer.get_decay_parameter_names, the same in 5.17 and 5.23. Asking it would load all of
+# the Trainer for a plan; a test compares the two.
+_UNDECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+
+
 def decay_groups(model: nn.Module) -> dict[str, int]:
     """Hugging Face's groups: 0 for what weight decay applies to, 1 for norms and biases."""
-    from transformers import Trainer
+    from torch import nn
+    from transformers.trainer_pt_utils import get_parameter_names
 
-    rule: Callable[..., list[str]] = Trainer.get_decay_parameter_names  # uses nothing of its trainer
-    decayed = set(rule(None, model))
+    rule: Callable[..., list[str]] = get_parameter_names
+    decayed = set(rule(model, [nn.LayerNorm], list(_UNDECAYED)))
     return {name: int(name not in decayed) for name, _ in model.named_parameters()}

@@ -3,11 +3,10 @@
     measure    what the plan will want to know and the file does not have, within a budget of seconds
     known      what the file has; nothing is measured. Over ranks the first rank's answer is everybody's
 
-A product is timed as training calls it, turning its operands included, on one of several sets of operands in turn, so
-that none of them is in a cache. The routes of a product take turns, round after round, and the least of each route's
-seconds counts: work beside it disturbs single rounds, and a machine that grows slower does so for all routes alike.
-What is far behind after two rounds gets no more of them. A route whose result differs from torch's own by more than its
-dtype allows is left out.
+A product is timed as training calls it (``trainer/products.py``), turning its operands included. The routes of a
+product take turns, round after round, and the least of each route's seconds counts: work beside it disturbs single
+rounds, and a machine that grows slower does so for all routes alike. What is far behind after two rounds gets no more
+of them. A route whose result differs from torch's own by more than its dtype allows is left out.
 
 The file holds what was measured on which machine with which libraries, threads and settings; only the entry of this
 one is used. If there is none, or the file cannot be read, one line says so. Keys of shapes have dtype, rows, widths and
@@ -20,35 +19,29 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Facts
 from strategies.core.linears import ELEMENT_BYTES, Gemm, Route, Shape, Timed
-from strategies.planner.routes import legal, shapes_of
+from strategies.planner.routes import shapes_of
 from trainer.metrics import human_duration
+from trainer.products import REFRESH, ROUTED, STOCK, Bench, Product
 from trainer.profiles import Key, key_of, unfinished
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from trainer.config.sections import RunConfig
     from trainer.machine import Machine
     from trainer.ranks import Ranks
 
 Say = Callable[[str], None]
-Product = tuple[Gemm, Route]
 
 FORMAT = 1
 MOST_ENTRIES = 16  # machines and versions that one file remembers
 ROUNDS = 10
 HOPELESS = 1.3  # times the fastest: a route that is slower than this after two rounds gets no more of them
-ROTATED_BYTES = 256 << 20  # operands that are gone through before one comes again: more than caches hold
-MOST_SETS = 8
-LEAST_TIMED_S = 2e-4  # a single reading; shorter products are repeated, or the clock would be measured
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3, "float64": 1e-12}  # of the largest result
 
 
 def stored_at() -> Path:
@@ -137,6 +130,7 @@ def to_json(timed: Timed) -> dict[str, Any]:
     return {
         **{gemm.value: {route.value: seconds for route, seconds in timed.of(gemm).items()} for gemm in Gemm},
         "refresh": timed.refresh_s,
+        "overhead": timed.overhead_s,
     }
 
 
@@ -146,11 +140,13 @@ def from_json(shape: Shape, content: Any) -> Timed | None:
         seconds = tuple(
             (gemm, Route(name), float(value)) for gemm in Gemm for name, value in content[gemm.value].items()
         )
-        timed = Timed(shape, seconds, float(content["refresh"]))
+        timed = Timed(shape, seconds, float(content["refresh"]), float(content["overhead"]))
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
+    if not (0 <= timed.refresh_s < math.inf and 0 <= timed.overhead_s < math.inf):
+        return None
     whole = all(Route.NATIVE in timed.of(gemm) for gemm in Gemm)
-    return timed if whole and all(0 < value < math.inf for *_, value in timed) and timed.refresh_s >= 0 else None
+    return timed if whole and all(0 < value < math.inf for *_, value in timed) else None
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -190,6 +186,8 @@ def with_timings(
         budget_s: 0 measures nothing.
         say: takes a line of progress, or of what is amiss.
     """
+    import torch
+
     place, shapes = place_of(machine, threads), shapes_of(facts)
     held, ignored = load(path, place)
     if ignored:
@@ -200,6 +198,8 @@ def with_timings(
     if missing and budget_s > 0:
         new = tune(missing, Bench(machine.device_kind).prepare, budget_s, say)
         timings |= new
+        if machine.device_kind == "cuda":
+            torch.cuda.empty_cache()
         try:
             save(path, place, {name_of(shape): to_json(timed) for shape, timed in new.items()})
         except OSError as error:
@@ -234,28 +234,30 @@ def tune(
     """Timings of ``shapes``, in this order, until the budget is spent; a shape that is begun is finished.
 
     Args:
-        prepare: gives what runs a product once over a route and returns its seconds; ``REFRESH`` makes the second copy.
+        prepare: gives what runs a product once over a route and returns its seconds, and ``REFRESH``, ``STOCK``
+            and ``ROUTED`` likewise.
     """
     began_s = clock()
     found: dict[Shape, Timed] = {}
-    longest_s = 0.0
+    longest_s, failed = 0.0, 0
     for number, shape in enumerate(shapes, start=1):
         spent_s = clock() - began_s
         if spent_s + longest_s > budget_s and found:
             break
         say(f"measuring linear layers, {number} of {len(shapes)}: {shape}; {spent_s:.0f} of {budget_s:g} s")
-        found[shape] = _timed(shape, prepare(shape), (budget_s - spent_s) / 2, clock)
+        try:
+            found[shape] = _timed(shape, prepare(shape), (budget_s - spent_s) / 2, clock)
+        except RuntimeError as error:  # no memory for its operands, no kernel for its dtype
+            failed += 1
+            say(f"{shape} stays native, it could not be measured: {str(error).splitlines()[0]}")
         longest_s = max(longest_s, clock() - began_s - spent_s)
-    left = len(shapes) - len(found)
+    left = len(shapes) - len(found) - failed
     spent = human_duration(clock() - began_s)
     say(
         f"measured {len(found)} shapes of linear layers in {spent}"
         + (f"; {left} were not reached and stay native: raise strategies.linear.budget_s" if left else "")
     )
     return found
-
-
-REFRESH: Product = (Gemm.WGRAD, Route.COPY)  # no product: wgrad has no copy
 
 
 def _timed(
@@ -273,98 +275,14 @@ def _timed(
             left = [product for product in left if _may_win(product, least)]
             if clock() + (clock() - round_s) - began_s > most_s:
                 break
-    refresh_s = least.pop(REFRESH, 0.0)
+    overhead_s = max(0.0, least.get(ROUTED, 0.0) - least.get(STOCK, 0.0))
     seconds = tuple((gemm, route, least[gemm, route]) for gemm in Gemm for route in Route if (gemm, route) in least)
-    return Timed(shape, seconds, refresh_s)
+    return Timed(shape, seconds, least.get(REFRESH, 0.0), overhead_s)
 
 
 def _may_win(product: Product, least: Mapping[Product, float]) -> bool:
     """Whether it is worth another round: native always, others while they are near the fastest of their product."""
-    gemm, route = product
-    fastest = min(least[other] for other in least if other[0] is gemm and other != REFRESH)
-    return route is Route.NATIVE or product == REFRESH or least[product] <= HOPELESS * fastest
-
-
-class Bench:
-    """Runs products on the device and reads the clock."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def prepare(self, shape: Shape, *, copies: bool = True) -> dict[Product, Callable[[], float]]:
-        """What ``tune`` takes: every legal product that gives what torch's own gives."""
-        sets = list(self._sets(shape))
-        runs: dict[Product, Callable[[], float]] = {}
-        for gemm in Gemm:
-            expected = None
-            for route in legal(gemm, copies=copies):
-                work = _works(shape, gemm, route)
-                found = work(sets[0])
-                if expected is None:
-                    expected = found.float()
-                    scale = float(expected.abs().max()) if expected.numel() else 1.0
-                worst = float((found.float() - expected).abs().max()) if found.numel() else 0.0
-                if worst <= TOLERANCE[shape.dtype] * max(scale, 1e-30) * math.sqrt(max(1, shape.rows)):
-                    runs[gemm, route] = self._run(work, sets)
-        if copies:
-            runs[REFRESH] = self._run(lambda held: held["copy"].copy_(held["weight"].t()), sets)
-        return runs
-
-    def _sets(self, shape: Shape) -> Iterator[dict[str, Tensor]]:
-        import torch
-
-        dtype = getattr(torch, shape.dtype)
-        size = ELEMENT_BYTES[shape.dtype] * (
-            2 * shape.inputs * shape.outputs + shape.rows * (shape.inputs + shape.outputs)
-        )
-        generator = torch.Generator(self.device).manual_seed(0)
-
-        def noise(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=generator, device=self.device, dtype=dtype)
-
-        widths = (shape.outputs, shape.inputs) if shape.stored == "out_in" else (shape.inputs, shape.outputs)
-        for _ in range(max(1, min(MOST_SETS, -(-ROTATED_BYTES // size)))):
-            weight = noise(*widths)
-            yield {
-                "x": noise(shape.rows, shape.inputs),
-                "grad": noise(shape.rows, shape.outputs),
-                "weight": weight,
-                "copy": weight.t().contiguous(),
-            }
-
-    def _run(self, work: Callable[[dict[str, Tensor]], Any], sets: Sequence[dict[str, Tensor]]) -> Callable[[], float]:
-        turn, times = 0, 1
-
-        def run() -> float:
-            nonlocal turn, times
-            while True:
-                self._wait()
-                began_s = time.perf_counter()
-                for _ in range(times):
-                    turn = (turn + 1) % len(sets)
-                    work(sets[turn])
-                self._wait()
-                taken_s = time.perf_counter() - began_s
-                if taken_s >= LEAST_TIMED_S or times >= 1 << 12:
-                    return taken_s / times
-                times *= max(2, min(16, math.ceil(1.5 * LEAST_TIMED_S / max(taken_s, 1e-9))))
-
-        return run
-
-    def _wait(self) -> None:
-        if self.device == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
-
-
-def _works(shape: Shape, gemm: Gemm, route: Route) -> Callable[[dict[str, Tensor]], Tensor]:
-    """One product as the runtime takes it."""
-    from strategies.runtime.linear import dgrad_product, forward_product, wgrad_product
-
-    stored = shape.stored
-    if gemm is Gemm.FORWARD:
-        return lambda held: forward_product(route, stored, held["x"], held["weight"], held["copy"], None)
-    if gemm is Gemm.DGRAD:
-        return lambda held: dgrad_product(route, stored, held["grad"], held["weight"], held["copy"])
-    return lambda held: wgrad_product(route, stored, held["grad"], held["x"])
+    if isinstance(product, str) or product[1] is Route.NATIVE:
+        return True
+    fastest = min(value for other, value in least.items() if not isinstance(other, str) and other[0] is product[0])
+    return least[product] <= HOPELESS * fastest

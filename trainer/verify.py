@@ -113,6 +113,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     from trainer.data import Prepared
     from trainer.machine import probe
     from trainer.model import load_config
+    from trainer.planning import plan_of
 
     rows = load_config(config.model).get_text_config().vocab_size  # a small vocabulary is not shrunk further
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +121,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     data = Dataset.from_dict({"input_ids": ids, "labels": ids})
     prepared = Prepared(data, None, "random", "input_ids", ROWS * LENGTH, ROWS * LENGTH)
     machine = probe()
-    plan = build.plan_of(config, ranks, machine)
+    plan = plan_of(config, ranks, machine, tune=True)
     return build.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), prepared, machine, plan, None)
 
 

@@ -6,7 +6,7 @@ right in backward after the bucket left and came back.
 
 Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``m`` fp32 moments (Adam: 2):
 
-    WEIGHT    e on the device; permanent, or in a slot of a ring that several buckets share
+    WEIGHT    e on the device; permanent, or at an address that is its own only while it is there
     COPY      e on the host, where the weight travels. In fp32 it is the master
     GRAD      e on the device; permanent where gradients park there, else in a ring on their way to the host
     PARKED    e on the host, where the update is on the host or gradients park there. In mixed precision the updated
@@ -18,20 +18,26 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     VISIT     4 m, and 4 for a master, on the device, in a ring: state that is brought through it (``STREAMED``)
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all
 
+Time is counted in steps: forward of each unit in order of first use, then backward in reverse; 2 n steps for n units. A
+weight that travels has *stays*: the steps on which it is on the device. It comes at the first step of a stay and leaves
+after the last; a stay that runs over the end of an iteration is written as two.
+
 Invariant. A layout says where; it never says what a value is. Any layout that ``validate`` accepts trains with the
 bits of plain training. ``strategies/planner`` makes layouts, ``strategies/runtime`` carries them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 from strategies.core.facts import Home
 
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
 SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
+Range: TypeAlias = tuple[int, int]  # steps, half-open
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -76,12 +82,12 @@ class Bucket:
     dtype: str
     group: int | None  # of the optimizer; None: frozen
     site: Site
-    ring: str | None  # name of the ring of slots its weight travels through; None: always present
+    stays: tuple[Range, ...] = ()  # steps on which its weight is on the device; empty: always
     parks: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
 
     @property
     def resident(self) -> bool:
-        return self.ring is None
+        return not self.stays
 
     @property
     def mixed(self) -> bool:
@@ -95,22 +101,20 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All buckets in order of first use, the rings they travel through, and when things move.
+    """All buckets in order of first use, and when things move.
 
     Args:
-        rings: slots by name of ring.
-        prefetch: how many uses ahead (visits to a block) weights are fetched.
+        units: all units of the model in order of first use; what steps are counted in.
         in_backward: updates start as gradients land. Otherwise they wait for the norm of all gradients and run in
             forward order under the next forward.
         accumulation: micro-batches per update.
         max_grad_norm: what gradients are clipped to; 0 does not clip.
         moments: fp32 numbers of optimizer state per element.
-        grad_slots, visit_slots: slots of the rings for gradients on their way down and for visiting state.
+        grad_slots, visit_slots: places for gradients on their way down, and for visiting state.
     """
 
     buckets: tuple[Bucket, ...]
-    rings: Mapping[str, int]
-    prefetch: int
+    units: tuple[str, ...]
     in_backward: bool
     accumulation: int
     max_grad_norm: float
@@ -118,37 +122,65 @@ class Layout:
     grad_slots: int = 2
     visit_slots: int = 2
 
-    def slots(self, ring: str) -> int:
-        """Slots of a ring, those for weights or those named after an item."""
-        passing = {Item.GRAD: self.grad_slots, Item.ARRIVAL: self.grad_slots, Item.VISIT: self.visit_slots}
-        return {item.value: slots for item, slots in passing.items()}.get(ring) or self.rings[ring]
+    @property
+    def num_steps(self) -> int:
+        return 2 * len(self.units)
+
+    def slots(self, item: Item) -> int:
+        """Places that buckets take in turn for ``item``."""
+        return self.visit_slots if item is Item.VISIT else self.grad_slots
+
+
+def steps_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The forward and the backward step of each unit."""
+    return {name: (index, 2 * len(units) - 1 - index) for index, name in enumerate(units)}
+
+
+def uses(bucket: Bucket, steps: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
+    """The steps that use ``bucket``, ascending; ``steps`` as from ``steps_of``."""
+    return tuple(sorted({step for unit in bucket.units for step in steps[unit]}))
+
+
+def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
+    """How many steps before its use a travelling weight comes: in forward and in backward; 1 where it stayed."""
+    count, used = layout.num_steps, uses(bucket, steps_of(layout.units))
+    found = [0, 0]
+    came = [False, False]
+    for start, end in bucket.stays:
+        if start == 0 and bucket.stays[-1][1] == count:
+            continue  # it came before the iteration began
+        first = next((step for step in (*used, *(step + count for step in used)) if step >= start), start)
+        back = first % count >= count // 2
+        found[back], came[back] = max(found[back], first - start), True
+        assert start < end
+    return (found[0] if came[0] else 1, found[1] if came[1] else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A stretch of memory that a bucket needs: for ever, or in one slot of ``ring`` while it is in use."""
+    """A stretch of memory that a bucket needs: for ever, or while it is in use (``passes``)."""
 
     bucket: str
     item: Item
     home: Home
     num_bytes: int
-    ring: str | None = None
+    passes: bool = False
 
 
 def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     """All the memory of one bucket. The one source of sizes, for planner, arena and tables."""
     name, weight = bucket.name, bucket.weight_bytes
-    yield Need(name, Item.WEIGHT, Home.DEVICE, weight, bucket.ring)
+    yield Need(name, Item.WEIGHT, Home.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
         yield Need(name, Item.COPY, Home.HOST, weight)
     if bucket.site is Site.NONE:
         return
     down = bucket.parks is Home.HOST
-    yield Need(name, Item.GRAD, Home.DEVICE, weight, Item.GRAD.value if down else None)
+    yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=down)
     if down or bucket.site is Site.HOST:
         yield Need(name, Item.PARKED, Home.HOST, weight)
     if down and layout.accumulation > 1:
-        yield Need(name, Item.ARRIVAL, Home.HOST, weight, Item.ARRIVAL.value)
+        yield Need(name, Item.ARRIVAL, Home.HOST, weight, passes=True)
     rests = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     if bucket.mixed or (bucket.site is Site.HOST and bucket.resident):
         yield Need(name, Item.MASTER, rests, 4 * bucket.num_elements)
@@ -158,12 +190,16 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     yield Need(name, Item.STEPS, counts, aligned(4 * len(bucket.params)))
     numbers = layout.moments + bucket.mixed
     if bucket.site is Site.STREAMED and numbers:
-        yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.num_elements, Item.VISIT.value)
+        yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.num_elements, passes=True)
 
 
 def scratch_bytes(layout: Layout) -> int:
     """Of the one SCRATCH region on the device; 0 where no mixed-precision bucket is updated there."""
-    elements = [b.num_elements for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)]
+    return scratch_of([b.num_elements for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)])
+
+
+def scratch_of(elements: Sequence[int]) -> int:
+    """The same, of the mixed-precision buckets that are updated on the device."""
     return aligned(4 * min(SCRATCH_ELEMENTS, max(elements, default=0)))
 
 
@@ -192,8 +228,8 @@ class Spot:
 class Addresses:
     """One spot for every need of every bucket, and the sizes of the two arenas.
 
-    ``spots`` is keyed by bucket and item; the scratch region has the bucket name "". Buckets of one ring share
-    spots; nothing else overlaps.
+    ``spots`` is keyed by bucket and item; the scratch region has the bucket name "". Weights that are never present
+    together may overlap, and so may spots of one other item that buckets pass through; nothing else does.
     """
 
     device_bytes: int

@@ -126,11 +126,14 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of one product over each route, what turns operands included, and of making the second copy once."""
+    """Seconds of one product over each route, what turns operands included; of making the second copy once; and what
+    a layer with routes costs more than a stock one for one forward and backward, whatever its products cost.
+    """
 
     shape: Shape
     seconds: tuple[tuple[Gemm, Route, float], ...]
     refresh_s: float = 0.0
+    overhead_s: float = 0.0
 
     def of(self, gemm: Gemm) -> dict[Route, float]:
         """Seconds by route; routes that gave another result are left out."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.core.facts import Unit
-from strategies.core.plan import Decision, Home, Keep, Kind, Plan
+from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel
 
 GIB = 1 << 30
 HEADER = ("unit", "tensors", "each rank", "bytes", "home", "decided by", "why")
@@ -72,7 +72,8 @@ def _alike(plan: Plan) -> list[list[Unit]]:
     """Runs of consecutive units whose sizes and answers are equal."""
 
     def signature(unit: Unit) -> tuple[object, ...]:
-        decisions = [d for d, _ in plan.answers.values() if d.unit == unit.name]
+        # When a unit travels differs from block to block, and is not in this table.
+        decisions = [d for d, _ in plan.answers.values() if d.unit == unit.name and not isinstance(d, Travel)]
         return (unit.kind, unit.num_params, unit.num_trainable, *map(_said, decisions))
 
     groups: list[list[Unit]] = []

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from strategies.core.facts import Facts, Home, Unit
 from strategies.core.layout import ITEM_BYTES, Addresses, Bucket, Item, Layout, Site, aligned, scratch_bytes
 from strategies.core.plan import RUN, Kind, Plan, Reserve, Rest, Share
-from strategies.planner.addresses import all_needs, rings
+from strategies.planner.addresses import all_needs, in_turns, packed, travelling
 
-RINGS: Mapping[Item, str] = {
+PASSING: Mapping[Item, str] = {
     Item.WEIGHT: "weights in flight",
     Item.GRAD: "gradients going down",
     Item.ARRIVAL: "gradients arriving",
@@ -48,9 +48,7 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     size = ITEM_BYTES[bucket.dtype]
     if kind is Kind.PARAM:
         stays = bucket.resident
-        return Resting(
-            Home.DEVICE if stays else Home.HOST, size, "always present" if stays else "fetched for use, slot by slot"
-        )
+        return Resting(Home.DEVICE if stays else Home.HOST, size, "always present" if stays else "fetched for use")
     if bucket.site is Site.NONE:
         return Resting(Home.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
@@ -102,10 +100,10 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
 
 
 _SHORT = {
-    RINGS[Item.WEIGHT]: "slots for weights",
-    RINGS[Item.GRAD]: "slots for gradients",
-    RINGS[Item.ARRIVAL]: "slots for arrivals",
-    RINGS[Item.VISIT]: "slots for state",
+    PASSING[Item.WEIGHT]: "slots for weights",
+    PASSING[Item.GRAD]: "slots for gradients",
+    PASSING[Item.ARRIVAL]: "slots for arrivals",
+    PASSING[Item.VISIT]: "slots for state",
     PERMANENT[Item.STEPS]: "counts",
     PERMANENT[Item.SCRATCH]: "scratch",
     PERMANENT[Item.PARKED]: "parked gradients",
@@ -117,13 +115,15 @@ _SHORT = {
 def _named(layout: Layout, home: Home) -> Iterable[tuple[str, int]]:
     every = all_needs(layout)
     totals = {PERMANENT[Item.SCRATCH]: scratch_bytes(layout) if home is Home.DEVICE else 0}
-    for ring in rings(every, layout):
-        if ring.home is home:
-            totals[RINGS[ring.item]] = totals.get(RINGS[ring.item], 0) + ring.num_bytes
+    if home is Home.DEVICE:
+        totals[PASSING[Item.WEIGHT]] = packed(travelling(layout)).arena
+    for turns in in_turns(layout):
+        if turns.home is home:
+            totals[PASSING[turns.item]] = turns.num_bytes
     waits_below = {bucket.name for bucket in layout.buckets if bucket.parks is Home.HOST}
     for need in every:
         is_own = need.item is Item.PARKED and need.bucket in waits_below  # where its gradient rests
-        if need.home is home and need.ring is None and need.item in PERMANENT and not is_own:
+        if need.home is home and not need.passes and need.item in PERMANENT and not is_own:
             reason = PERMANENT[need.item]
             totals[reason] = totals.get(reason, 0) + aligned(need.num_bytes)
     return totals.items()

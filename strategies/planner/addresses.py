@@ -1,22 +1,23 @@
 """Addresses: one spot in an arena for every need of a layout.
 
-What is permanent comes first, in order of use; then the rings. A ring has slots of its largest member's size, and its
-k-th member gets slot k modulo their number. For a window that slides over buckets in order, forward and backward,
-that is the fewest bytes there can be: neighbours never share a slot, and no third place would help.
+What is permanent comes first, in order of use. Weights that travel follow, packed by their stays (``packing.py``): two
+may share bytes if no step finds both on the device. Gradients, arrivals and visiting states take turns in slots of the
+largest one's size, the k-th in slot k modulo their number; they pass in order, so fewer bytes would not do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from strategies.core.facts import Home
-from strategies.core.layout import Addresses, Item, Layout, Need, Spot, aligned, needs, scratch_bytes
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Need, Spot, aligned, needs, scratch_bytes
+from strategies.planner.packing import Packing, Piece, pack
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """Slots of equal size that ``members`` pass through in turn."""
+class Turns:
+    """Slots of equal size that ``members`` take in turn."""
 
     item: Item
     home: Home
@@ -31,7 +32,6 @@ class Ring:
 
 def place(layout: Layout) -> Addresses:
     """The addresses of ``layout``; the same for the same layout."""
-    every = all_needs(layout)
     ends = dict.fromkeys(Home, 0)
     spots: dict[tuple[str, Item], Spot] = {}
 
@@ -40,14 +40,19 @@ def place(layout: Layout) -> Addresses:
         ends[home] = start + aligned(num_bytes)
         return start
 
-    for need in every:
-        if need.ring is None:
+    for need in all_needs(layout):
+        if not need.passes:
             spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
-    for ring in rings(every, layout):
-        start = take(ring.home, ring.num_bytes)
-        for index, need in enumerate(ring.members):
-            offset = start + index % ring.num_slots * ring.slot_bytes
-            spots[need.bucket, need.item] = Spot(ring.home, offset, need.num_bytes)
+    moving = travelling(layout)
+    packing = packed(moving)
+    start = take(Home.DEVICE, packing.arena)
+    for bucket, offset in zip(moving, packing.offsets, strict=True):
+        spots[bucket.name, Item.WEIGHT] = Spot(Home.DEVICE, start + offset, bucket.weight_bytes)
+    for turns in in_turns(layout):
+        start = take(turns.home, turns.num_bytes)
+        for index, need in enumerate(turns.members):
+            offset = start + index % turns.num_slots * turns.slot_bytes
+            spots[need.bucket, need.item] = Spot(turns.home, offset, need.num_bytes)
     if scratch := scratch_bytes(layout):
         spots["", Item.SCRATCH] = Spot(Home.DEVICE, take(Home.DEVICE, scratch), scratch)
     return Addresses(ends[Home.DEVICE], ends[Home.HOST], spots)
@@ -58,27 +63,34 @@ def all_needs(layout: Layout) -> list[Need]:
     return [need for bucket in layout.buckets for need in needs(bucket, layout)]
 
 
-def rings(every: Iterable[Need], layout: Layout) -> Iterator[Ring]:
-    """The rings that ``every`` need of a layout passes through."""
-    members: dict[tuple[Item, str], list[Need]] = {}
-    for need in every:
-        if need.ring is not None:
-            members.setdefault((need.item, need.ring), []).append(need)
-    for (item, name), passing in members.items():
-        num_slots = min(layout.slots(name), len(passing))
+def travelling(layout: Layout) -> list[Bucket]:
+    """Buckets whose weights come and go, in order."""
+    return [bucket for bucket in layout.buckets if not bucket.resident]
+
+
+def packed(buckets: Sequence[Bucket]) -> Packing:
+    """Where travelling weights lie in the stretch that they share."""
+    return pack([Piece(aligned(bucket.weight_bytes), bucket.stays) for bucket in buckets])
+
+
+def in_turns(layout: Layout) -> Iterator[Turns]:
+    """What passes through slots, weights aside."""
+    members: dict[Item, list[Need]] = {}
+    for need in all_needs(layout):
+        if need.passes and need.item is not Item.WEIGHT:
+            members.setdefault(need.item, []).append(need)
+    for item, passing in members.items():
+        num_slots = min(layout.slots(item), len(passing))
         size = max(aligned(need.num_bytes) for need in passing)
-        yield Ring(item, passing[0].home, num_slots, size, tuple(passing))
+        yield Turns(item, passing[0].home, num_slots, size, tuple(passing))
 
 
-def arena_bytes(every: Iterable[Need], layout: Layout, scratch: int) -> dict[Home, int]:
-    """The sizes of the arenas that ``place`` makes, without placing."""
-    total = {Home.DEVICE: scratch, Home.HOST: 0}
-    passing: list[Need] = []
-    for need in every:
-        if need.ring is None:
+def arena_bytes(layout: Layout) -> dict[Home, int]:
+    """The sizes of the arenas that ``place`` makes, travelling weights left out."""
+    total = {Home.DEVICE: scratch_bytes(layout), Home.HOST: 0}
+    for need in all_needs(layout):
+        if not need.passes:
             total[need.home] += aligned(need.num_bytes)
-        else:
-            passing.append(need)
-    for ring in rings(passing, layout):
-        total[ring.home] += ring.num_bytes
+    for turns in in_turns(layout):
+        total[turns.home] += turns.num_bytes
     return total

@@ -1,7 +1,14 @@
 """Buckets: which parameters travel together.
 
 Problem. A copy over the link needs to be large to be fast, and small enough that several fit beside the activations.
-The block is the natural measure: it is what forward needs at a time.
+The block is the natural measure: it is what forward needs at a time. Where the link is known, a block is cut as far as
+that shortens what is moved: with U copies of each bucket per step, n buckets of C bytes at most, a latency of a and b
+bytes per second,
+
+    J(C) = U (n a + bytes / b) + C / b        the last term: the first copy, which nothing hides
+
+(the criterion of Elixir, Huang et al. 2022, for buckets that all move; its best C is about sqrt(U a b bytes)). Smaller
+buckets also make slots for gradients and visiting state smaller.
 
 A bucket holds parameters of one dtype and one optimizer group, in order of first use. It takes whole blocks while they
 fit into the capacity; a block that does not fit is cut. Embedding and head are not cut and never share a bucket with a
@@ -17,6 +24,7 @@ from typing import TypeAlias
 from strategies.core.facts import Facts, Param, UnitKind
 from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
 
+PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
 Like: TypeAlias = tuple[str, int | None]  # dtype and group: what a bucket has one of
 
 
@@ -38,6 +46,23 @@ def form(facts: Facts, capacity: int | None = None) -> tuple[Bucket, ...]:
     order = {param.name: index for index, param in enumerate(params)}
     pieces.sort(key=lambda piece: order[piece[0].name])
     return tuple(_bucket(name, piece, place) for name, piece in zip(_names(pieces, list(place)), pieces, strict=True))
+
+
+def capacity(facts: Facts) -> int | None:
+    """Bytes of a bucket by the criterion above: a block or a part of it. None: nobody knows the link, or no blocks."""
+    rates, block = facts.machine.rates, block_bytes(facts)
+    if rates is None or not block:
+        return None
+    kinds = {unit.name: unit.kind for unit in facts.units}
+    copies = 2 * facts.run.accumulation + 1  # weights for forward and backward, and the gradient
+
+    def moved(size: int) -> float:
+        found = [b.weight_bytes for b in form(facts, size) if kinds[b.units[0]] is UnitKind.BLOCK]
+        seconds = len(found) * rates.link_latency_s + sum(found) / rates.up_bytes_per_s
+        return copies * seconds + max(found) / rates.up_bytes_per_s
+
+    sizes = [block, *(-(-block // part) for part in PARTS)]
+    return min(sizes, key=moved)  # the largest of equals
 
 
 def block_bytes(facts: Facts, dtype: str | None = None) -> int:
@@ -145,5 +170,4 @@ def _bucket(name: str, params: Sequence[Param], place: dict[str, int]) -> Bucket
         dtype=dtype,
         group=group,
         site=Site.NONE if group is None else Site.DEVICE,
-        ring=None,
     )

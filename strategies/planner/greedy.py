@@ -291,8 +291,8 @@ def _smaller_budgets(search: Search) -> None:
 def _polish_all(search: Search) -> None:
     """From the best of the prefixes and suffixes, from what A takes by each rule, and from everything."""
     _try_in_order(search, _prefixes_and_suffixes(search.problem), search.limit // 3)
-    if not search.is_done:
-        search.polish(search.best(1)[0])
+    for gaps in search.best(1):
+        search.polish(gaps)
     for rule in search.rules():
         if not search.is_done:
             search.polish(search.start(rule))

@@ -7,8 +7,7 @@ all but the embedding's, and a tied table counts for the head. Attention's own p
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written.
 
-Weights that travel stay until their slot is wanted: at the turn the last blocks are still there, and at the start of
-the next iteration the first ones (but a host update's new weight comes up in any case).
+A weight that stays over the end of an iteration still comes up once, if the CPU updates it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strategies.core.facts import Facts, Rates, UnitKind
-from strategies.core.layout import Bucket, Layout, Site
+from strategies.core.layout import Bucket, Layout, Site, steps_of, uses
 from strategies.core.plan import Plan
-from strategies.planner.model import Eviction, Gap, Item, Link, Problem, Step, Update, When
+from strategies.planner.model import Eviction, Item, Link, Problem, Step, Update, When
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import Resource
 
@@ -39,19 +38,18 @@ class Price:
         return self.outcome.period
 
     def lines(self) -> Iterator[str]:
-        """For people: the step, what each resource is busy, what binds."""
+        """For people: the step, and the bill: what each resource is busy, what of it compute hides, what binds."""
         out = self.outcome
         yield (
             f"simulated step: {self.seconds:.3g} s, of which forward and backward {self.compute_seconds:.3g} s "
             f"({self.compute_seconds / self.seconds:.0%}); {out.binds.value} binds; rates: {self.origin}"
         )
-        parts = [
-            f"{resource.value} {out.busy[resource]:.3g} s ({out.hidden[resource] / out.busy[resource]:.0%} hidden)"
-            for resource in Resource
-            if resource is not Resource.COMPUTE and out.busy[resource] > 0
-        ]
-        if parts:
-            yield "  busy beside compute: " + ", ".join(parts)
+        yield f"  {'':<9}  {'busy':>8}  {'hidden':>6}  on the longest chain of waits"
+        for resource in Resource:
+            if out.busy[resource] > 0:
+                hidden = "" if resource is Resource.COMPUTE else f"{out.hidden[resource] / out.busy[resource]:.0%}"
+                chain = f"{out.critical[resource]:.3g} s ({out.critical[resource] / self.seconds:.0%})"
+                yield f"  {resource.value:<9}  {out.busy[resource]:>6.3g} s  {hidden:>6}  {chain}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -59,6 +57,7 @@ class Price:
             "compute_seconds": self.compute_seconds,
             "binds": self.outcome.binds.value,
             "busy_seconds": {resource.value: self.outcome.busy[resource] for resource in Resource},
+            "critical_seconds": {resource.value: self.outcome.critical[resource] for resource in Resource},
             "hidden_seconds": {resource.value: self.outcome.hidden[resource] for resource in Resource},
             "rates": self.origin,
         }
@@ -75,7 +74,7 @@ def price(plan: Plan) -> Price | None:
 def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
     """The simulated step of ``layout``."""
     problem = problem_of(facts, layout, rates)
-    outcome = simulate(problem, list(_evictions(problem, layout)))
+    outcome = simulate(problem, list(evictions_of(problem, layout)))
     return Price(outcome, problem.compute_seconds * layout.accumulation, rates.origin)
 
 
@@ -84,12 +83,12 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     forward = [flops / rates.gemm_flops(facts.run.precision) for flops in unit_flops(facts)]
     names = [unit.name for unit in facts.units]
     extra = [facts.run.recomputes and unit.kind is UnitKind.BLOCK for unit in facts.units]
+    steps_by_unit = steps_of(names)
     steps = [Step(f"forward {name}", seconds, 0) for name, seconds in zip(names, forward, strict=True)]
     steps += [Step(f"backward {names[i]}", (2 + extra[i]) * forward[i], 0) for i in reversed(range(len(names)))]
-    place = {name: index for index, name in enumerate(names)}
     return Problem(
         steps=tuple(steps),
-        items=tuple(_item(bucket, layout, facts, rates, place, len(names)) for bucket in layout.buckets),
+        items=tuple(_item(bucket, layout, facts, rates, steps_by_unit) for bucket in layout.buckets),
         link=Link(rates.link_latency_s, rates.up_bytes_per_s, rates.down_bytes_per_s, rates.duplex_factor),
         budget=1 << 62,
         accumulation=layout.accumulation,
@@ -109,10 +108,8 @@ def unit_flops(facts: Facts) -> list[float]:
     return [facts.run.forward_flops * reads[unit.name] / total if total else 0.0 for unit in facts.units]
 
 
-def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, place: dict[str, int], count: int) -> Item:
-    used = sorted(place[name] for name in bucket.units)
-    uses = sorted({*used, *(2 * count - 1 - index for index in used)})
-    return Item(bucket.name, bucket.weight_bytes, tuple(uses), _update(bucket, layout, facts, rates))
+def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, steps: dict[str, tuple[int, int]]) -> Item:
+    return Item(bucket.name, bucket.weight_bytes, uses(bucket, steps), _update(bucket, layout, facts, rates))
 
 
 def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Update | None:
@@ -132,23 +129,12 @@ def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Updat
     )
 
 
-def _evictions(problem: Problem, layout: Layout) -> Iterator[Eviction]:
-    """Every gap of what travels, but those at whose end the bucket is still in its slot."""
+def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
+    """The gaps in which the layout's weights are away, and the steps at which they come back."""
     count = len(problem.steps)
-    ring_of: dict[str, list[int]] = {}
-    for index, bucket in enumerate(layout.buckets):
-        if bucket.ring is not None:
-            ring_of.setdefault(bucket.ring, []).append(index)
-    staying_at_turn = {i for ring, members in ring_of.items() for i in members[-layout.slots(ring) :]}
-    staying_at_start = {i for ring, members in ring_of.items() for i in members[: layout.slots(ring)]}
     for gap in problem.gaps:
-        if layout.buckets[gap.item].ring is None:
-            continue
-        at_turn = gap.before < count
-        if gap.item in (staying_at_turn if at_turn else staying_at_start):
-            continue
-        yield Eviction(gap, _issue(gap, layout.prefetch))
-
-
-def _issue(gap: Gap, ahead: int) -> int:
-    return max(gap.after + 1, gap.before - ahead)
+        stays = layout.buckets[gap.item].stays
+        here = {step for start, end in stays for step in range(start, end)}
+        if stays and (gap.after + 1) % count not in here:
+            issue = next(step for step in range(gap.after + 1, gap.before + 1) if step % count in here)
+            yield Eviction(gap, issue)

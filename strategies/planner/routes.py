@@ -11,6 +11,8 @@ wgrad reads one of its operands across in all three. ``minimal`` counts and take
 ``fastest`` counts nothing but seconds: those of each product over each route, times how often it runs, plus making the
 copy as often as the weight changes. Forward and dgrad share the copy, so it is judged on their sum.
 
+A layer with routes is Python where torch's own is C++, so its products together must gain more than that costs.
+
 Invariant. A route that is not at least ``MARGIN`` and ``LEAST_S`` faster than torch's own is not taken.
 """
 
@@ -108,13 +110,15 @@ def fastest(linear: Linear, accumulation: int, timed: Timed, *, copies: bool) ->
         shared_s = seconds(shared, uses, timed)
         if best.chosen_s - shared_s > least:
             best = Choice(shared, native_s, shared_s)
-    return best
+    pays = native_s - best.chosen_s > max(MARGIN * native_s, LEAST_S * uses.forward)
+    return best if pays else Choice(Routes(), native_s, native_s)
 
 
 def seconds(routes: Routes, uses: Uses, timed: Timed) -> float:
     """Of one optimizer step, for all products of one layer."""
     products = sum(uses.of(gemm) * timed.of(gemm)[routes.of(gemm)] for gemm in Gemm if uses.of(gemm))
-    return products + (uses.refresh * timed.refresh_s if routes.copies else 0.0)
+    overhead_s = 0.0 if routes.native else uses.forward * timed.overhead_s
+    return products + overhead_s + (uses.refresh * timed.refresh_s if routes.copies else 0.0)
 
 
 def _fastest_alone(by_route: Mapping[Route, float]) -> Route:

@@ -27,7 +27,6 @@ from strategies.core.layout import (
 from strategies.core.layout import needs as needs_of
 
 Key: TypeAlias = tuple[str, Item]
-PASSING = frozenset(item.value for item in Item)  # names that rings of weights may not have
 
 
 def check(layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None) -> None:
@@ -54,20 +53,18 @@ def validate(layout: Layout, addresses: Addresses, facts_params: Iterable[Param]
     if scratch := scratch_bytes(layout):
         needs["", Item.SCRATCH] = Need("", Item.SCRATCH, Home.DEVICE, scratch)
     found += _spots(needs, addresses)
-    return found or [*_overlaps(needs, addresses), *_neighbours(layout, addresses)]
+    return found or [*_overlaps(needs, addresses), *_together(layout, addresses)]
 
 
 def _settings(layout: Layout) -> Iterator[str]:
     """Numbers that concern the layout as a whole."""
-    least = {"prefetch": 0, "accumulation": 1, "moments": 0, "grad_slots": 1, "visit_slots": 1, "max_grad_norm": 0}
+    least = {"accumulation": 1, "moments": 0, "grad_slots": 1, "visit_slots": 1, "max_grad_norm": 0}
     for name, bound in least.items():
         if getattr(layout, name) < bound:
             yield f"{name} = {getattr(layout, name)}: must be at least {bound}"
-    for ring, slots in layout.rings.items():
-        if slots < 1:
-            yield f"ring {ring}: {slots} slots; must have at least 1"
-        if ring in PASSING:
-            yield f"ring {ring}: that name belongs to the ring of an item"
+    for name, count in Counter(layout.units).items():
+        if count > 1:
+            yield f"unit {name}: {count} have this name"
     if layout.in_backward and layout.max_grad_norm > 0:
         yield "updates in backward cannot clip: the norm is known only after it"
 
@@ -109,14 +106,33 @@ def _shape(bucket: Bucket) -> Iterator[str]:
 
 def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     """Where the bucket rests and how it travels."""
-    if bucket.ring is not None and bucket.ring not in layout.rings:
-        yield f"no ring {bucket.ring}"
+    if unknown := [unit for unit in bucket.units if unit not in layout.units]:
+        yield f"no unit {unknown[0]}"
+    elif bucket.stays:
+        yield from _stays(bucket, layout)
     if (bucket.site is Site.NONE) is not (bucket.group is None):
         yield "a bucket is updated somewhere if, and only if, the optimizer has it in a group"
     if bucket.group is not None and bucket.group < 0:
         yield f"group {bucket.group}"
     if bucket.site in (Site.NONE, Site.DEVICE) and bucket.parks is not Home.DEVICE:
         yield f"its gradients cannot park on the host: {bucket.site.value}"
+
+
+def _stays(bucket: Bucket, layout: Layout) -> Iterator[str]:
+    """When it is on the device, if it is not always."""
+    ends = [-1, *(end for _, end in bucket.stays)]
+    for (start, end), before in zip(bucket.stays, ends, strict=False):
+        if not before < start < end <= layout.num_steps:
+            yield f"stays from step {start} to {end}, after {before}, of {layout.num_steps}"
+            return
+    here = {step for start, end in bucket.stays for step in range(start, end)}
+    if len(here) == layout.num_steps:
+        yield "travels, but never leaves"
+    for unit in bucket.units:
+        forward = layout.units.index(unit)
+        for step in (forward, layout.num_steps - 1 - forward):
+            if step not in here:
+                yield f"is away at step {step}, where {unit} uses it"
 
 
 def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
@@ -159,7 +175,7 @@ def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
 
 
 def _overlaps(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
-    """Spots overlap within one ring only."""
+    """Only what passes through shares memory, and only with its like."""
     for home in Home:
         here = sorted((spot.offset, spot.end, *_sharers(needs, key)) for key, spot in _of(addresses, home))
         # The furthest end so far, and the furthest of any ring but that one's: enough to judge the next spot.
@@ -177,26 +193,25 @@ def _overlaps(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
 
 
 def _sharers(needs: Mapping[Key, Need], key: Key) -> tuple[str, str]:
-    """Who may share the spot of ``key`` (a ring, or the key alone), and its name."""
-    need, name = needs[key], _name(key)
-    return (f"{need.item.value} in {need.ring}" if need.ring is not None else name, name)
+    """Who may share the spot of ``key`` (its like, or the key alone), and its name."""
+    name = _name(key)
+    return (f"passing {key[1].value}" if needs[key].passes else name, name)
 
 
 def _of(addresses: Addresses, home: Home) -> Iterator[tuple[Key, Spot]]:
     return ((key, spot) for key, spot in addresses.spots.items() if spot.home is home)
 
 
-def _neighbours(layout: Layout, addresses: Addresses) -> Iterator[str]:
-    """Weights that one unit uses are present together."""
-    users: dict[str, list[Bucket]] = {}
-    for bucket in layout.buckets:
-        for unit in bucket.units:
-            users.setdefault(unit, []).append(bucket)
-    for unit, buckets in users.items():
-        spots = sorted(((addresses.of(b.name, Item.WEIGHT), b.name) for b in buckets), key=lambda it: it[0].offset)
+def _together(layout: Layout, addresses: Addresses) -> Iterator[str]:
+    """Weights that are on the device at one step lie apart. Says each pair once."""
+    said = set[tuple[str, str]]()
+    for step in range(layout.num_steps):
+        here = [b for b in layout.buckets if any(start <= step < end for start, end in b.stays)]
+        spots = sorted(((addresses.of(b.name, Item.WEIGHT), b.name) for b in here), key=lambda it: it[0].offset)
         for (spot, name), (after, later) in pairwise(spots):
-            if spot.overlaps(after):
-                yield f"{unit} uses {name} and {later}, which share an address"
+            if spot.overlaps(after) and (name, later) not in said:
+                said.add((name, later))
+                yield f"{name} and {later} share an address, and both are there at step {step}"
 
 
 def _name(key: Key) -> str:

@@ -25,7 +25,7 @@ from strategies.runtime.gradients import Gradients
 from strategies.runtime.held import Held, Pending, hold, rivals_of
 from strategies.runtime.homes import Homes
 from strategies.runtime.rules import Rule
-from strategies.runtime.scopes import Borders, Itinerary, Scope, find_scopes
+from strategies.runtime.scopes import Borders, Itinerary, Scope, Visit, find_scopes
 from strategies.runtime.transfer import Lane, Transfer
 from strategies.runtime.update import Job, Scale, Updates
 from strategies.runtime.worker import Worker, spare_cores
@@ -91,7 +91,7 @@ class Engine:
     def _hold(self, params: Mapping[str, nn.Parameter]) -> Iterator[Held]:
         for index, bucket in enumerate(self.layout.buckets):
             members = [params[name] for name in bucket.params]
-            held = hold(bucket, index, members, self.arena, self._nans[members[0].dtype], self.layout.moments)
+            held = hold(bucket, index, members, self.arena, self._nans[members[0].dtype], self.layout)
             self._move_in(held)
             yield held
 
@@ -166,16 +166,19 @@ class Engine:
             if rival.pending is Pending.VISITING:
                 self.updates.settle(rival)
 
-    def _fetch_ahead(self, scopes: Iterable[Scope]) -> None:
-        left, soon = self.layout.prefetch, set[int]()
-        for scope in scopes:
-            if not scope.travels:
-                continue
-            if left == 0:
-                return
-            left -= 1
-            for held in scope.held:
-                if not self._bring_early(held, soon):
+    def _fetch_ahead(self, visits: Iterable[Visit]) -> None:
+        """Start bringing what comes next, in order of need, up to the first that cannot be brought yet.
+
+        A weight that travels comes no earlier than the plan says: before, its place belongs to others. Updated weights
+        of residents come as soon as they are there.
+        """
+        soon = set[int]()
+        for visit in visits:
+            for held in visit.scope.held:
+                if held.bucket.resident:
+                    if not held.settled and not self._bring_early(held, soon):
+                        return
+                elif visit.steps <= held.leads[visit.back] and not self._bring_early(held, soon):
                     return
                 soon.add(held.index)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item
+from strategies.core.layout import Bucket, Item, Layout, leads
 from strategies.core.plan import Home
 from strategies.runtime.arena import Arena
 from strategies.runtime.transfer import Event
@@ -65,6 +65,7 @@ class Held:
     steps: Tensor | None
     visit: Tensor | None
     nan: Tensor
+    leads: tuple[int, int] = (1, 1)  # steps ahead of its use that its weight may come, in forward and in backward
 
     presence: Presence = Presence.ABSENT
     pending: Pending = Pending.NOTHING
@@ -140,10 +141,10 @@ class Held:
         return ([] if self.master is None else [self.master]) + self.moments
 
 
-def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, nan: Tensor, num_moments: int) -> Held:
+def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, nan: Tensor, layout: Layout) -> Held:
     """The bucket with its views of ``arena``."""
     dtype = getattr(torch, bucket.dtype)
-    count = bucket.num_elements
+    count, num_moments = bucket.num_elements, layout.moments
 
     def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
         region = arena.of(bucket.name, item, of)
@@ -168,6 +169,7 @@ def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, n
         steps=None if steps is None else steps[: len(params)],
         visit=flat(Item.VISIT, torch.float32, visitors),
         nan=nan,
+        leads=leads(bucket, layout),
     )
 
 

@@ -35,7 +35,7 @@ class Homes:
         """Make ``held`` the tenant of its home; ``lane`` may write it afterwards. See [Note: moving in].
 
         Raises:
-            RuntimeError: a rival is in use: the plan has too few slots for what the model does.
+            RuntimeError: a rival is in use: the model uses together what the plan keeps apart.
         """
         for rival in held.rivals:
             if rival.present:
@@ -51,8 +51,9 @@ class Homes:
         """Hide the parameters; their bytes are on the host already."""
         if self.pinned(held):
             raise RuntimeError(
-                f"{wanted_by.name} needs the address of {held.name}, which is in use: give strategies.offload more "
-                f"slots (recomputing several blocks at once needs one for each of them)"
+                f"{wanted_by.name} needs the address of {held.name}, which is in use: write a higher "
+                f"strategies.offload.prefetch with weights: streamed (recomputing several blocks at once needs an "
+                f"address for each of them)"
             )
         assert held.pending is not Pending.VISITING, f"{held.name} is being updated"
         held.unbind()

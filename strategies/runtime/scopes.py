@@ -19,7 +19,7 @@ backward of the last of them, which is left by that and entered again before its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,11 +40,7 @@ class Scope:
     module: nn.Module
     held: list[Held]
     outer: frozenset[str] = field(default_factory=frozenset)
-
-    @property
-    def travels(self) -> bool:
-        """Whether anything may have to be brought for it."""
-        return any(not held.bucket.resident or not held.settled for held in self.held)
+    is_block: bool = True
 
     @property
     def saves_weights(self) -> bool:
@@ -63,7 +59,7 @@ def find_scopes(model: nn.Module, held_of: dict[int, Held]) -> list[Scope]:
         held = list({held_of[id(param)].index: held_of[id(param)] for param in owned}.values())
         if held:
             outer = frozenset(scope.name for scope in found if _inside(name, scope.name))
-            found.append(Scope(name, module, held, outer))
+            found.append(Scope(name, module, held, outer, name in blocks))
     return found
 
 
@@ -78,6 +74,15 @@ def block_names(model: nn.Module) -> Iterator[str]:
 
 def _inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(outer + "."))
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A scope that will be entered in so many steps, in forward or in backward."""
+
+    scope: Scope
+    steps: int
+    back: bool
 
 
 class Itinerary:
@@ -105,17 +110,30 @@ class Itinerary:
         earlier = [i for i in range(min(self._at, len(self._order)) - 1, -1, -1) if self._order[i] is scope]
         self._at = earlier[0] if earlier else self._at
 
-    def ahead_in_forward(self) -> Iterator[Scope]:
+    def ahead_in_forward(self) -> Iterator[Visit]:
         """From here to the end of forward, then back as backward will go."""
-        yield from self._order[self._at + 1 :]
+        later = list(_visits(self._order[self._at + 1 :], self._here))
+        yield from later
         if torch.is_grad_enabled():
-            yield from reversed(self._order)
+            yield from _visits(self._order[::-1], None, 1 + (later[-1].steps if later else 0), back=True)
 
-    def ahead_in_backward(self) -> Iterator[Scope]:
-        yield from reversed(self._order[: max(self._at, 0)])
+    def ahead_in_backward(self) -> Iterator[Visit]:
+        yield from _visits(self._order[: max(self._at, 0)][::-1], self._here, back=True)
 
-    def from_start(self) -> Iterator[Scope]:
-        yield from self._order
+    def from_start(self) -> Iterator[Visit]:
+        yield from _visits(self._order, None)
+
+    @property
+    def _here(self) -> Scope | None:
+        return self._order[self._at] if 0 <= self._at < len(self._order) else None
+
+
+def _visits(scopes: Iterable[Scope], here: Scope | None, steps: int = 0, *, back: bool = False) -> Iterator[Visit]:
+    """What comes, and in how many steps; scopes outside of blocks that follow each other are one step."""
+    for scope in scopes:
+        steps += here is not None and (here.is_block or scope.is_block)
+        here = scope
+        yield Visit(scope, steps, back)
 
 
 class Borders:

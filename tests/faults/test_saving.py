@@ -20,7 +20,7 @@ from strategies.runtime import SGD, AdamW, StowOptimizer, saving, stow
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
 
-HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "slots": 3}
+HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "prefetch": 2}
 CHILD = Path(__file__).parent / "saving_child.py"
 
 

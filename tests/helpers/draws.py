@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from strategies.core.facts import Home, Param
-from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Addresses, Bucket, Item, Layout, Site, Spot
+from strategies.core.layout import (
+    ALIGN_BYTES,
+    ITEM_BYTES,
+    Addresses,
+    Bucket,
+    Item,
+    Layout,
+    Range,
+    Site,
+    Spot,
+    steps_of,
+    uses,
+)
 from strategies.planner.addresses import place
-from strategies.planner.validate import validate
+from strategies.planner.travel import ranges
 from strategies.runtime.scopes import block_names
 from tests.helpers.engine import groups_of
 from tests.helpers.models import Odd, Spec
@@ -61,35 +73,28 @@ def params_of(model: nn.Module, groups: int) -> tuple[Param, ...]:
 
 @st.composite
 def layouts(draw: st.DrawFn, params: tuple[Param, ...], accumulation: int, max_norm: float) -> Layout:
-    """Any valid layout: cuts, sites, rings, slots and parks as they come."""
+    """Any valid layout: cuts, sites, stays and parks as they come."""
     pieces: list[list[Param]] = []
     for like in dict.fromkeys((param.dtype, param.group) for param in params):
         alike = [param for param in params if (param.dtype, param.group) == like]
         cuts = sorted(draw(st.sets(st.integers(0, len(alike)), max_size=6)) | {0, len(alike)})
         pieces += [alike[start:stop] for start, stop in pairwise(cuts)]
     pieces.sort(key=lambda piece: params.index(piece[0]))
-    buckets = tuple(draw(bucket(f"b{index}", piece)) for index, piece in enumerate(pieces))
-    rings = sorted({b.ring for b in buckets if b.ring is not None})
-    layout = Layout(
-        buckets=buckets,
-        rings={ring: sum(b.ring == ring for b in buckets) for ring in rings},
-        prefetch=draw(st.integers(0, 3)),
+    units = tuple(dict.fromkeys(unit for param in params for unit in (param.unit, *param.users)))
+    return Layout(
+        buckets=tuple(draw(bucket(f"b{index}", piece, units)) for index, piece in enumerate(pieces)),
+        units=units,
         in_backward=max_norm == 0 and draw(st.booleans()),
         accumulation=accumulation,
         max_grad_norm=max_norm,
         grad_slots=draw(st.integers(1, 3)),
         visit_slots=draw(st.integers(1, 3)),
     )
-    for ring in rings:
-        fewer = (replace(layout, rings={**layout.rings, ring: n}) for n in range(1, layout.rings[ring] + 1))
-        valid = [made for made in fewer if not validate(made, place(made), params)]
-        layout = draw(st.sampled_from(valid))
-    return layout
 
 
 @st.composite
-def bucket(draw: st.DrawFn, name: str, piece: list[Param]) -> Bucket:
-    """A bucket of ``piece``. What stands outside of blocks travels through a ring of its own."""
+def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...]) -> Bucket:
+    """A bucket of ``piece``. Parameters of the root are in use all the time; theirs stay."""
     units = tuple(dict.fromkeys(unit for param in piece for unit in (param.unit, *param.users)))
     dtype, group = piece[0].dtype, piece[0].group
     step = ALIGN_BYTES // ITEM_BYTES[dtype]
@@ -98,9 +103,11 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param]) -> Bucket:
         offsets.append(end)
         end += -(-param.num_elements // step) * step
     site = Site.NONE if group is None else draw(st.sampled_from([Site.DEVICE, Site.HOST, Site.STREAMED]))
-    ring = draw(st.sampled_from([None, "x", "x", "y"]))
-    if ring and set(units) & {"embedding", "head"}:
-        ring = f"alone {name}"
+    stays: tuple[Range, ...] = ()
+    if all("." in param.name for param in piece):
+        used = {step for unit in units for step in steps_of(order)[unit]}
+        here = used | draw(st.sets(st.integers(0, 2 * len(order) - 1)))
+        stays = draw(st.sampled_from([(), *3 * [ranges(here, 2 * len(order))]]))
     return Bucket(
         name=name,
         units=units,
@@ -111,7 +118,7 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param]) -> Bucket:
         dtype=dtype,
         group=group,
         site=site,
-        ring=ring,
+        stays=stays,
         parks=Home.DEVICE if site in (Site.NONE, Site.DEVICE) else draw(st.sampled_from(Home)),
     )
 
@@ -209,8 +216,13 @@ def parks_below_the_device(layout: Layout, data: st.DataObject) -> Broken:
     return made, place(made)
 
 
-def no_such_ring(layout: Layout, data: st.DataObject) -> Broken:
-    return _change(layout, _any(layout, data), ring="nowhere"), place(layout)
+def away_when_used(layout: Layout, data: st.DataObject) -> Broken:
+    index = _any(layout, data, lambda b: not b.resident)
+    b = layout.buckets[index]
+    used = data.draw(st.sampled_from(uses(b, steps_of(layout.units))))
+    here = {step for start, end in b.stays for step in range(start, end)} - {used}
+    assume(here)
+    return _change(layout, index, stays=ranges(here, layout.num_steps)), place(layout)
 
 
 def wrong_size(layout: Layout, data: st.DataObject) -> Broken:
@@ -235,20 +247,15 @@ def clips_in_backward(layout: Layout, data: st.DataObject) -> Broken:
     return made, place(made)
 
 
-def one_address_for_one_block(layout: Layout, data: st.DataObject) -> Broken:
-    """Two buckets that the same unit uses, in one ring of one slot."""
-    pairs = [
-        (i, j)
-        for i, first in enumerate(layout.buckets)
-        for j, second in enumerate(layout.buckets[:i])
-        if set(first.units) & set(second.units)
-    ]
+def one_address_for_one_step(layout: Layout, data: st.DataObject) -> Broken:
+    """Two travelling buckets that are there together, at one address."""
+    addresses = place(layout)
+    here = {b.name: {s for start, end in b.stays for s in range(start, end)} for b in layout.buckets}
+    pairs = [(a, b) for a in here for b in here if a < b and here[a] & here[b]]
     assume(pairs)
-    made = layout
-    for index in data.draw(st.sampled_from(pairs)):
-        made = _change(made, index, ring="narrow")
-    made = replace(made, rings={**made.rings, "narrow": 1})
-    return made, place(made)
+    one, other = data.draw(st.sampled_from(pairs))
+    small, large = sorted((one, other), key=lambda name: addresses.of(name, Item.WEIGHT).num_bytes)
+    return layout, _moved(addresses, (small, Item.WEIGHT), offset=addresses.of(large, Item.WEIGHT).offset)
 
 
 BREAKS: Mapping[str, Callable[[Layout, st.DataObject], Broken]] = {
@@ -262,11 +269,11 @@ BREAKS: Mapping[str, Callable[[Layout, st.DataObject], Broken]] = {
         lost_parameter,
         lost_bucket,
         parks_below_the_device,
-        no_such_ring,
+        away_when_used,
         wrong_size,
         wrong_group,
         not_frozen,
         clips_in_backward,
-        one_address_for_one_block,
+        one_address_for_one_step,
     )
 }

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from strategies.core.facts import Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
+from strategies.planner import travel
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
-from strategies.planner.validate import check, validate
+from strategies.planner.validate import check
 from strategies.runtime import AdamW, Rule, stow
 from strategies.runtime.transfer import Transfer
 from strategies.runtime.watch import Watch
@@ -208,9 +209,8 @@ def plan_of(
     site: str = "device",
     weights: str = "resident",
     bucket: str = "one",
-    slots: int | str = 3,
     park: str = "device",
-    prefetch: int = 1,
+    prefetch: int | str = 2,
     in_backward: bool = False,
     accumulation: int = 1,
     max_norm: float = 0.0,
@@ -222,9 +222,8 @@ def plan_of(
     Args:
         site: "device", "host", "streamed", or "mixed": all three in turn.
         weights: "resident", "travelling" (all that only blocks use), or "some": of those every other one, and
-            embedding and head, one ring each.
+            embedding and head.
         bucket: "half" a block, "one", or "several".
-        slots: of each ring, or more, where a block needs more; "all": as many as buckets.
     """
     if not _machines:
         _machines.append(probe())
@@ -250,17 +249,16 @@ def plan_of(
     buckets = made.layout.buckets
     if site == "mixed":
         buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE)
-    if weights == "travelling":
-        blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
-        buckets = tuple(replace(b, ring="blocks" if set(b.units) <= blocks else None) for b in buckets)
-    if weights == "some":
-        blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
-        alone = [b.name for b in buckets if set(b.units) <= blocks][::2]
-        rings = {b.name: "blocks" for b in buckets if b.name in alone}
-        rings |= {b.name: "ends" for b in buckets if not set(b.units) & blocks}
-        buckets = tuple(replace(b, ring=rings.get(b.name)) for b in buckets)
-    layout = with_slots(replace(made.layout, buckets=buckets), slots)
-    return Made.of(layout, made.facts.params)
+    blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+    of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
+    moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
+    bare = replace(made.layout, buckets=tuple(replace(b, stays=()) for b in buckets))
+    return Made.of(travel.window(bare, moving, int(prefetch)), made.facts.params)
+
+
+def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:
+    """Buckets of embedding and head; those of the root's own parameters, which are in use all the time, stay."""
+    return [i for i, b in enumerate(buckets) if not set(b.units) & blocks and all("." in name for name in b.params)]
 
 
 def _in_turn(buckets: Iterable[Bucket], parks: Home) -> tuple[Bucket, ...]:
@@ -272,16 +270,3 @@ def _in_turn(buckets: Iterable[Bucket], parks: Home) -> tuple[Bucket, ...]:
         else b
         for b in buckets
     )
-
-
-def with_slots(layout: Layout, slots: int | str) -> Layout:
-    """Each ring with ``slots``, or with the fewest from there on with which the layout is valid."""
-    members = [bucket.ring for bucket in layout.buckets if bucket.ring is not None]
-    layout = replace(layout, rings={name: members.count(name) for name in members})
-    for name, most in layout.rings.items():
-        for number in range(most if slots == "all" else int(slots), most):
-            fewer = replace(layout, rings={**layout.rings, name: number})
-            if not validate(fewer, place(fewer)):
-                layout = fewer
-                break
-    return layout

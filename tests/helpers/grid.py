@@ -17,10 +17,10 @@ from tests.helpers.pairwise import Row, Table
 NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
 TRANSFERS: Mapping[str, type[Transfer]] = {"at-once": Transfer, "delayed": Delayed, "watched": Watch}
 
-# Gradients of what is updated on the device have no reason to go down; slots mean nothing where nothing travels.
+# Gradients of what is updated on the device have no reason to go down; nothing is ahead where nothing travels.
 FORBIDDEN = [
     (("site", "device"), ("park", "host")),
-    *((("weights", "resident"), ("slots", slots)) for slots in (1, 2, "all")),
+    *((("weights", "resident"), ("prefetch", ahead)) for ahead in (0, 1, 5)),
 ]
 FP32 = Table(
     {
@@ -28,14 +28,13 @@ FP32 = Table(
         "site": ("host", "streamed", "mixed", "device"),
         "weights": ("travelling", "some", "resident"),
         "bucket": ("one", "several", "half"),
-        "slots": (3, 2, 1, "all"),
         "park": ("host", "device"),
         "clip": ("in-backward", "off", "tight", "loose"),
         "accumulation": (1, 3),
         "tied": (False, True),
         "groups": (1, 2),
         "recompute": ("none", "later", "reentrant"),
-        "prefetch": (1, 0, 2),
+        "prefetch": (2, 0, 1, 5),
         "transfer": ("delayed", "watched", "at-once"),
     },
     FORBIDDEN,
@@ -47,14 +46,13 @@ BF16 = Table(
         "site": ("host", "streamed", "mixed", "device"),
         "weights": ("travelling", "some", "resident"),
         "bucket": ("one", "half"),
-        "slots": (3, 2, "all"),
         "park": ("host", "device"),
         "clip": ("in-backward", "off", "tight", "loose"),
         "accumulation": (1, 3),
         "tied": (False, True),
         "groups": (1, 2),
         "recompute": ("none", "later"),
-        "prefetch": (1, 0),
+        "prefetch": (2, 0, 5),
         "transfer": ("delayed", "watched", "at-once"),
     },
     FORBIDDEN,
@@ -63,7 +61,7 @@ BF16 = Table(
 
 def title(row: Row) -> str:
     """A row as one word."""
-    words = {"tied": "tied", "groups": "groups", "accumulation": "x", "slots": "slots", "prefetch": "ahead"}
+    words = {"tied": "tied", "groups": "groups", "accumulation": "x", "prefetch": "ahead"}
     named = {"park": "grads-", "recompute": "recompute-", "bucket": ""}
     parts = []
     for name, level in row.items():
@@ -102,7 +100,7 @@ def both(
     wanted = expected(case["model"], case["tied"], case["recompute"], dtype, device, **loop)
     model = build(case["model"], tied=case["tied"], dtype=dtype)
     checkpointing(model, case["recompute"])
-    where = {name: case[name] for name in ("site", "weights", "bucket", "slots", "park", "prefetch")}
+    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
     plan = plan_of(model, in_backward=case["clip"] == "in-backward", **where, **loop)
     batches = batches_on(device, case["model"], STEPS * case["accumulation"])
     moves = transfer or TRANSFERS[case["transfer"]]()

@@ -82,17 +82,15 @@ def bucket(name: str, unit: str, *sizes: int, **changes: Any) -> Bucket:
         "dtype": dtype,
         "group": 0,
         "site": Site.DEVICE,
-        "ring": None,
     }
     return Bucket(**plain | changes)
 
 
 def layout(*buckets: Bucket, **changes: Any) -> Layout:
-    """A layout of ``buckets``: one ring of two slots, no accumulation, no clipping, unless changed."""
+    """A layout of ``buckets`` with their units in order: no accumulation, no clipping, unless changed."""
     plain: dict[str, Any] = {
         "buckets": buckets,
-        "rings": {"blocks": 2},
-        "prefetch": 1,
+        "units": tuple(dict.fromkeys(unit for bucket in buckets for unit in bucket.units)),
         "in_backward": False,
         "accumulation": 1,
         "max_grad_norm": 0.0,
@@ -128,6 +126,6 @@ def random_facts(draw: st.DrawFn) -> Facts:
     )
 
 
-def homes_of(made: Layout) -> dict[str, tuple[Site, str | None, Home]]:
-    """Site, ring and park of every bucket by name."""
-    return {b.name: (b.site, b.ring, b.parks) for b in made.buckets}
+def homes_of(made: Layout) -> dict[str, tuple[Site, bool, Home]]:
+    """Site, whether its weight travels, and park of every bucket by name."""
+    return {b.name: (b.site, not b.resident, b.parks) for b in made.buckets}

@@ -14,12 +14,12 @@ from strategies.runtime.transfer import Delayed
 from tests.helpers.engine import DECAY, LR, plan_of
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
-    "host, two slots": {"site": "host", "weights": "travelling", "slots": 2, "park": "host"},
-    "streamed": {"site": "streamed", "weights": "travelling", "slots": 3, "bucket": "half"},
+    "host, one ahead": {"site": "host", "weights": "travelling", "prefetch": 1, "park": "host"},
+    "streamed": {"site": "streamed", "weights": "travelling", "prefetch": 2, "bucket": "half"},
     "device, resident": {"site": "device"},
-    "mixed": {"site": "mixed", "weights": "some", "slots": 2},
+    "mixed": {"site": "mixed", "weights": "some", "prefetch": 1},
 }
-TWO = ("host, two slots", "streamed")
+TWO = ("host, one ahead", "streamed")
 
 
 class Plain(torch.optim.AdamW):

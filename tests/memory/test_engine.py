@@ -23,10 +23,10 @@ ROWS, LENGTH = 2, 32
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"site": "device"},
     {"site": "host"},
-    {"site": "host", "weights": "streamed", "slots": 2},
-    {"site": "host", "weights": "streamed", "slots": 3},
+    {"site": "host", "weights": "streamed", "prefetch": 1},
+    {"site": "host", "weights": "streamed", "prefetch": 2},
     {"site": "streamed"},
-    {"site": "streamed", "weights": "streamed", "slots": 2},
+    {"site": "streamed", "weights": "streamed", "prefetch": 1},
     {"site": "streamed", "weights": "streamed", "gradients": "host"},
 )
 MODELS: Mapping[str, dict[str, Any]] = {

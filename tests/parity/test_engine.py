@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from strategies.core import layout
-from strategies.core.layout import Site
+from strategies.core.layout import Item, Site
 from strategies.runtime import SGD, AdamW, update
 from strategies.runtime.transfer import Delayed
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
@@ -23,11 +23,11 @@ from tests.helpers.pairwise import Row, Table
 # Layouts for what does not depend on the grid.
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "device": {"site": "device"},
-    "device, travelling": {"site": "device", "weights": "travelling", "slots": 2},
+    "device, travelling": {"site": "device", "weights": "travelling", "prefetch": 1},
     "host": {"site": "host", "park": "host"},
     "host, travelling": {"site": "host", "weights": "travelling", "bucket": "half"},
     "streamed": {"site": "streamed", "park": "host", "prefetch": 2},
-    "streamed, travelling": {"site": "streamed", "weights": "travelling", "slots": 1, "park": "host"},
+    "streamed, travelling": {"site": "streamed", "weights": "travelling", "prefetch": 0, "park": "host"},
     "mixed": {"site": "mixed", "weights": "some", "park": "host"},
 }
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -181,18 +181,25 @@ def test_updates_in_stretches(where: dict[str, Any], dtype: torch.dtype, monkeyp
 
 def test_layouts_are_what_they_are_called() -> None:
     model = build("llama")
-    made = plan_of(model, site="mixed", weights="some", park="host", slots=1).layout
+    made = plan_of(model, site="mixed", weights="some", park="host", prefetch=0).layout
     assert {bucket.site for bucket in made.buckets} == {Site.DEVICE, Site.HOST, Site.STREAMED}
-    assert {bucket.ring for bucket in made.buckets} == {None, "blocks", "ends"}
-    assert made.rings == {"blocks": 1, "ends": 1}
+    moving = {unit for bucket in made.buckets for unit in bucket.units if not bucket.resident}
+    assert moving >= {"embedding", "head", "model.layers.0"} and "model.layers.1" not in moving
     per_block = {
         size: len([b for b in plan_of(model, bucket=size).layout.buckets if "model.layers.0" in b.units])
         for size in ("half", "one")
     }
     assert per_block["half"] > per_block["one"] == 1
-    several = plan_of(model, bucket="several", weights="travelling", slots="all").layout
-    assert [len(b.units) for b in several.buckets if b.ring] == [2, 2]
-    assert several.rings == {"blocks": 2}
+    several = plan_of(model, bucket="several", weights="travelling", prefetch=0)
+    assert [len(b.units) for b in several.layout.buckets if not b.resident] == [2, 2]
+    assert shared(several) == {1}
+    assert shared(plan_of(model, weights="travelling", prefetch=0)) == {3}
     # A bucket that all blocks use shares its place with none of theirs.
-    alike = plan_of(model, groups=2, weights="travelling", slots=1).layout
-    assert alike.rings["blocks"] > 1
+    alike = plan_of(model, groups=2, weights="travelling", prefetch=0)
+    assert 0 in shared(alike)
+
+
+def shared(made: Any) -> set[int]:
+    """With how many others each travelling bucket shares its address."""
+    spots = [made.place.addresses.of(b.name, Item.WEIGHT) for b in made.layout.buckets if not b.resident]
+    return {sum(spot.overlaps(other) for other in spots) - 1 for spot in spots}

@@ -1,4 +1,4 @@
-"""The engine on models and layouts that nobody would choose: odd sizes, any cuts, sites, rings and orders of use.
+"""The engine on models and layouts that nobody would choose: odd sizes, any cuts, sites, stays and orders of use.
 
 Valid layouts train with the bits of plain training; broken ones are refused before anything is touched.
 """

@@ -16,10 +16,11 @@ from strategies.core.registry import find
 from strategies.planner import routes
 from tests.parity.test_strategies import GPT2, LLAMA, RANKS, STEPS
 from trainer import tuning
-from trainer.build import make_model, make_trainer, plan_of
+from trainer.build import make_model, make_trainer
 from trainer.config.sections import RunConfig
 from trainer.facts import gather, run_facts
 from trainer.machine import probe
+from trainer.planning import plan_of
 from trainer.ranks import Ranks
 from trainer.verify import compare, random_run, shrink, train_weights, without_strategies
 from trainer.worlds import run_world
@@ -151,3 +152,26 @@ def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
     config = config_of("llama, accumulation", strategies, tmp_path)
     config = with_routes(config, TURNED, tmp_path / "linear.json", ranks=1)
     assert run_world(1, linear_after_training, config) is True
+
+
+def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
+    """How often each layer's second copy was made in a training run."""
+    from strategies.runtime.linear import copies_of
+
+    trainer = make_trainer(random_run(config, ranks))
+    try:
+        trainer.train()
+        layers = copies_of(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+        return [layer._copy._turned._version for layer in layers]  # type: ignore[union-attr]  # they have one
+    finally:
+        trainer.accelerator.free_memory()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("other", [{}, {"zero": {"stage": 2}}], ids=str)
+def test_copies_are_made_once_per_optimizer_step(other: dict[str, Any], tmp_path: Path) -> None:
+    """Not once per micro-batch, of which there are three, and not less often."""
+    strategies = {"linear": {"cache": str(tmp_path / "linear.json")}, **other}
+    config = config_of("llama, accumulation", strategies, tmp_path)
+    made = run_world(1, copies_made, with_routes(config, COPIES, tmp_path / "linear.json", ranks=1))
+    assert len(made) == 15 and set(made) == {STEPS}  # seven layers in each of two blocks, and the head

@@ -15,11 +15,11 @@ from tests.helpers.models import build, tokens
 BEFORE, AFTER = 2, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "device": {"site": "device", "bucket": "one"},
-    "device, travelling": {"site": "device", "weights": "travelling", "bucket": "half", "slots": 3},
-    "host, travelling": {"site": "host", "weights": "travelling", "slots": 2, "park": "host"},
+    "device, travelling": {"site": "device", "weights": "travelling", "bucket": "half", "prefetch": 2},
+    "host, travelling": {"site": "host", "weights": "travelling", "prefetch": 1, "park": "host"},
     "host, resident": {"site": "host", "bucket": "several"},
-    "streamed": {"site": "streamed", "weights": "travelling", "slots": 3, "bucket": "half", "park": "host"},
-    "mixed": {"site": "mixed", "weights": "some", "slots": 2, "bucket": "several"},
+    "streamed": {"site": "streamed", "weights": "travelling", "prefetch": 2, "bucket": "half", "park": "host"},
+    "mixed": {"site": "mixed", "weights": "some", "prefetch": 1, "bucket": "several"},
 }
 NAMES = list(LAYOUTS)
 CASES = [

@@ -13,11 +13,11 @@ import torch
 
 from strategies.core.protocol import BITWISE, Parity, Strategy
 from strategies.core.registry import available, find
-from trainer.build import plan_of
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
 from trainer.facts import run_facts
 from trainer.machine import probe
+from trainer.planning import plan_of
 from trainer.ranks import Ranks
 from trainer.verify import compare, digest, shrink, train_weights, without_strategies
 from trainer.worlds import run_world

@@ -1,11 +1,11 @@
-"""Addresses: what is permanent first, rings with slots in turn, no byte more than needed."""
+"""Addresses: what is permanent first, then weights by their stays, then what takes turns."""
 
 from hypothesis import given, settings
 
 from strategies.core.facts import Facts, Home
-from strategies.core.layout import ALIGN_BYTES, Item, Site, scratch_bytes
-from strategies.planner.addresses import all_needs, arena_bytes, place, rings
-from strategies.planner.rule import choose
+from strategies.core.layout import ALIGN_BYTES, Item, Site
+from strategies.planner.addresses import place
+from strategies.planner.rule import choose, sizes
 from tests.helpers.layouts import bucket, layout, random_facts
 from tests.unit.test_planner_rule import wishes
 
@@ -20,24 +20,32 @@ def test_permanent_spots_follow_each_other_from_zero() -> None:
     assert addresses.host_bytes == 0
 
 
-def test_members_of_a_ring_take_turns_in_slots_of_the_largest() -> None:
-    sizes = (128, 512, 256, 128, 512)
+def test_weights_that_are_never_there_together_share() -> None:
+    elements, count = (128, 512, 256, 128), 8
+    window = [((i, i + 2), (count - 2 - i, count - i)) for i in range(4)]
+    window[3] = ((3, 5),)
     made = layout(
-        *(bucket(f"b{i}", f"layers.{i}", size, site=Site.HOST, ring="blocks") for i, size in enumerate(sizes)),
-        rings={"blocks": 3},
+        *(
+            bucket(f"b{i}", f"layers.{i}", size, site=Site.HOST, stays=stays)
+            for i, (size, stays) in enumerate(zip(elements, window, strict=True))
+        )
     )
     addresses = place(made)
-    spots = [addresses.of(f"b{i}", Item.WEIGHT) for i in range(5)]
-    start = spots[0].offset
-    assert [spot.offset - start for spot in spots] == [0, 2048, 4096, 0, 2048]
-    assert [spot.num_bytes for spot in spots] == [4 * size for size in sizes]
-    assert addresses.device_bytes == start + 3 * 2048
+    spots = [addresses.of(f"b{i}", Item.WEIGHT) for i in range(4)]
+    assert [spot.num_bytes for spot in spots] == [4 * size for size in elements]
+    assert [i for i in range(3) if spots[i].overlaps(spots[i + 1])] == []
+    assert addresses.device_bytes - min(spot.offset for spot in spots) == 4 * (512 + 256)  # most that is there at once
 
 
-def test_a_ring_has_no_more_slots_than_members() -> None:
-    made = layout(bucket("a", "layers.0", 128, site=Site.HOST, ring="blocks"), rings={"blocks": 7})
-    (weights, *_) = rings(all_needs(made), made)
-    assert (weights.num_slots, weights.num_bytes) == (1, 512)
+def test_different_sizes_share_one_stretch() -> None:
+    """A table that is used at the ends leaves its place to the blocks."""
+    made = layout(
+        bucket("table", "embedding", 1024, site=Site.HOST, stays=((0, 1), (5, 6))),
+        *(bucket(f"b{i}", f"layers.{i}", 512, site=Site.HOST, stays=((1, 5),)) for i in range(2)),
+    )
+    spots = [place(made).of(name, Item.WEIGHT) for name in ("table", "b0", "b1")]
+    assert spots[0].overlaps(spots[1]) and spots[0].overlaps(spots[2]) and not spots[1].overlaps(spots[2])
+    assert max(s.end for s in spots) - min(s.offset for s in spots) == 4096
 
 
 def test_gradients_on_their_way_down_share_slots() -> None:
@@ -62,6 +70,6 @@ def test_the_size_is_known_without_placing(known: Facts) -> None:
     for asked in ({}, {"site": "host"}, {"site": "streamed", "weights": "streamed"}):
         made = choose(known, wishes(**asked), 0)
         addresses = place(made)
-        total = arena_bytes(all_needs(made), made, scratch_bytes(made))
+        total = sizes(made)
         assert total == {home: addresses.num_bytes(home) for home in Home}
         assert place(made) == addresses

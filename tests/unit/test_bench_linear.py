@@ -101,7 +101,7 @@ def test_a_run_leaves_a_record(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     record = json.loads((folder / "record.json").read_text())
     assert record["command"] == "the command" and len(record["cases"]) == 2
-    assert set(record["cases"][0]["measurements"][0]) == {"forward", "dgrad", "wgrad", "refresh"}
+    assert set(record["cases"][0]["measurements"][0]) == {"forward", "dgrad", "wgrad", "refresh", "overhead"}
     assert "| all: 2 | adaptive |" in (folder / "table.md").read_text()
 
 

@@ -5,21 +5,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home, Param
-from strategies.core.layout import ITEM_BYTES, SCRATCH_ELEMENTS, Item, Site, needs, scratch_bytes
+from strategies.core.layout import ITEM_BYTES, SCRATCH_ELEMENTS, Item, Site, leads, needs, scratch_bytes, steps_of, uses
 from strategies.planner.buckets import block_bytes, form
 from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
 
 N = 1024  # elements of the bucket below
 
 
-def sizes(dtype: str, site: Site, ring: str | None, parks: Home, accumulation: int = 1) -> dict[str, tuple[str, int]]:
+def sizes(dtype: str, site: Site, travels: bool, parks: Home, accumulation: int = 1) -> dict[str, tuple[str, int]]:
     """Home and bytes per element by item; counts left out."""
     group = None if site is Site.NONE else 0
-    made = bucket("b", "layers.0", N, dtype=dtype, site=site, ring=ring, parks=parks, group=group)
+    made = bucket(
+        "b", "layers.0", N, dtype=dtype, site=site, stays=((0, 1),) if travels else (), parks=parks, group=group
+    )
     found = list(needs(made, layout(made, accumulation=accumulation)))
     assert len({need.item for need in found}) == len(found)
     return {
-        need.item.name: (need.home.value + (" ring" if need.ring else ""), need.num_bytes // N)
+        need.item.name: (need.home.value + (" passing" if need.passes else ""), need.num_bytes // N)
         for need in found
         if need.item is not Item.STEPS
     }
@@ -31,28 +33,28 @@ DEVICE, HOST = Home.DEVICE, Home.HOST
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (("float32", Site.NONE, None, DEVICE), {"WEIGHT": ("device", 4)}),
-        (("bfloat16", Site.NONE, "blocks", DEVICE), {"WEIGHT": ("device ring", 2), "COPY": ("host", 2)}),
+        (("float32", Site.NONE, False, DEVICE), {"WEIGHT": ("device", 4)}),
+        (("bfloat16", Site.NONE, True, DEVICE), {"WEIGHT": ("device passing", 2), "COPY": ("host", 2)}),
         (
-            ("float32", Site.DEVICE, None, DEVICE),
+            ("float32", Site.DEVICE, False, DEVICE),
             {"WEIGHT": ("device", 4), "GRAD": ("device", 4), "MOMENTS": ("device", 8)},
         ),
         (
-            ("bfloat16", Site.DEVICE, None, DEVICE),
+            ("bfloat16", Site.DEVICE, False, DEVICE),
             {"WEIGHT": ("device", 2), "GRAD": ("device", 2), "MASTER": ("device", 4), "MOMENTS": ("device", 8)},
         ),
         (  # in fp32 the copy is the master
-            ("float32", Site.HOST, "blocks", HOST),
+            ("float32", Site.HOST, True, HOST),
             {
-                "WEIGHT": ("device ring", 4),
+                "WEIGHT": ("device passing", 4),
                 "COPY": ("host", 4),
-                "GRAD": ("device ring", 4),
+                "GRAD": ("device passing", 4),
                 "PARKED": ("host", 4),
                 "MOMENTS": ("host", 8),
             },
         ),
         (
-            ("float32", Site.HOST, None, DEVICE),
+            ("float32", Site.HOST, False, DEVICE),
             {
                 "WEIGHT": ("device", 4),
                 "GRAD": ("device", 4),
@@ -62,26 +64,26 @@ DEVICE, HOST = Home.DEVICE, Home.HOST
             },
         ),
         (
-            ("bfloat16", Site.STREAMED, "blocks", DEVICE),
+            ("bfloat16", Site.STREAMED, True, DEVICE),
             {
-                "WEIGHT": ("device ring", 2),
+                "WEIGHT": ("device passing", 2),
                 "COPY": ("host", 2),
                 "GRAD": ("device", 2),
                 "MASTER": ("host", 4),
                 "MOMENTS": ("host", 8),
-                "VISIT": ("device ring", 12),
+                "VISIT": ("device passing", 12),
             },
         ),
     ],
 )
-def test_bytes_per_element(case: tuple[str, Site, str | None, Home], expected: dict[str, tuple[str, int]]) -> None:
+def test_bytes_per_element(case: tuple[str, Site, bool, Home], expected: dict[str, tuple[str, int]]) -> None:
     assert sizes(*case) == expected
 
 
 def test_micro_batches_arrive_one_by_one() -> None:
-    once = sizes("bfloat16", Site.HOST, None, HOST)
-    more = sizes("bfloat16", Site.HOST, None, HOST, accumulation=2)
-    assert more == once | {"ARRIVAL": ("host ring", 2)}
+    once = sizes("bfloat16", Site.HOST, False, HOST)
+    more = sizes("bfloat16", Site.HOST, False, HOST, accumulation=2)
+    assert more == once | {"ARRIVAL": ("host passing", 2)}
 
 
 def test_counts_stand_where_the_update_is() -> None:
@@ -179,3 +181,22 @@ def test_every_bucket_keeps_the_rules(known: Facts, capacity: int | None) -> Non
         limit = capacity or block_bytes(known, b.dtype)
         in_block = next(iter(units)).startswith("layers")
         assert len(own) == 1 or not in_block or b.num_elements * ITEM_BYTES[b.dtype] <= limit
+
+
+# Steps
+
+
+def test_uses_and_leads() -> None:
+    units = ("a", "b", "c")  # steps 0 to 5: a b c, c b a
+    one = bucket("x", "b", 10, stays=((1, 2), (3, 5)))
+    made = layout(one, units=units)
+    assert uses(one, steps_of(units)) == (1, 4)
+    assert leads(one, made) == (0, 1)
+    over_the_end = bucket("x", "a", 10, stays=((0, 1), (4, 6)))
+    assert leads(over_the_end, made) == (1, 1)  # it stays from backward to the next forward: came one before backward
+    early = bucket("x", "b", 10, stays=((0, 2), (4, 6)))
+    assert leads(early, layout(early, units=units)) == (1, 0)
+    late = bucket("x", "c", 10, stays=((0, 4), (5, 6)))
+    assert leads(late, layout(late, units=units)) == (3, 1)
+    kept = bucket("x", "c", 10, stays=((2, 4),))
+    assert leads(kept, layout(kept, units=units)) == (0, 1)

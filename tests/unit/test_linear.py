@@ -28,14 +28,16 @@ def layer(**changes: Any) -> Linear:
     return replace(Linear("mlp.up", "layers.0", shape), **changes)
 
 
-def timed(shape: Shape = SHAPE, *, refresh: float = 0.0, **seconds: Mapping[str, float]) -> Timed:
+def timed(
+    shape: Shape = SHAPE, *, refresh: float = 0.0, overhead: float = 0.0, **seconds: Mapping[str, float]
+) -> Timed:
     """Timings in milliseconds by product and route; 10 natively unless given, other routes slower."""
     given = [
         (gemm, Route(name), value * 1e-3)
         for gemm in Gemm
         for name, value in ({"native": 10.0} | dict(seconds.get(gemm.value, {}))).items()
     ]
-    return Timed(shape, tuple(given), refresh * 1e-3)
+    return Timed(shape, tuple(given), refresh * 1e-3, overhead * 1e-3)
 
 
 # --- minimal ---------------------------------------------------------------------------------------------------------
@@ -86,15 +88,25 @@ def fastest(timings: Timed, *, accumulation: int = 1, copies: bool = True, **cha
 
 def test_a_route_is_taken_beyond_the_margin_only() -> None:
     assert fastest(timed(wgrad={"left": 9.8})) == OWN
-    assert fastest(timed(wgrad={"left": 9.6})) == Routes(wgrad=Route.LEFT)
-    assert fastest(timed(forward={"native": 0.010, "flip": 0.006})) == OWN  # 40 %, but 4 us
-    assert fastest(timed(forward={"native": 0.010, "flip": 0.004})) == Routes(forward=Route.FLIP)
+    assert fastest(timed(wgrad={"left": 9.6})) == OWN  # 4 % of the product, 1.3 % of the layer
+    assert fastest(timed(wgrad={"left": 9.6}), trains=True, passes_back=False) == OWN
+    assert fastest(timed(wgrad={"left": 9.0})) == Routes(wgrad=Route.LEFT)
+    small = {"dgrad": {"native": 0.001}, "wgrad": {"native": 0.001}}
+    assert fastest(timed(forward={"native": 0.010, "flip": 0.006}, **small)) == OWN  # 40 %, but 4 us
+    assert fastest(timed(forward={"native": 0.010, "flip": 0.004}, **small)) == Routes(forward=Route.FLIP)
     assert fastest(timed(dgrad={"left": 8.0, "flip": 7.0, "right": 9.0})) == Routes(dgrad=Route.FLIP)
 
 
 def test_products_that_never_run_stay_native() -> None:
     quick = timed(dgrad={"flip": 1.0}, wgrad={"flip": 1.0})
     assert fastest(quick, passes_back=False, trains=False) == OWN
+
+
+def test_a_layer_pays_for_being_routed() -> None:
+    """Forward gains 2 ms in each use; routing costs 1.5, and then 1.0 per use."""
+    assert fastest(timed(forward={"flip": 8.0}, overhead=1.5)) == OWN
+    assert fastest(timed(forward={"flip": 8.0}, overhead=1.5), accumulation=50) == OWN
+    assert fastest(timed(forward={"flip": 8.0}, overhead=1.0)) == Routes(forward=Route.FLIP)
 
 
 def test_the_copy_is_judged_on_the_sum() -> None:

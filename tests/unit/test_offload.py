@@ -53,7 +53,7 @@ def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) ->
         site=asked["site"],
         weights=asked["weights"],
         gradients=asked["gradients"],
-        prefetch=asked["prefetch"],
+        prefetch="auto" if asked["prefetch"] is None else asked["prefetch"],
         bucket_size=f"{size}B" if size else "auto",
     )
     assert plan.addresses is not None and plan.layout is not None
@@ -92,7 +92,7 @@ def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
         (4, Home.HOST, 4 * 4 * 12 * 64 * 64),
         (4, Home.DEVICE, 4 * 4 * 64),
     ]
-    assert [row.reason for row in parameters] == ["fetched for use, slot by slot", "always present"]
+    assert [row.reason for row in parameters] == ["fetched for use", "always present"]
     assert plan.home("layers.0", Kind.PARAM) is Home.HOST
 
 

@@ -12,10 +12,23 @@ import torch
 from strategies.core.facts import Facts
 from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
 from tests.helpers.fakes import facts
-from trainer import tuning
+from trainer import products, tuning
 from trainer.machine import probe
 from trainer.ranks import Ranks
-from trainer.tuning import REFRESH, Bench, from_json, load, name_of, place_of, save, to_json, tune, with_timings
+from trainer.tuning import (
+    REFRESH,
+    ROUTED,
+    STOCK,
+    Bench,
+    from_json,
+    load,
+    name_of,
+    place_of,
+    save,
+    to_json,
+    tune,
+    with_timings,
+)
 from trainer.worlds import run_world
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
@@ -33,7 +46,8 @@ class Fake:
         return self.now
 
     def prepare(self, shape: Shape) -> dict[Any, Callable[[], float]]:
-        products = [(gemm, Route.NATIVE) for gemm in Gemm] + [(Gemm.FORWARD, Route.FLIP), REFRESH]
+        products = [(gemm, Route.NATIVE) for gemm in Gemm] + [(Gemm.FORWARD, Route.FLIP)]
+        products += [REFRESH, STOCK, ROUTED]
         return {product: self._run(product) for product in products}
 
     def _run(self, product: Any) -> Callable[[], float]:
@@ -47,7 +61,7 @@ class Fake:
 
 
 def made(shape: Shape = SMALL, value: float = 1e-3) -> Timed:
-    return Timed(shape, (*((gemm, Route.NATIVE, value) for gemm in Gemm), (Gemm.WGRAD, Route.LEFT, 5e-4)), 2e-4)
+    return Timed(shape, (*((gemm, Route.NATIVE, value) for gemm in Gemm), (Gemm.WGRAD, Route.LEFT, 5e-4)), 2e-4, 3e-5)
 
 
 def known(*shapes: Shape) -> Facts:
@@ -60,9 +74,14 @@ def test_routes_take_turns_and_the_least_counts() -> None:
     fake = Fake(each_s=0.001, readings={flipped: [9.0, 0.0012, 5.0, 0.0011, *[7.0] * 20]})
     found = tune([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[SMALL]
     assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 0.0011}
-    assert found.refresh_s == 0.001
+    assert found.refresh_s == 0.001 and found.overhead_s == 0.0
     one_round = list(fake.prepare(SMALL))
     assert fake.calls == one_round * tuning.ROUNDS
+
+
+def test_what_routing_itself_costs_is_measured() -> None:
+    fake = Fake(each_s=0.001, readings={ROUTED: [0.003] * 20, STOCK: [0.0025, 0.002] * 10})
+    assert tune([SMALL], fake.prepare, 60.0, lambda line: None, fake.clock)[SMALL].overhead_s == pytest.approx(0.001)
 
 
 def test_what_is_far_behind_after_two_rounds_gets_no_more() -> None:
@@ -75,10 +94,23 @@ def test_what_is_far_behind_after_two_rounds_gets_no_more() -> None:
 
 def test_the_budget_ends_it_and_what_is_left_is_said() -> None:
     fake, said = Fake(each_s=1.0), []
-    found = tune([LARGE, SMALL, replace(SMALL, rows=5)], fake.prepare, 22.0, said.append, fake.clock)
-    assert list(found) == [LARGE, SMALL]  # two rounds of five products each: 10 s and 10 s
-    assert said[0].startswith("measuring linear layers, 1 of 3: 16 -> 32, 4 tokens, float32; 0 of 22 s")
+    found = tune([LARGE, SMALL, replace(SMALL, rows=5)], fake.prepare, 30.0, said.append, fake.clock)
+    assert list(found) == [LARGE, SMALL]  # two rounds of seven each: 14 s and 14 s
+    assert said[0].startswith("measuring linear layers, 1 of 3: 16 -> 32, 4 tokens, float32; 0 of 30 s")
     assert "1 were not reached and stay native: raise strategies.linear.budget_s" in said[-1]
+
+
+def test_a_shape_that_cannot_be_measured_costs_a_line() -> None:
+    fake, said = Fake(each_s=0.001), []
+
+    def prepare(shape: Shape) -> Any:
+        if shape == LARGE:
+            raise RuntimeError("out of memory\nand much more")
+        return fake.prepare(shape)
+
+    assert list(tune([LARGE, SMALL], prepare, 60.0, said.append, fake.clock)) == [SMALL]
+    assert said[1] == "16 -> 32, 4 tokens, float32 stays native, it could not be measured: out of memory"
+    assert "not reached" not in said[-1]
 
 
 def test_a_first_shape_is_measured_however_small_the_budget() -> None:
@@ -145,7 +177,13 @@ def test_a_folder_in_its_place_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"forward": {}}, {"forward": {"native": -1}}, {"refresh": "x"}, {"wgrad": {"native": 1.0, "sideways": 1.0}}],
+    [
+        {"forward": {}},
+        {"forward": {"native": -1}},
+        {"refresh": "x"},
+        {"overhead": -1},
+        {"wgrad": {"native": 1.0, "sideways": 1.0}},
+    ],
     ids=str,
 )
 def test_a_damaged_shape_is_measured_anew(change: dict[str, Any]) -> None:
@@ -219,15 +257,16 @@ def test_real_products_are_timed_over_every_route(stored: Any) -> None:
     found = tune([shape], Bench("cpu").prepare, 5.0, lambda line: None)[shape]
     assert {gemm: len(found.of(gemm)) for gemm in Gemm} == {Gemm.FORWARD: 5, Gemm.DGRAD: 5, Gemm.WGRAD: 4}
     assert all(seconds > 0 for *_, seconds in found) and found.refresh_s > 0
+    assert 0 <= found.overhead_s < 1e-2
 
 
 def test_a_route_with_another_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tuning._works
+    right = products._works
 
     def works(shape: Shape, gemm: Gemm, route: Route) -> Any:
         work = right(shape, gemm, route)
         return (lambda held: work(held) * 1.01) if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else work
 
-    monkeypatch.setattr(tuning, "_works", works)
+    monkeypatch.setattr(products, "_works", works)
     runs = Bench("cpu").prepare(Shape(3, 5, 7, "out_in", "float32"))
     assert (Gemm.DGRAD, Route.FLIP) not in runs and (Gemm.FORWARD, Route.FLIP) in runs

@@ -21,10 +21,12 @@ Mutation = Callable[[Layout, Addresses, st.DataObject], Case]
 
 
 def two() -> Layout:
+    """Steps 0 to 7; a and c are never there together."""
+    passing: dict[str, Any] = {"site": Site.HOST, "parks": Home.HOST}
     return layout(
-        bucket("a", "layers.0", 100, 50, site=Site.HOST, ring="blocks", parks=Home.HOST),
-        bucket("b", "layers.1", 100, site=Site.HOST, ring="blocks", parks=Home.HOST),
-        bucket("c", "layers.2", 100, site=Site.HOST, ring="blocks", parks=Home.HOST),
+        bucket("a", "layers.0", 100, 50, stays=((0, 2), (6, 8)), **passing),
+        bucket("b", "layers.1", 100, stays=((1, 3), (5, 7)), **passing),
+        bucket("c", "layers.2", 100, stays=((2, 6),), **passing),
         bucket("d", "head", 70),
         bucket("e", "head", 70, site=Site.NONE, group=None),
     )
@@ -50,12 +52,10 @@ def with_spot(addresses: Addresses, key: tuple[str, Item], **changes: Any) -> Ad
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"prefetch": -1}, "prefetch = -1: must be at least 0"),
         ({"accumulation": 0}, "accumulation = 0"),
         ({"grad_slots": 0}, "grad_slots = 0"),
         ({"moments": -1}, "moments = -1"),
-        ({"rings": {"blocks": 0}}, "ring blocks: 0 slots"),
-        ({"rings": {"blocks": 2, "gradient": 2}}, "ring gradient: that name belongs"),
+        ({"units": ("layers.0", "layers.1", "layers.2", "head", "head")}, "unit head: 2 have this name"),
         ({"in_backward": True, "max_grad_norm": 1.0}, "updates in backward cannot clip"),
     ],
 )
@@ -76,7 +76,12 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (0, {"sizes": (100,)}, "not equally many"),
         (0, {"dtype": "float16"}, "unknown dtype float16"),
         (0, {"units": ()}, "no unit that uses it"),
-        (0, {"ring": "other"}, "no ring other"),
+        (0, {"units": ("other",)}, "no unit other"),
+        (0, {"stays": ((0, 2), (2, 8))}, "stays from step 2 to 8, after 2, of 8"),
+        (0, {"stays": ((0, 9),)}, "stays from step 0 to 9, after -1, of 8"),
+        (0, {"stays": ((1, 1),)}, "stays from step 1 to 1"),
+        (0, {"stays": ((0, 8),)}, "travels, but never leaves"),
+        (0, {"stays": ((0, 7),)}, "is away at step 7, where layers.0 uses it"),
         (0, {"group": None}, "if, and only if"),
         (0, {"group": -1}, "group -1"),
         (0, {"site": Site.NONE}, "if, and only if"),
@@ -111,12 +116,14 @@ def test_addresses_by_hand() -> None:
         assert words in complaints(made, addresses)
 
 
-def test_members_of_a_ring_may_share_but_not_those_of_one_block() -> None:
+def test_weights_share_only_while_one_of_them_is_away() -> None:
     made = two()
     right = place(made)
     assert right.of("a", Item.WEIGHT).overlaps(right.of("c", Item.WEIGHT))
-    same = with_bucket(made, 2, units=("layers.0",))
-    assert complaints(same, right) == "layers.0 uses a and c, which share an address"
+    longer = with_bucket(made, 0, stays=((0, 3), (6, 8)))
+    assert complaints(longer, right) == "a and c share an address, and both are there at step 2"
+    resident = with_spot(right, ("d", Item.WEIGHT), offset=right.of("a", Item.WEIGHT).offset)
+    assert "overlaps" in complaints(made, resident)
 
 
 def test_an_overlap_behind_a_long_spot_is_found() -> None:
@@ -133,8 +140,8 @@ def test_an_overlap_behind_a_long_spot_is_found() -> None:
 def test_check_raises_with_all_of_it() -> None:
     made = two()
     check(made, place(made))
-    broken = replace(with_bucket(made, 0, ring="other"), prefetch=-1)
-    with_all = r"cannot be carried out: prefetch = -1: must be at least 0; a: no ring other$"
+    broken = replace(with_bucket(made, 0, units=("other",)), moments=-1)
+    with_all = r"cannot be carried out: moments = -1: must be at least 0; a: no unit other$"
     with pytest.raises(ValueError, match=with_all):
         check(broken, place(made))
 
@@ -193,7 +200,7 @@ def onto_another(made: Layout, addresses: Addresses, data: st.DataObject) -> Cas
 
 
 def smaller_arena(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
-    """The last slot of a ring may be larger than who uses it, so not every byte less is one too few."""
+    """The last slot may be larger than who uses it, so not every byte less is one too few."""
     end = max(spot.end for spot in addresses.spots.values() if spot.home is Home.DEVICE)
     return made, replace(addresses, device_bytes=end - 1)
 
@@ -205,7 +212,10 @@ MUTATIONS: dict[str, Mutation] = {
     "another dtype": change_bucket(lambda b: {"dtype": "bfloat16" if b.dtype == "float32" else "float32"}),
     "another size": change_bucket(lambda b: {"sizes": (b.sizes[0] + 1, *b.sizes[1:])}),
     "another unit": change_bucket(lambda b: {"units": (*b.units, "nowhere")}),
-    "no such ring": change_bucket(lambda b: {"ring": "nowhere"}),
+    "always away": change_bucket(lambda b: {"stays": ((0, 0),)}),
+    "leaves too early": change_bucket(
+        lambda b: {"stays": tuple((start, end - 1) for start, end in b.stays) or ((0, 0),)}
+    ),
     "shifted parameters": change_bucket(lambda b: {"offsets": tuple(offset + 1 for offset in b.offsets)}),
     "frozen but updated": change_bucket(lambda b: {"site": Site.HOST if b.group is None else Site.NONE}),
     "drop a spot": drop_spot,
@@ -225,7 +235,7 @@ MUTATIONS: dict[str, Mutation] = {
 @settings(max_examples=40, deadline=None)
 @given(random_facts(), wish, st.data())
 def test_every_mutation_is_refused(name: str, known: Facts, asked: dict[str, Any], data: st.DataObject) -> None:
-    made = choose(known, wishes(**asked | {"slots": None}), 0)
+    made = choose(known, wishes(**asked), 0)
     addresses = place(made)
     assert validate(made, addresses, known.params) == []
     assert validate(*MUTATIONS[name](made, addresses, data), known.params) != []

@@ -133,7 +133,8 @@ def measured(case: Case, accumulation: int, each_s: float) -> tuple[Verdict, lis
 def _once(case: Case, each_s: float) -> Timed:
     import torch
 
-    from trainer.tuning import Bench, tune
+    from trainer.products import Bench
+    from trainer.tuning import tune
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return tune([case.shape], Bench(device).prepare, 2 * each_s, lambda line: None)[case.shape]
@@ -201,7 +202,8 @@ def _layers_of(model: Any, batch: Any) -> dict[str, Linear]:
 
 
 def _timings_of(layers: dict[str, Linear], device: str, say: Say) -> dict[Any, Timed]:
-    from trainer.tuning import Bench, tune
+    from trainer.products import Bench
+    from trainer.tuning import tune
 
     shapes = list(dict.fromkeys(layer.shape for layer in layers.values()))
     return tune(shapes, Bench(device).prepare, 60.0, say)

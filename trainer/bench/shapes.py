@@ -141,7 +141,7 @@ def merged(first: Timed, second: Timed) -> Timed:
     """The lesser seconds of two measurements of one shape."""
     other = {(gemm, route): value for gemm, route, value in second}
     both = tuple((g, r, min(value, other[g, r])) for g, r, value in first if (g, r) in other)
-    return Timed(first.shape, both, min(first.refresh_s, second.refresh_s))
+    return Timed(first.shape, both, min(first.refresh_s, second.refresh_s), min(first.overhead_s, second.overhead_s))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from strategies.core.layout import Layout, Site
+from strategies.core.layout import Site
 from strategies.core.plan import Home, Plan
 from strategies.planner.price import price
-from strategies.planner.sites import balanced, cheapest
 from strategies.planner.validate import validate
 from tests.unit.test_price import BLOCK, FAST, known, planned
 
@@ -51,17 +50,3 @@ def test_a_fast_cpu_keeps_its_work() -> None:
 def test_a_site_that_was_asked_for_stays() -> None:
     plan = planned(known(SLOW_CPU, blocks=8), site="host")
     assert set(sites_of(plan)) == {Site.HOST}
-
-
-def test_what_does_not_fit_is_not_taken() -> None:
-    plan = planned(known(SLOW_CPU), site="host")
-    assert plan.layout is not None
-    assert balanced(plan.facts, plan.layout, lambda layout: False) is plan.layout
-    assert balanced(known(None), plan.layout, lambda layout: True) is plan.layout
-
-
-def test_the_first_of_equals_is_taken() -> None:
-    layout = planned(known(), site="device").layout
-    assert isinstance(layout, Layout)
-    assert cheapest(known(), [layout, replace(layout, prefetch=2)]) is layout
-    assert cheapest(known(None), [layout, replace(layout, prefetch=2)]) is layout

@@ -1,0 +1,23 @@
+"""Parameters as the planner lists them."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer
+
+from tests.helpers.tiny import MODELS
+from trainer.config.sections import ModelSection
+from trainer.model import load_config
+from trainer.params import decay_groups
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weight_decay_is_for_those_that_the_trainer_says(name: str) -> None:
+    with torch.device("meta"):
+        section = ModelSection(config=dict(MODELS[name]), tokenizer="none")
+        model = AutoModelForCausalLM.from_config(load_config(section))
+    rule: Any = Trainer.get_decay_parameter_names  # uses nothing of its trainer
+    decayed = set(rule(None, model))
+    assert decayed
+    assert decay_groups(model) == {name: int(name not in decayed) for name, _ in model.named_parameters()}
