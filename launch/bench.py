@@ -2,6 +2,7 @@
 
     python launch/bench.py offload [--model 45m] [--tokens 64] [--gpu-memory 16GiB,24GiB]
     python launch/bench.py linear [--models gpt2-xl] [--tokens 16,64] [--dtypes bf16]
+    python launch/bench.py recompute [--model 45m] [--attention eager] [--dropout 0.1]
 
 ``offload``: every subject does the same work in a fresh process, in turn, over several rounds. ``linear``:
 the products of well-known models' linear layers over every route. The table is printed, and the record with every run's
@@ -22,8 +23,8 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
 from trainer.bench import shapes, work
+from trainer.bench.compare import compare
 from trainer.bench.linear import linear
-from trainer.bench.offload import offload
 from trainer.errors import ConfigError, UserError
 from trainer.machine import cores
 from trainer.ranks import Ranks, settle_environment
@@ -43,22 +44,31 @@ def parser() -> Parser:
     """One subcommand per theme; values are checked by ``trainer.bench.work``, which knows what is allowed."""
     whole = Parser(description=(__doc__ or "").splitlines()[0])
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
-    one = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
-    names = ", ".join(subject.label for subject in work.SUBJECTS)
+    offload = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
+    add_work(offload, work.SUBJECTS)
+    offload.add_argument("--recompute", action="store_true", help="every subject recomputes its blocks in backward")
+    offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
+    again = themes.add_parser("recompute", help="keeping less for backward: memory and speed", allow_abbrev=False)
+    add_work(again, work.RECOMPUTE)
+    again.add_argument("--attention", default="sdpa", metavar="NAME", help=f"{', '.join(work.ATTENTIONS)} (sdpa)")
+    again.add_argument("--dropout", default="0", metavar="P", help="of attention's probabilities (default 0)")
+    _add_linear(themes)
+    return whole
+
+
+def add_work(one: Parser, subjects: Sequence[work.Subject]) -> None:
+    """What every theme asks."""
+    names = ", ".join(subject.label for subject in subjects)
     one.add_argument("--model", default="45m", metavar="NAME", help=f"{', '.join(work.MODELS)} (default 45m)")
     one.add_argument("--tokens", metavar="N", help="per optimizer step; fixes the rows (default: the model's own)")
     one.add_argument("--rows", metavar="N", help="of a micro-batch")
     one.add_argument("--length", metavar="N", help="tokens of a row")
     one.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per step (default 1)")
     one.add_argument("--dtype", default="fp32", metavar="NAME", help=f"{', '.join(work.DTYPES)} (default fp32)")
-    one.add_argument("--recompute", action="store_true", help="every subject recomputes its blocks in backward")
     one.add_argument("--steps", default="5", metavar="N", help="measured optimizer steps (default 5)")
     one.add_argument("--rounds", default="3", metavar="N", help="runs of each subject (default 3)")
-    one.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
     one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
-    _add_linear(themes)
-    return whole
 
 
 def _add_linear(themes: Any) -> None:
@@ -98,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return of_linear(given, command)
         todo, subjects = wanted(given)
         rounds = work.whole("--rounds", given.rounds)
-        return offload(todo, subjects, rounds, given.out, command, say)
+        return compare(todo, subjects, rounds, given.out, command, say, given.theme)
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.code
@@ -129,13 +139,25 @@ def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Subject]]:
         ConfigError: a value that is not allowed.
     """
     numbers = {name: getattr(given, name) for name in ("tokens", "rows", "length", "accumulation", "steps")}
+    is_offload = given.theme == "offload"
+    extra: dict[str, Any] = (
+        {"recompute": given.recompute}
+        if is_offload
+        else {
+            "attention": work.choice("--attention", given.attention, work.ATTENTIONS),
+            "dropout": work.part("--dropout", given.dropout),
+        }
+    )
     todo = work.work(
         work.choice("--model", given.model, work.MODELS),
         dtype=work.choice("--dtype", given.dtype, work.DTYPES),
-        recompute=given.recompute,
+        **extra,
         **{name: work.whole(f"--{name}", text) for name, text in numbers.items() if text is not None},
     )
-    return todo, work.subjects(listed(given.subjects), listed(given.gpu_memory))
+    names = listed(given.subjects)
+    if is_offload:
+        return todo, work.subjects(names, listed(given.gpu_memory))
+    return todo, work.subjects(names, [], work.RECOMPUTE)
 
 
 def listed(text: str) -> list[str]:

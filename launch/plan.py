@@ -19,7 +19,9 @@ from trainer.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
+    from strategies.planner.edits import Edit
     from strategies.planner.price import Price
+    from trainer.config.sections import RunConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,10 +33,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the simulated step (PNG)")
+    parser.add_argument(
+        "--measure", action="store_true", help="first time a few blocks on this machine; kept in the run folder"
+    )
     parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.measure and arguments.profile:
+        parser.error("--measure times this machine; leave --profile out")
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
     return arguments
@@ -67,13 +74,20 @@ def show(arguments: argparse.Namespace) -> None:
     from strategies.planner import report
     from strategies.planner.price import price
     from trainer import engine
-    from trainer.planning import plan_of, refuse_impossible
+    from trainer.planning import measure, plan_of, refuse_impossible
     from trainer.ranks import Ranks
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
-    plan = plan_of(config, Ranks(world_size=arguments.world_size, local_world_size=local), machine)
+    ranks = Ranks(world_size=arguments.world_size, local_world_size=local)
+    if arguments.measure:
+        for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
+            print(line)
+    plan = plan_of(config, ranks, machine)
     priced = price(plan)
     print(report.text(plan, priced))
+    if edits := edits_of(config, plan):
+        print("what would change it most, estimated:")
+        print("\n".join(edit.line() for edit in edits))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -89,6 +103,17 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot(plan, priced, arguments.plot)
     refuse_impossible(plan)
+
+
+def edits_of(config: RunConfig, plan: Plan) -> list[Edit]:
+    """What would change the simulated step most; nothing, where nothing is stowed."""
+    from strategies.offload import Offload
+    from strategies.planner.edits import ranked
+
+    offload = config.strategies.get("offload")
+    if not isinstance(offload, Offload):
+        return []
+    return ranked(plan.facts_as_kept(), offload.wishes(plan.facts), plan.saved_peak())
 
 
 def plot(plan: Plan, priced: Price | None, path: Path) -> None:

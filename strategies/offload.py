@@ -26,12 +26,10 @@ from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
-from strategies.core.sizes import AUTO, check_budget, parse_bytes
-from strategies.planner import account
+from strategies.core.sizes import AUTO, SHARE, check_budget, parse_bytes
+from strategies.planner import account, joint
 from strategies.planner.frames import Wishes
-from strategies.planner.rule import choose
 
-SHARE = 0.9  # of a memory, where the user names no size: the rest is for the context, libraries and fragments
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _KERNELS = "the CPU's kernel updates what rests on the host; it rounds otherwise than the device's in the last bit"
 
@@ -108,8 +106,8 @@ class Offload(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
-        saved = sum(plan.saved_bytes(unit.name) for unit in facts.units)
-        layout = choose(facts, self._wishes(facts), saved)
+        keeps, layout = joint.decide(plan, self.wishes(facts))
+        yield from keeps
         yield from account.of_units(facts, layout)
         yield from self._travels(facts, layout)
         yield Stow(unit=RUN, reason="no more is moved than does not fit", layout=layout)
@@ -133,7 +131,8 @@ class Offload(Strategy):
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
         return facts.run.world_size > 1 and facts.run.accumulation > 1
 
-    def _wishes(self, facts: Facts) -> Wishes:
+    def wishes(self, facts: Facts) -> Wishes:
+        """The options in bytes, on this machine."""
         machine = facts.machine
         all_of_it = self.gpu_memory == AUTO and not machine.has_accelerator
         device = machine.device_bytes if all_of_it else _budget(self.gpu_memory, machine.device_bytes)

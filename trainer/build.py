@@ -20,7 +20,7 @@ from strategies.core.compose import in_order
 from strategies.core.plan import Plan
 from strategies.planner import report
 from strategies.planner.price import price
-from trainer import checkpoint, engine, facts, model, stowing
+from trainer import checkpoint, engine, facts, model, stowing, timing
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
@@ -64,7 +64,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe(folder if folder.is_dir() else Path())
-    plan = plan_of(config, ranks, machine, tune=True, say=write_line)
+    plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
     check_packing(config)
     if plan.layout is not None:
         stowing.refuse_optimizer(config.training)
@@ -150,13 +150,13 @@ def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {
         "config.yaml": run.config.dump(),
-        "facts.json": json.dumps(run.plan.facts.to_json(), indent=1),
         "plan.json": json.dumps(content, indent=1),
         "plan.txt": text + "\n",
         "ds_config.json": json.dumps(engine.ds_config(run.plan), indent=1),
     }
     for name, text in written.items():
         (run.folder / name).write_text(text)
+    timing.store(run.folder, run.plan.facts)
 
 
 def make_arguments(run: Run) -> TrainingArguments:
@@ -225,7 +225,7 @@ def make_trainer(run: Run) -> Trainer:
     packing = run.config.data.packing
     plan_file = run.folder / "plan.json"
     recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
-    ledger = Ledger(run.plan, plan_file, recomputes=recomputes) if plan_file.is_file() else None
+    ledger = Ledger(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
     trainer = Trainer(
         model=make_model(run),
         args=run.arguments,
@@ -246,6 +246,8 @@ def make_trainer(run: Run) -> Trainer:
             meter,
         ],
     )
+    if ledger is not None:
+        ledger.stowed = lambda: trainer.stowed
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer
 

@@ -8,7 +8,7 @@ seconds and a few hundred megabytes.
 Blocks are found by structure: the outermost ``nn.ModuleList`` children are blocks; parameters registered before the
 first block belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
 
-What is counted as saved: storages that autograd keeps, each once, parameters excluded, plus each block's input.
+What is saved, and what it would cost to keep less, is counted in ``trainer/counting.py``.
 Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
 padded or packed, which most are. Full rows keep somewhat less.
 
@@ -22,27 +22,30 @@ are given here: the output's shape, and two flop per row of tokens, column and s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
+from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
+from trainer.counting import Counter, find_blocks, flop_formulas
 from trainer.errors import ConfigError
 from trainer.linears import LinearCounter, no_copies
 from trainer.model import load_config, with_lora
-from trainer.params import EMBEDDING, HEAD, decay_groups, list_params, units_by_name
+from trainer.params import decay_groups, list_params
 from trainer.profiles import known_rates
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from transformers import PreTrainedModel
 
     from strategies.core.linears import Linear
     from trainer.config.sections import RunConfig
     from trainer.machine import Machine
 
-RUNTIME_HOST_BYTES = 1 << 30  # Python with torch, Transformers and DeepSpeed imported: 0.6 to 1.0 GiB resident
+# Resident besides tensors. On CPU with torch, Transformers and datasets: 539 and 584 MiB in two runs, a few kernels'
+# workspace included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
+RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 544 << 20, 1 << 30
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
@@ -87,8 +90,8 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
         largest_param=count.largest_param,
         forward_flops=count.forward_flops,
     )
-    known = machine_facts(machine, local_world_size)
-    return Facts(count.units, run, known, count.params, count.linears, no_copies=no_copies(config))
+    here = machine_facts(machine, local_world_size, engine="zero" in config.strategies)
+    return Facts(count.units, run, here, count.params, count.linears, no_copies=no_copies(config))
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -107,14 +110,19 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
     )
 
 
-def machine_facts(machine: Machine, local_world_size: int) -> MachineFacts:
-    """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device."""
+def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = False) -> MachineFacts:
+    """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device.
+
+    Args:
+        engine: DeepSpeed's is used.
+    """
     host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
     if rates is not None:  # of what the ranks of a machine share, each has its part; each has a link of its own
         rates = rates.shared_by(local_world_size)
     if machine.device_kind == "cpu":
-        return MachineFacts("cpu", host - RUNTIME_HOST_BYTES, host, RUNTIME_HOST_BYTES, rates)
-    return MachineFacts(machine.name, machine.device_total_bytes, host, RUNTIME_HOST_BYTES, rates)
+        runtime = ENGINE_HOST_BYTES if engine else RUNTIME_HOST_BYTES
+        return MachineFacts("cpu", host - runtime, host, runtime, rates)
+    return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates)
 
 
 def count_model(config: RunConfig) -> ModelCount:
@@ -128,7 +136,7 @@ def count_model(config: RunConfig) -> ModelCount:
     linears = LinearCounter() if "linear" in config.strategies else None
     casts = precision is not Precision.FP32 and ("zero" in config.strategies or offloads)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
-    flops = FlopCounterMode(display=False, custom_mapping=_flops())
+    flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     model: Any = _meta_model(config)
     if casts:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
@@ -141,7 +149,7 @@ def count_model(config: RunConfig) -> ModelCount:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
-        counter = _SavedBytes(model)
+        counter = Counter(model)
         shape = (config.training.per_device_train_batch_size, config.data.max_length)
         ids = torch.zeros(shape, dtype=torch.long)
         third = "position_ids" if config.data.packing else "attention_mask"
@@ -182,11 +190,11 @@ def describe(
     named = [*model.named_parameters(), *model.named_buffers()]
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     params = list_params(model, find_blocks(model), group_of, lambda param: str(param.dtype).removeprefix("torch."))
-    counter = _SavedBytes(model)
+    counter = Counter(model)
     if batch is not None:
         with _fake_run(model) as mode:
             fakes = {name: mode.from_tensor(tensor) for name, tensor in named}
-            counter = _SavedBytes(model, fakes.values())
+            counter = Counter(model, fakes.values())
             inputs = {name: mode.from_tensor(value) for name, value in _inputs(model, batch).items()}
             with counter:
                 functional_call(model, fakes, kwargs=inputs)
@@ -259,24 +267,6 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
         return with_lora(model, section.lora) if section.lora is not None else model
 
 
-def _flops() -> dict[Any, Callable[..., int]]:
-    """What torch's counter lacks: the CPU's fused attention, which a fake run meets, and the grouped matmul."""
-    import torch
-
-    def attention(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
-        batch, heads, queries, width = query
-        keys = key[2]
-        return int(2 * batch * heads * queries * keys * (width + value[3]))
-
-    def grouped(rows: Any, weight: Any, *_: object, out_shape: object = None, **__: object) -> int:
-        return int(2 * rows[0] * rows[1] * weight[2])  # each row of tokens meets one expert: [S, K] x [E, K, N]
-
-    return {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        torch.ops.aten._grouped_mm: grouped,
-    }
-
-
 def _grouped_matmul() -> AbstractContextManager[object]:
     """A mode in which fake grouped matmuls take any dtype; see [Note: grouped matmul]. It stands below autograd."""
     import torch
@@ -290,95 +280,3 @@ def _grouped_matmul() -> AbstractContextManager[object]:
             return func(*args, **(kwargs or {}))
 
     return AnyDtype()
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeating blocks by dotted path: children with parameters of every outermost ``nn.ModuleList``."""
-    from torch import nn
-
-    def lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if isinstance(child, nn.ModuleList):
-                yield path, child
-            else:
-                yield from lists(f"{path}.", child)
-
-    return {
-        f"{path}.{index}": block
-        for path, blocks in lists("", model)
-        for index, block in enumerate(blocks)
-        if any(True for _ in block.parameters())
-    }
-
-
-class _SavedBytes:
-    """Context manager: attributes every saved storage to the unit that was running when it was saved first."""
-
-    def __init__(self, model: nn.Module, weights: Iterable[Tensor] | None = None) -> None:
-        """``weights`` stand in for the model's own in the run."""
-        self._model = model
-        self._blocks = find_blocks(model)
-        self._parameters = {p.untyped_storage()._cdata for p in weights or model.parameters()}
-        self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address comes twice
-        self._bytes: dict[str, int] = {}
-        self._running: list[str] = []
-        self._outside = EMBEDDING
-
-    def __enter__(self) -> None:
-        import torch
-
-        self._hooks = [
-            hook
-            for name, block in self._blocks.items()
-            for hook in (
-                block.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                block.register_forward_hook(self._leaving),
-            )
-        ]
-        # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing)
-        self._saving.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._saving.__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        import torch
-
-        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._running.append(name)
-            self._outside = HEAD
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-                self._save(hidden)  # under checkpointing the input is all that a block keeps
-
-        return enter
-
-    def _leaving(self, *_: object) -> None:
-        self._running.pop()
-
-    def _save(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._parameters and storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage
-            unit = self._running[-1] if self._running else self._outside
-            self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
-
-    def units(self) -> tuple[Unit, ...]:
-        """The embedding, the blocks and the head, in this order, with what was counted; empty ones left out."""
-        paths = dict.fromkeys((EMBEDDING, *self._blocks, HEAD), (0, 0))
-        unit_of = units_by_name(self._model, self._blocks)
-        for name, parameter in self._model.named_parameters():  # shared parameters come once
-            params, trainable = paths[unit_of[name]]
-            size = parameter.numel()
-            paths[unit_of[name]] = (params + size, trainable + size * parameter.requires_grad)
-        kinds = {EMBEDDING: UnitKind.EMBEDDING, HEAD: UnitKind.HEAD}
-        used = set(unit_of.values())  # a tied head has no parameter of its own
-        return tuple(
-            Unit(path, kinds.get(path, UnitKind.BLOCK), params, trainable, self._bytes.get(path, 0))
-            for path, (params, trainable) in paths.items()
-            if path in used or self._bytes.get(path)
-        )

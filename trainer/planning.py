@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human
-from trainer import facts, tuning
+from trainer import facts, model, timing, tuning
 from trainer.errors import ConfigError
+from trainer.shrink import PER_LAYER
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -19,12 +22,21 @@ if TYPE_CHECKING:
 
 
 def plan_of(
-    config: RunConfig, ranks: Ranks, machine: Machine, *, tune: bool = False, say: Callable[[str], None] = print
+    config: RunConfig,
+    ranks: Ranks,
+    machine: Machine,
+    *,
+    resumes: bool = False,
+    tune: bool = False,
+    say: Callable[[str], None] = print,
 ) -> Plan:
     """The plan of a run.
 
+    Block times that an earlier run in the same folder measured are used, on one machine; a run that ``resumes`` is
+    planned with those it began with.
+
     Args:
-        tune: measure what a strategy would like to know of this machine and nobody has measured yet.
+        tune: measure the products of linear layers, where a strategy wants to know and nobody has measured them yet.
 
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts.
@@ -32,10 +44,44 @@ def plan_of(
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if known.linears:
         known = tuning.for_config(config, known, ranks, machine, tune=tune, say=say)
+    if "offload" in config.strategies and ranks.world_size == ranks.local_world_size:
+        folder = Path(config.training.output_dir)
+        known = replace(known, unit_times=timing.read(folder, known, "unit_times" if resumes else "measured"))
     try:
         return compose(config.strategies, known)
     except (Conflict, Refusal) as refused:
         raise ConfigError(str(refused)) from None
+
+
+def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
+    """Time a few blocks of the configured model on this machine and keep that in the run folder; lines for people.
+
+    Raises:
+        ConfigError: the model cannot be built, or nothing could be measured.
+    """
+    known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    device = "cpu" if machine.device_kind == "cpu" else "cuda"
+
+    def make(blocks: int) -> Any:
+        section = config.model
+        hf_config = model.load_config(section, facts.vocab_size_of(config))
+        text = hf_config.get_text_config()
+        text.num_hidden_layers = blocks
+        for name in PER_LAYER:
+            if getattr(text, name, None):
+                setattr(text, name, getattr(text, name)[:blocks])
+        fresh = section.model_copy(
+            update={"name_or_path": None, "config": {}}
+        )  # of the same shape, without its weights
+        return model.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
+
+    found = timing.measure(make, known, device, say)
+    if found is None:
+        raise ConfigError("--measure: backward did not pass through the blocks; is anything trained?")
+    folder = Path(config.training.output_dir)
+    timing.store(folder, known, found)
+    yield f"measured, and kept in {folder / timing.FILE}:"
+    yield from timing.lines(known, found)
 
 
 def refuse_impossible(plan: Plan) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strategies.core.facts import UnitKind
-from strategies.core.plan import Home, Kind, Plan
+from strategies.core.plan import Home, Kind, Plan, backward_peak
 from strategies.core.render import human
+from strategies.planner.keep import FULL, SELECTIVE, by_policy
 from trainer.callbacks import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def edits(config: RunConfig, plan: Plan) -> list[Edit]:
 
 def _edits(config: RunConfig, plan: Plan) -> Iterator[Edit]:
     run, training = plan.facts.run, config.training
-    blocks = [unit for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
     saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
     if run.micro_batch > 1:
         half = run.micro_batch // 2
@@ -76,14 +75,21 @@ def _edits(config: RunConfig, plan: Plan) -> Iterator[Edit]:
         yield Edit(f"training: {{{rest}}}", saved - saved * half // run.micro_batch)
     elif run.sequence > 1:
         yield Edit(f"data.max_length: {run.sequence // 2}", saved // 2)
-    if not (training.gradient_checkpointing or training.activation_checkpointing) and blocks:
-        kept = run.micro_batch * run.sequence * run.hidden_size * run.precision.element_bytes
-        of_blocks = sum(plan.saved_bytes(unit.name) for unit in blocks)
-        largest = max(plan.saved_bytes(unit.name) for unit in blocks)  # the one that is recomputed
-        yield Edit("training.gradient_checkpointing: true", of_blocks - largest - kept * len(blocks))
+    if not (training.gradient_checkpointing or training.activation_checkpointing):
+        yield from _recompute(plan)
     if "offload" in config.strategies:
         lower = plan.peak(Home.DEVICE) * 9 // 10
         yield Edit(f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower)
     elif not config.strategies:
         movable = (Kind.GRAD, Kind.MASTER, Kind.MOMENT)
         yield Edit("strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable))
+
+
+def _recompute(plan: Plan) -> Iterator[Edit]:
+    """Policies that keep less than the plan does."""
+    units = plan.facts.units
+    now = plan.saved_peak()
+    for policy in (SELECTIVE, FULL):
+        ways = [by_policy(unit, policy) for unit in units]
+        peak = backward_peak([(way.saved_bytes, way.running_bytes) for way in ways], [0] * len(units))
+        yield Edit(f"strategies: {{recompute: {{policy: {policy}}}}}", now - peak)

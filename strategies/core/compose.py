@@ -19,7 +19,7 @@ ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
     Phase.HOW: (Impl, Reserve, EngineSet),
     Phase.WHO: (Share, Reserve, EngineSet),
     Phase.KEEP: (Keep, EngineSet),
-    Phase.WHERE: (Share, Rest, Travel, Stow, EngineSet),
+    Phase.WHERE: (Share, Rest, Travel, Stow, Keep, EngineSet),
     Phase.WHEN: (Travel, EngineSet),
     Phase.BUFFER: (Reserve, Place, EngineSet),
 }

@@ -46,11 +46,48 @@ class Precision(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What operators do: floating-point operations of those that have any, bytes read and written by the others."""
+
+    flops: int = 0
+    touched_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.touched_bytes + other.touched_bytes)
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One whose outputs of ``num_bytes`` may be kept; its ``work`` is then not done again."""
+
+    name: str
+    num_bytes: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What of a block may be kept if not everything is: its input always, ``operators`` one by one.
+
+    ``rest`` is done again in any case; when it is, ``running_bytes`` are there: the input and all that autograd saves.
+    """
+
+    input_bytes: int
+    running_bytes: int
+    operators: tuple[Operator, ...]
+    rest: Work
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One stretch of the model.
 
     ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
-    micro-batch, counted on a fake run, parameters excluded.
+    micro-batch, counted on a fake run, parameters excluded. ``choices``: how a block can be recomputed, None where it
+    cannot; ``again`` is what backward does once more.
     """
 
     name: str
@@ -58,6 +95,8 @@ class Unit:
     num_params: int
     num_trainable: int
     saved_bytes: int = 0
+    choices: Choices | None = None
+    again: Work = NO_WORK
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self
@@ -154,6 +193,10 @@ class Rates:
         half = self.gemm_bf16_flops_per_s
         return self.gemm_fp32_flops_per_s if precision is Precision.FP32 or half is None else half
 
+    def seconds(self, work: Work, precision: Precision) -> float:
+        """Time of ``work`` on the device, one operator after the other."""
+        return work.flops / self.gemm_flops(precision) + work.touched_bytes / self.device_bytes_per_s
+
     def update_params_per_s(self, precision: Precision) -> float:
         """Parameters per second of the update on the host."""
         return self.update_fp32_params_per_s if precision is Precision.FP32 else self.update_bf16_params_per_s
@@ -178,8 +221,25 @@ class MachineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Measured seconds of compute of one micro-batch, forward and backward; a block's on average.
+
+    Backward is without what it does again; that is added as counted. ``origin`` says who measured.
+    """
+
+    embedding: tuple[float, float]
+    block: tuple[float, float]
+    head: tuple[float, float]
+    origin: str
+
+    def of(self, kind: UnitKind) -> tuple[float, float]:
+        """Forward and backward of one unit."""
+        return {UnitKind.EMBEDDING: self.embedding, UnitKind.BLOCK: self.block, UnitKind.HEAD: self.head}[kind]
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything deciding may look at."""
+    """Everything deciding may look at. ``unit_times``: taken by an earlier run or ``launch/plan.py --measure``."""
 
     units: tuple[Unit, ...]
     run: RunFacts
@@ -188,6 +248,7 @@ class Facts:
     linears: tuple[Linear, ...] = ()  # listed where a strategy changes them, with what is known of their speed
     timings: tuple[Timed, ...] = ()
     no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
+    unit_times: UnitTimes | None = None
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]

@@ -6,8 +6,9 @@ same question about the same unit differently are a ``Conflict`` that names both
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are
 ``elements * element_bytes / ways`` (rounded up). The device peak is taken along one step: at the backward of unit
-i, saved tensors of units 0..i and gradients of units i..last are alive together; parameters, masters, moments and
-reserved buffers are alive throughout. With accumulation the gradients of all units are alive all the time.
+i, saved tensors of units 0..i and gradients of units i..last are alive together, and, where unit i is recomputed, all
+that its forward saves; parameters, masters, moments and reserved buffers are alive throughout. With accumulation the
+gradients of all units are alive all the time.
 
 Where there are addresses, each home is one arena, taken at the start and never grown: its size, plus what is saved for
 backward, is the peak.
@@ -15,18 +16,19 @@ backward, is the peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TypeAlias
 
-from strategies.core.facts import Facts, Precision, Unit
+from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
 from strategies.core.linears import Routes
 
 BASELINE = "baseline"
+NONE = "none"  # the policy that keeps all
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
 Slot: TypeAlias = tuple[str, ...]
 
@@ -86,10 +88,24 @@ class Share(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(Decision):
-    """KEEP: bytes of saved tensors that forward keeps for backward of one micro-batch."""
+    """KEEP: bytes of saved tensors that forward keeps for backward of one micro-batch.
+
+    Args:
+        policy: "none": all that autograd saves. Otherwise backward runs the unit's forward again.
+        kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
+        again: what backward does once more.
+        open: a later phase may answer again, knowing more.
+    """
 
     policy: str
     saved_bytes: int
+    kept: tuple[str, ...] = ()
+    again: Work = NO_WORK
+    open: bool = False
+
+    @property
+    def recomputes(self) -> bool:
+        return self.policy != NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +212,7 @@ class Plan:
         for unit in facts.units:
             decisions.append(Impl(unit=unit.name, reason="as the model defines it", implementation="native"))
             decisions.extend(baseline_shares(facts, unit))
-            decisions.append(Keep(unit=unit.name, reason="all kept", policy="none", saved_bytes=unit.saved_bytes))
+            decisions.append(Keep(unit=unit.name, reason="all kept", policy=NONE, saved_bytes=unit.saved_bytes))
             decisions.extend(
                 Rest(unit=unit.name, reason="nothing is offloaded", kind=kind, home=Home.DEVICE) for kind in Kind
             )
@@ -215,7 +231,8 @@ class Plan:
             assert decision.slot not in given, f"{by} decides {' '.join(decision.slot)} twice"
             given.add(decision.slot)
             held = answers.get(decision.slot)
-            if held is not None and held[1] not in (BASELINE, by) and _answer(held[0]) != _answer(decision):
+            is_final = held is not None and held[1] not in (BASELINE, by) and not getattr(held[0], "open", False)
+            if held is not None and is_final and _answer(held[0]) != _answer(decision):
                 raise Conflict(decision.slot, held[1], by)
             answers[decision.slot] = (decision, by)
         return replace(self, answers=MappingProxyType(answers))
@@ -266,10 +283,30 @@ class Plan:
         """The addresses of what is stowed, where a strategy stows it."""
         return self.place.addresses if self.place else None
 
-    def saved_bytes(self, unit: str) -> int:
+    def keep(self, unit: str) -> Keep:
         decision = self.answers[("Keep", unit)][0]
         assert isinstance(decision, Keep)
-        return decision.saved_bytes
+        return decision
+
+    def saved_bytes(self, unit: str) -> int:
+        return self.keep(unit).saved_bytes
+
+    def saved_peak(self) -> int:
+        """The most that is saved for backward at a time: all that is kept, or that and a unit being recomputed."""
+        return backward_peak(self._kept(), [0] * len(self.facts.units))
+
+    def facts_as_kept(self) -> Facts:
+        """The facts, with what backward does again: the price of a step is counted from them."""
+        units = (replace(unit, again=self.keep(unit.name).again) for unit in self.facts.units)
+        return replace(self.facts, units=tuple(units))
+
+    def _kept(self) -> list[tuple[int, int]]:
+        """Bytes of each unit from its forward on, and what its backward makes of them."""
+        pairs = [(self.keep(unit.name), unit.choices) for unit in self.facts.units]
+        return [
+            (keep.saved_bytes, choices.running_bytes if choices and keep.recomputes else keep.saved_bytes)
+            for keep, choices in pairs
+        ]
 
     def reserves(self, home: Home) -> tuple[Reserve, ...]:
         found = (d for d, _ in self.answers.values() if isinstance(d, Reserve))
@@ -282,24 +319,31 @@ class Plan:
     def peak(self, home: Home) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
         if self.addresses is not None:
-            saved = sum(self.saved_bytes(unit.name) for unit in self.facts.units)
-            besides = saved if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
+            besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
             return self.addresses.num_bytes(home) + besides
+        kept = self._kept() if home is Home.DEVICE else [(0, 0)] * len(self.facts.units)
+        return self._peak_with(home)(kept)
+
+    def device_peak(self) -> Callable[[Sequence[tuple[int, int]]], int]:
+        """Gives the predicted peak on the device if units kept so many bytes, see ``backward_peak``, and nothing else
+        changed.
+        """
+        return self._peak_with(Home.DEVICE)
+
+    def _peak_with(self, home: Home) -> Callable[[Sequence[tuple[int, int]]], int]:
         always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
         standing = sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
         if home is Home.HOST:
             standing += self.facts.machine.runtime_host_bytes
         at_step = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.STEP)
-        stepping = self.total(Kind.GRAD, home) + at_step
-        return standing + max(stepping, self._backward_peak(home))
-
-    def _backward_peak(self, home: Home) -> int:
-        """Largest sum of saved tensors and gradients along backward, last unit first."""
         grads = [self.num_bytes(unit.name, Kind.GRAD, home) for unit in self.facts.units]
-        saved = [self.saved_bytes(unit.name) if home is Home.DEVICE else 0 for unit in self.facts.units]
-        if self.facts.run.accumulation > 1:
-            return sum(grads) + sum(saved)
-        return max((sum(saved[: i + 1]) + sum(grads[i:]) for i in range(len(saved))), default=0)
+        all_along = sum(grads) if self.facts.run.accumulation > 1 else 0
+        landing = [0] * len(grads) if all_along else grads
+
+        def peak(kept: Sequence[tuple[int, int]]) -> int:
+            return standing + max(sum(grads) + at_step, all_along + backward_peak(kept, landing))
+
+        return peak
 
     def engine(self) -> dict[str, bool | int | float | str]:
         """DeepSpeed keys (dotted) and values; empty when no strategy uses its engine."""
@@ -316,17 +360,33 @@ class Plan:
         return "\n".join(f"{' '.join(d.slot):<36} {_words(d)}  [{by}: {d.reason}]" for d, by in rows)
 
 
+def backward_peak(kept: Sequence[tuple[int, int]], grads: Sequence[int]) -> int:
+    """Largest sum of saved tensors and gradients along backward, last unit first.
+
+    Args:
+        kept: bytes of each unit from its forward on, and during its backward.
+        grads: bytes of gradients that appear with each unit's backward.
+    """
+    before, after, highest = sum(waiting for waiting, _ in kept), 0, 0
+    for (waiting, working), grad in zip(reversed(kept), reversed(grads), strict=True):
+        before, after = before - waiting, after + grad
+        highest = max(highest, before + working + after)
+    return highest
+
+
 def _answer(decision: Decision) -> tuple[object, ...]:
     """What a decision says, without why: the part that two strategies must agree on."""
     names = (name for kind in type(decision).__mro__ for name in getattr(kind, "__slots__", ()))
     return tuple(getattr(decision, name) for name in names if name not in ("reason", "unit"))
 
 
+_UNSAID = ("reason", "unit", "kind", "open")
+
+
 def _words(decision: Decision) -> str:
     """What a decision says, for a person: ``ways=2, element_bytes=4``."""
     kinds = reversed(type(decision).__mro__)
-    names = [
-        name for kind in kinds for name in getattr(kind, "__slots__", ()) if name not in ("reason", "unit", "kind")
-    ]
+    names = [name for kind in kinds for name in getattr(kind, "__slots__", ()) if name not in _UNSAID]
     values = ((name, getattr(decision, name)) for name in names)
-    return ", ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in values)
+    said = ((name, value.value if isinstance(value, Enum) else value) for name, value in values)
+    return ", ".join(f"{name}={value}" for name, value in said if value not in ((), NO_WORK))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 AUTO = "auto"
+SHARE = 0.9  # of a memory, where no size is named: the rest is for the context, libraries and fragments
 SMALLEST = 1024  # fewer bytes are a number of something else: 20 is not 20 bytes of memory
 DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 BINARY = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}

@@ -8,7 +8,8 @@ largest one's size, the k-th in slot k modulo their number; they pass in order, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from strategies.core.facts import Home
 from strategies.core.layout import Addresses, Bucket, Item, Layout, Need, Spot, aligned, needs, scratch_bytes
@@ -69,8 +70,18 @@ def travelling(layout: Layout) -> list[Bucket]:
 
 
 def packed(buckets: Sequence[Bucket]) -> Packing:
-    """Where travelling weights lie in the stretch that they share."""
-    return pack([Piece(aligned(bucket.weight_bytes), bucket.stays) for bucket in buckets])
+    """Where travelling weights lie in the stretch that they share. Those of one unit that go together lie together."""
+    together: dict[tuple[object, ...], list[int]] = {}
+    for index, bucket in enumerate(buckets):
+        together.setdefault((bucket.units, bucket.stays), []).append(index)
+    sizes = [aligned(bucket.weight_bytes) for bucket in buckets]
+    pieces = [Piece(sum(sizes[i] for i in some), buckets[some[0]].stays) for some in together.values()]
+    packing = pack(pieces)
+    offsets = [0] * len(buckets)
+    for start, some in zip(packing.offsets, together.values(), strict=True):
+        for index, offset in zip(some, accumulate((sizes[i] for i in some), initial=start), strict=False):
+            offsets[index] = offset
+    return replace(packing, offsets=tuple(offsets))
 
 
 def in_turns(layout: Layout) -> Iterator[Turns]:

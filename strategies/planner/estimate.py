@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Bucket, Site
 from strategies.planner.frames import Place
-from strategies.planner.price import TOUCHED_BYTES
+from strategies.planner.price import TOUCHED_BYTES, unit_seconds
 
 
 def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *, in_backward: bool) -> float:
@@ -44,8 +44,8 @@ def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *,
             state += 4 * (run.moments + bucket.mixed) * count
             parked += size if parks is Home.HOST else 0
     passes = run.accumulation
-    forward = run.forward_flops / rates.gemm_flops(run.precision)
-    backward = forward * (3 if run.recomputes else 2)
+    times = unit_seconds(facts, rates)
+    forward, backward = sum(one[0] for one in times), sum(one[1] for one in times)
     back_up, again_up = away * passes, away * (passes - 1)
     up = rates.up_bytes_per_s * (rates.duplex_factor if state else 1)
     down = rates.down_bytes_per_s * (rates.duplex_factor if state else 1)

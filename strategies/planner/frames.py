@@ -58,6 +58,15 @@ class Frame:
     parked: int
     eighths: int = 0
 
+    @property
+    def plain(self) -> Frame:
+        """The same, with nothing streamed."""
+        return replace(self, eighths=0)
+
+    def with_eighths(self, more: int) -> Frame:
+        """The same, with ``more`` streamed."""
+        return replace(self, eighths=self.eighths + more)
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -132,6 +141,14 @@ class Frames:
         sites = self._sites(frame)
         blocks = [index for index in self.blocks if forced or sites[index] is not Site.DEVICE]
         return blocks + [index for index in self._ends if sites[index] is not Site.DEVICE]
+
+    def largest_unit(self, frame: Frame) -> int:
+        """Weights that may travel and are needed at one step, at most."""
+        sums: Counter[str] = Counter()
+        for index in self.movable(frame):
+            for unit in self._buckets[index].units:
+                sums[unit] += aligned(self._buckets[index].weight_bytes)
+        return max(sums.values(), default=0)
 
     def layout(self, frame: Frame) -> Layout:
         """All buckets as ``frame`` places them, every weight resident."""

@@ -1,8 +1,9 @@
 """What a step of a plan will take: the layout as a problem for the simulator. Simulated, and always called so.
 
-Compute times are floating-point operations over the rate of matrix products; backward takes twice the forward, and once
-more where blocks are recomputed. A unit's part of the operations is its part of the weights that matrix products read:
-all but the embedding's, and a tied table counts for the head. Attention's own products are spread likewise.
+Compute times are those that were measured, else floating-point operations over the rate of matrix products; backward
+takes twice the forward, and what it does again besides (all of a block under Hugging Face's checkpointing; else as
+counted, see ``keep.py``). A unit's part of the operations is its part of the weights that matrix products read: all but
+the embedding's, and a tied table counts for the head. Attention's own products are spread likewise.
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written.
@@ -20,8 +21,9 @@ from strategies.core.layout import Bucket, Layout, Site, steps_of, uses
 from strategies.core.plan import Plan
 from strategies.planner.model import Eviction, Item, Link, Problem, Step, Update, When
 from strategies.planner.simulate import Outcome, simulate
-from strategies.planner.tasks import Resource
+from strategies.planner.tasks import Resource, build
 
+STEADY = 2  # the first iteration that is like those after it
 TOUCHED_BYTES = 28  # per parameter, by an update: 4 numbers read and 3 written, in fp32
 
 
@@ -68,24 +70,32 @@ def price(plan: Plan) -> Price | None:
     rates, layout = plan.facts.machine.rates, plan.layout
     if rates is None or layout is None or not plan.facts.run.forward_flops:
         return None
-    return price_of(plan.facts, layout, rates)
+    return price_of(plan.facts_as_kept(), layout, rates)
 
 
 def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
     """The simulated step of ``layout``."""
     problem = problem_of(facts, layout, rates)
     outcome = simulate(problem, list(evictions_of(problem, layout)))
-    return Price(outcome, problem.compute_seconds * layout.accumulation, rates.origin)
+    origin = rates.origin if facts.unit_times is None else f"{rates.origin}; blocks: {facts.unit_times.origin}"
+    return Price(outcome, problem.compute_seconds * layout.accumulation, origin)
+
+
+def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
+    """Bytes that cross the link in one step, up and down."""
+    problem = problem_of(facts, layout, rates)
+    tasks = [task for task in build(problem, list(evictions_of(problem, layout)), 4) if task.iteration == STEADY]
+    up, down = (sum(task.num_bytes for task in tasks if task.resource is lane) for lane in (Resource.UP, Resource.DOWN))
+    return up, down
 
 
 def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     """Steps, items and link of ``layout``. Memory is not part of it: the layout fits, or it would not be one."""
-    forward = [flops / rates.gemm_flops(facts.run.precision) for flops in unit_flops(facts)]
     names = [unit.name for unit in facts.units]
-    extra = [facts.run.recomputes and unit.kind is UnitKind.BLOCK for unit in facts.units]
+    forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     steps_by_unit = steps_of(names)
     steps = [Step(f"forward {name}", seconds, 0) for name, seconds in zip(names, forward, strict=True)]
-    steps += [Step(f"backward {names[i]}", (2 + extra[i]) * forward[i], 0) for i in reversed(range(len(names)))]
+    steps += [Step(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
     return Problem(
         steps=tuple(steps),
         items=tuple(_item(bucket, layout, facts, rates, steps_by_unit) for bucket in layout.buckets),
@@ -96,6 +106,17 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
         grad_slots=layout.grad_slots,
         visit_slots=layout.visit_slots,
     )
+
+
+def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
+    """Forward and backward of one micro-batch by unit, in order: as measured, else from operations."""
+    found = []
+    for unit, flops in zip(facts.units, unit_flops(facts), strict=True):
+        once = flops / rates.gemm_flops(facts.run.precision)
+        forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, 2 * once)
+        whole = forward if facts.run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
+        found.append((forward, backward + whole + rates.seconds(unit.again, facts.run.precision)))
+    return found
 
 
 def unit_flops(facts: Facts) -> list[float]:

@@ -2,9 +2,9 @@
 
 The first frame (``frames.py``) that fits as it is moves the least. Others may be faster: fewer states on the host with
 weights that travel instead (``travel.py``), or updates shared between the CPU and the link. Those are ranked by an
-estimate (``estimate.py``), for some frames spread over all; the best ``TRIED`` are worked out and simulated, and the
-fastest is taken if it saves more than ``GAIN``. Without known rates: the first that fits, or the last one with
-travelling weights.
+estimate (``estimate.py``), for some frames spread over all. The best of ``TRIED`` frames from first to last are worked
+out and simulated, then what is near the fastest; that is taken if it saves more than ``GAIN``. Without known rates: the
+first that fits, or the last one with travelling weights.
 
 Refused: budgets that nothing fits into; the message says what would.
 """
@@ -29,7 +29,7 @@ from strategies.planner.greedy import DoesNotFit
 from strategies.planner.price import price_of
 
 LOOKED_AT = 24  # frames that are estimated, each with several shares of streamed updates
-TRIED = 5  # of those, how many are simulated
+TRIED = 4  # of those, frames that are simulated
 GAIN = 0.02  # what a layout must save to be taken: less is within what the simulator does not know
 KEY = "strategies.offload"
 
@@ -50,6 +50,15 @@ def choose(facts: Facts, wishes: Wishes, saved_bytes: int) -> Layout:
         Refusal: nothing fits.
     """
     return _Search(facts, wishes, wishes.device_bytes - saved_bytes).best(saved_bytes)
+
+
+def quickest(facts: Facts, wishes: Wishes, saved_bytes: int) -> float | None:
+    """The estimated seconds per step of the best layout, without working it out; None, where nobody knows.
+
+    Raises:
+        Refusal: nothing fits.
+    """
+    return _Search(facts, wishes, wishes.device_bytes - saved_bytes).estimated(saved_bytes)
 
 
 class _Search:
@@ -78,19 +87,60 @@ class _Search:
                 fitting += self._others(self._all[: len(self._all) if first is None else first + 1])
         if not fitting:
             raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
-        within = [layout for layout in fitting if sizes(layout)[Home.HOST] <= self._wishes.host_bytes]
+        within = [layout for layout in fitting if self._host_bytes(layout) <= self._wishes.host_bytes]
         if not within:
-            raise _no_host(self._wishes, min(sizes(layout)[Home.HOST] for layout in fitting))
-        return self._fastest(within)
+            raise _no_host(self._wishes, min(map(self._host_bytes, fitting)))
+        seconds = [self._seconds(layout) for layout in within]
+        best = min(range(len(within)), key=seconds.__getitem__)
+        return within[best] if seconds[best] < seconds[0] * (1 - GAIN) else within[0]
+
+    def _host_bytes(self, layout: Layout) -> int:
+        return arena_bytes(layout)[Home.HOST]
+
+    def _seconds(self, layout: Layout) -> float:
+        """Simulated; 0 where nobody knows the rates."""
+        rates = self._facts.machine.rates
+        return price_of(self._facts, layout, rates).seconds if rates is not None and self._knows else 0.0
+
+    def estimated(self, saved_bytes: int) -> float | None:
+        """Seconds per step of the most promising candidate."""
+        if not self._knows:
+            return None
+        ranked = self._ranked(self._all)
+        for candidate in ranked:
+            if self._wishes.weights == "streamed" or self._worked_out(candidate) is not None:
+                return candidate.seconds
+        raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
 
     def _others(self, frames: Sequence[Frame]) -> list[Layout]:
-        """Layouts of these frames with travelling weights or streamed updates, the most promising ones first."""
+        """Layouts of these frames with travelling weights or streamed updates."""
         if not self._knows:
             found = (self._worked_out(self._candidate(frame)) for frame in (frames[-1], frames[0]))
             return [layout for layout in found if layout is not None][:1]
+        ranked = self._ranked(frames)
+        made = {one.frame: layout for one in self._starts(ranked) if (layout := self._worked_out(one)) is not None}
+        if not made:
+            return list(islice((layout for layout in map(self._worked_out, ranked) if layout is not None), 1))
+        best = min(made, key=lambda frame: self._seconds(made[frame]))
+        near = [one for one in ranked if one.frame in (best.with_eighths(-1), best.with_eighths(1))]
+        return [*made.values(), *(layout for layout in map(self._worked_out, near) if layout is not None)]
+
+    def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
+        """The most promising candidate, and the most promising of some frames from first to last."""
+        of_frame: dict[Frame, _Candidate] = {}
+        for one in ranked:
+            of_frame.setdefault(one.frame.plain, one)
+        frames = sorted(of_frame, key=lambda frame: (frame.hosted, frame.parked))
+        return list({id(one): one for one in (*ranked[:1], *(of_frame[f] for f in spread(frames, TRIED)))}.values())
+
+    def _ranked(self, frames: Sequence[Frame]) -> list[_Candidate]:
+        """Candidates that may fit, the fastest by estimate first."""
         candidates = [self._candidate(one) for frame in spread(frames) for one in self._frames.shared(frame)]
-        ranked = sorted((one for one in candidates if one.room > 0), key=lambda one: one.seconds)
-        return list(islice((layout for layout in map(self._worked_out, ranked) if layout is not None), TRIED))
+        return sorted((one for one in candidates if self._may_fit(one)), key=lambda one: one.seconds)
+
+    def _may_fit(self, one: _Candidate) -> bool:
+        """Whether what travels at least leaves room for the largest unit."""
+        return one.room > 0 and self._frames.largest_unit(one.frame) <= one.room
 
     def _candidate(self, frame: Frame) -> _Candidate:
         size = self._frames.sizes(frame)
@@ -124,15 +174,6 @@ class _Search:
             layout = travel.window(self._frames.layout(one), self._frames.blocks, self._wishes.prefetch)
             if one.eighths and sizes(layout)[Home.DEVICE] <= self._room:
                 yield layout
-
-    def _fastest(self, layouts: Sequence[Layout]) -> Layout:
-        """The one whose simulated step is the shortest; the first, where nobody knows or it does not matter."""
-        rates = self._facts.machine.rates
-        if rates is None or not self._knows or len(layouts) == 1:
-            return layouts[0]
-        seconds = [price_of(self._facts, layout, rates).seconds for layout in layouts]
-        best = min(range(len(layouts)), key=seconds.__getitem__)
-        return layouts[best] if seconds[best] < seconds[0] * (1 - GAIN) else layouts[0]
 
     def _least(self) -> int:
         """Device bytes of the smallest layout there is."""

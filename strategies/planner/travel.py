@@ -25,6 +25,7 @@ from strategies.planner.model import Eviction, Item, Problem, at_need, stays
 from strategies.planner.price import problem_of
 
 ATTEMPTS = 6  # smaller budgets that are tried when a plan cannot be packed
+SEARCHED = 150  # plans that one search prices at most; more found nothing better for a 7 B model
 WINDOW = 2  # steps ahead that weights come which are told to travel, where nothing else is asked for
 
 # Where nobody knows the machine: times that order the choices, and are shown to nobody. An H100 over PCIe 5.
@@ -58,7 +59,7 @@ def fitted(facts: Facts, layout: Layout, movable: Collection[int], room: int, ah
     budget = room
     for _ in range(ATTEMPTS):
         try:
-            found = greedy.choose(replace(problem, budget=budget)).evictions
+            found = greedy.choose(replace(problem, budget=budget), SEARCHED).evictions
         except DoesNotFit:
             break
         made = _with_stays(layout, order, problem, _capped(found, ahead))
@@ -128,10 +129,10 @@ def _with_stays(
     layout: Layout, order: Sequence[Sequence[int]], problem: Problem, evictions: Sequence[Eviction]
 ) -> Layout:
     buckets = list(layout.buckets)
-    leaving = {eviction.gap.item for eviction in evictions}
+    always = ((0, layout.num_steps),)  # also of what would come back as soon as it leaves
     for item, here in enumerate(stays(problem, evictions)):
         for index in order[item]:
-            buckets[index] = replace(buckets[index], stays=here if item in leaving else ())
+            buckets[index] = replace(buckets[index], stays=() if here == always else here)
     return replace(layout, buckets=tuple(buckets))
 
 

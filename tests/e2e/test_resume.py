@@ -4,6 +4,7 @@ Dropout, shuffling over several epochs, accumulation and a schedule with warm-up
 process of the job at once, as when a machine goes down.
 """
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -76,7 +77,20 @@ def test_killed_and_resumed(
     found = server.run(num_ranks, killed, "training.resume_from_checkpoint=auto").check().quiet()
     assert len(found.lines("resuming from ")) == 1
     same_history(whole.parent / "run", killed.parent / "run")
+    if "offload" in strategies:
+        predicted_is_measured(whole.parent / "run")
     assert digest(killed.parent / "run" / "export") == digest(whole.parent / "run" / "export")
+
+
+def predicted_is_measured(folder: Path) -> None:
+    """The ledger of step 2: bytes over the link are those of the plan; blocks have been timed for the next run."""
+    rows = {row["owner"]: row for row in json.loads((folder / "plan.json").read_text())["measured"]}
+    assert rows.keys() >= {"saved for backward", "process, peak", "link up, step 2", "link down, step 2"}
+    for name in ("link up, step 2", "link down, step 2"):
+        assert rows[name]["predicted"] == rows[name]["measured"] > 0, rows[name]
+    facts = json.loads((folder / "facts.json").read_text())
+    assert facts["unit_times"] is None, "the plan of a run does not change inside it"
+    assert min(facts["measured"]["block"]) > 0
 
 
 def same_history(expected: Path, found: Path) -> None:

@@ -1,11 +1,23 @@
 """Facts and strategies made by hand: integers in, plan out."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from pydantic import PrivateAttr
 
-from strategies.core.facts import Facts, MachineFacts, Precision, RunFacts, Unit, UnitKind
+from strategies.core.facts import (
+    NO_WORK,
+    Choices,
+    Facts,
+    MachineFacts,
+    Operator,
+    Precision,
+    RunFacts,
+    Unit,
+    UnitKind,
+    Work,
+)
 from strategies.core.plan import Decision, Plan
 from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 
@@ -42,6 +54,11 @@ def embedding(num_params: int, saved_bytes: int = 0) -> Unit:
 def block(index: int, num_params: int, saved_bytes: int = 0, num_trainable: int | None = None) -> Unit:
     trainable = num_params if num_trainable is None else num_trainable
     return Unit(f"layers.{index}", UnitKind.BLOCK, num_params, trainable, saved_bytes)
+
+
+def choosing(unit: Unit, *operators: Operator, input_bytes: int = 0, rest: Work = NO_WORK) -> Unit:
+    """``unit`` with what may be kept of it; while it runs again its input is there as well."""
+    return replace(unit, choices=Choices(input_bytes, unit.saved_bytes + input_bytes, operators, rest))
 
 
 def head(num_params: int, saved_bytes: int = 0) -> Unit:

@@ -82,6 +82,27 @@ def test_an_absent_parameter_shows_itself_or_nan() -> None:
             assert param.isnan().all() or torch.equal(param, expected[name])
 
 
+def test_a_write_that_torch_lets_through_is_undone_by_the_next_forward() -> None:
+    """``zero_`` reaches the one NaN behind all absent parameters; nobody else's bytes, and only until then."""
+    model = llama()
+    optimizer = stowed(model, "host, one ahead")
+    train(model, optimizer, BATCHES[:1])
+    absent = next(p for p in model.parameters() if p.isnan().all())
+    with torch.no_grad():
+        absent.zero_()
+    assert not absent.isnan().any()
+    seen: list[bool] = []
+    last = model.model.layers[-1]  # type: ignore[union-attr, index]
+
+    def look(*_: object) -> None:
+        away = [p for held in optimizer.engine.held if not held.present for p in held.params]
+        seen.append(bool(away) and all(p.isnan().all() for p in away))
+
+    last.register_forward_hook(look)
+    train(model, optimizer, BATCHES[1:2])
+    assert seen == [True]
+
+
 def test_present_shows_and_keeps() -> None:
     def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
         seen: list[Tensor] = []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.core.protocol import BITWISE, Parity, Strategy
+from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 from strategies.core.registry import available, find
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
@@ -43,6 +43,8 @@ plain_results: dict[str, dict[str, torch.Tensor]] = {}
 
 def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConfig:
     model, training = CASES[case]
+    if any(find(name).phase is Phase.KEEP for name in strategies):  # one answer to what forward keeps
+        training = {name: value for name, value in training.items() if name != "gradient_checkpointing"}
     config = RunConfig.model_validate(
         {
             "model": {"config": model, "tokenizer": "none"},

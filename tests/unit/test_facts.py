@@ -20,9 +20,10 @@ from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 from trainer import model as model_module
 from trainer.config.sections import RunConfig
+from trainer.counting import Counter
 from trainer.data.collate import Collator
 from trainer.errors import ConfigError
-from trainer.facts import _SavedBytes, count_model, find_blocks, gather, machine_facts
+from trainer.facts import count_model, find_blocks, gather, machine_facts
 from trainer.machine import probe
 
 BATCH, LENGTH = 2, 16
@@ -43,7 +44,7 @@ def row(*lengths: int) -> dict[str, list[int]]:
 
 def count_real(config: RunConfig, rows: Sequence[Mapping[str, list[int]]]) -> tuple[Unit, ...]:
     model = real_model(config)
-    counter = _SavedBytes(model)
+    counter = Counter(model)
     with counter:
         model(**Collator(0, config.data.packing)(rows))
     return counter.units()

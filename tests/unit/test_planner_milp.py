@@ -1,18 +1,14 @@
-"""The planner against a mixed-integer program of the same problem, where a solver is installed: up to 12 blocks."""
+"""The planner against a mixed-integer program of the same problem (scipy's HiGHS): up to 12 blocks."""
 
 from itertools import count
 from statistics import mean
 from typing import Any
 
-import pytest
+from scipy import optimize
 
 from strategies.planner.greedy import choose
 from strategies.planner.model import Gap, Problem, need_order
 from tests.unit.planning import uneven
-
-optimize = pytest.importorskip(
-    "scipy.optimize", reason="the comparison needs scipy's MILP solver, which we do not need"
-)
 
 SECONDS = 1.5  # per problem; what is best by then counts
 

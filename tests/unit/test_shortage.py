@@ -5,15 +5,18 @@ from typing import Any
 import pytest
 import torch
 
+from strategies.core.facts import Operator, Work
 from strategies.core.plan import Home, Plan
 from strategies.runtime.arena import OutOfMemoryError
-from tests.helpers.fakes import block, facts
+from tests.helpers.fakes import block, choosing, facts
 from tests.helpers.tiny import run_config
 from trainer.shortage import edits, explain, is_shortage
 
 
 def plan_of(**run: Any) -> Plan:
-    units = [block(index, num_params=1000, saved_bytes=1 << 20) for index in range(4)]
+    blocks = [block(index, num_params=1000, saved_bytes=1 << 20) for index in range(4)]
+    product = Operator("linear 0", 1 << 18, Work(flops=1))
+    units = [choosing(unit, product, input_bytes=1 << 10) for unit in blocks]
     return Plan.baseline(facts(*units, hidden_size=16, sequence=32, **run))
 
 
@@ -24,9 +27,13 @@ def changes(plan: Plan, **sections: Any) -> list[str]:
 def test_the_largest_comes_first() -> None:
     found = edits(run_config(), plan_of(micro_batch=4))
     assert [edit.freed_bytes for edit in found] == sorted((edit.freed_bytes for edit in found), reverse=True)
-    assert found[0].change == "training.gradient_checkpointing: true"  # three of four blocks, less their inputs
-    assert found[0].freed_bytes == (3 << 20) - 4 * 4 * 32 * 16 * 4
-    assert found[1].freed_bytes == 2 << 20  # half the rows: half of what is saved
+    assert [edit.change for edit in found[:2]] == [
+        "strategies: {recompute: {policy: full}}",
+        "strategies: {recompute: {policy: selective}}",
+    ]
+    assert found[0].freed_bytes == (3 << 20) - (4 << 10)  # three of four blocks, less the inputs
+    assert found[1].freed_bytes == (3 << 20) - (4 << 10) - (3 << 18)  # and less what three of them keep
+    assert found[2].freed_bytes == 2 << 20  # half the rows: half of what is saved
 
 
 def test_one_row_is_shortened() -> None:
@@ -35,7 +42,7 @@ def test_one_row_is_shortened() -> None:
 
 def test_what_is_on_is_not_advised() -> None:
     found = changes(plan_of(micro_batch=4), gradient_checkpointing=True)
-    assert not any("gradient_checkpointing" in change for change in found)
+    assert not any("recompute" in change for change in found)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ stamp says when the host was done.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import importlib.metadata
@@ -104,6 +105,7 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
     elif planned is not None:
         result["saved_bytes"] = saved_bytes(subject, batches[0][0])
         result["device_peak_bytes"] = planned + result["saved_bytes"]
+    result["backward_peak_bytes"] = backward_peak_bytes(subject, batches[0][0], device)
     subject.close()
     return result
 
@@ -118,6 +120,7 @@ def llama(work: Work) -> Any:
     from transformers.initialization import no_init_weights
 
     shape = work.shape
+    kernel: dict[str, Any] = {"attn_implementation": work.attention}
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -127,6 +130,8 @@ def llama(work: Work) -> Any:
         vocab_size=shape.vocab,
         max_position_embeddings=max(2048, work.length),
         use_cache=False,
+        attention_dropout=work.dropout,
+        **kernel,
     )
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.dtype]
     with no_init_weights():
@@ -201,6 +206,29 @@ def saved_bytes(subject: Trained, batch: Mapping[str, Tensor]) -> int:
     with count_saved(subject.model) as saved:
         subject.model(**batch)
     return sum(saved.values())
+
+
+def backward_peak_bytes(subject: Trained, batch: Mapping[str, Tensor], device: torch.device) -> int:
+    """The most that forward and backward of a micro-batch take beyond what was there; gradients were.
+
+    On a CPU: of resident memory, after what the C library had kept for later is given back. After the clock.
+    """
+    import torch
+
+    subject.micro_batch(batch)  # makes the gradients
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        subject.micro_batch(batch)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    subject.micro_batch(batch)
+    return status_bytes("VmHWM") - before
 
 
 if __name__ == "__main__":

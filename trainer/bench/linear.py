@@ -190,7 +190,7 @@ def training_steps(length: int, accumulation: int, rounds: int, say: Say) -> dic
 
 
 def _layers_of(model: Any, batch: Any) -> dict[str, Linear]:
-    from trainer.facts import find_blocks
+    from trainer.counting import find_blocks
     from trainer.linears import LinearCounter
 
     counter = LinearCounter()

@@ -23,7 +23,17 @@ from trainer.metrics import human_bytes, human_number
 
 UNKNOWN = "n/a"
 QUIET = 0.05  # the part of the cores that others may use while a run is measured, before the table says so
-HEAD = ("subject", "tokens/s", "min to max", "of plain", "min to max", "device peak", "host peak", "final loss")
+HEAD = (
+    "subject",
+    "tokens/s",
+    "min to max",
+    "of plain",
+    "min to max",
+    "device peak",
+    "host peak",
+    "fwd + bwd peak",
+    "final loss",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Row:
     of_plain: Spread | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
+    backward_bytes: int | None = None
     loss: float | None = None
     failed: str | None = None
     notes: tuple[str, ...] = ()
@@ -74,6 +85,7 @@ def _row(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> Row:
         spread(ratios),
         max(device, default=None),
         max((run["host_peak_bytes"] for run in good), default=None),
+        max((run["backward_peak_bytes"] for run in good if "backward_peak_bytes" in run), default=None),
         good[-1]["loss"] if good else None,
         next((run["failed"] for run in runs if "failed" in run), None),
         tuple(good[-1]["notes"]) if good else (),
@@ -107,6 +119,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{ratio.least:.3f} to {ratio.most:.3f}" if ratio else UNKNOWN,
         human_bytes(row.device_bytes) if row.device_bytes is not None else UNKNOWN,
         human_bytes(row.host_bytes) if row.host_bytes is not None else UNKNOWN,
+        human_bytes(row.backward_bytes) if row.backward_bytes is not None else UNKNOWN,
         human_number(row.loss, 6) if row.loss is not None else UNKNOWN,
     )
 
@@ -159,6 +172,7 @@ def conditions(work: Work, rounds: int, surroundings: Mapping[str, Any]) -> str:
     """The line above a table: without it the figures mean nothing."""
     shape, versions, hardware = work.shape, surroundings["versions"], surroundings["hardware"]
     recompute = ", blocks recomputed" if work.recompute else ""
+    recompute += f", {work.attention} attention" + (f" with dropout {work.dropout}" if work.dropout else "")
     return (
         f"{work.model}: {shape.num_params / 1e6:,.1f} M parameters in {shape.layers} blocks, {work.dtype}{recompute}; "
         f"{work.tokens:,} tokens per optimizer step ({work.rows} x {work.length} x {work.accumulation}); "

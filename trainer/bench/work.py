@@ -41,11 +41,13 @@ class Shape:
 
 MODELS: Mapping[str, Shape] = {
     "tiny": Shape(64, 192, 2, 4, 256, rows=2, length=32),
+    "13m": Shape(384, 1024, 6, 6, 4096, rows=1, length=1024),
     "45m": Shape(512, 1536, 12, 8, 4096, rows=4, length=256),
     "1.3b": Shape(2048, 5504, 24, 16, 32000, rows=4, length=1024),
     "6.7b": Shape(4096, 11008, 32, 32, 32000, rows=4, length=2048),
 }
 DTYPES = ("fp32", "bf16")
+ATTENTIONS = ("sdpa", "eager")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class Work:
     steps: int = 5
     warmup: int = 2
     recompute: bool = False
+    attention: str = "sdpa"
+    dropout: float = 0.0  # of attention's probabilities
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -111,6 +115,20 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("torchao", "peers:TorchAo"),
 )
 
+# Budgets of auto: between the peaks of full (0) and of none (1).
+RECOMPUTE: tuple[Subject, ...] = (
+    Subject(PLAIN, "recompute:Recomputed", {"policy": "none"}),
+    Subject("ours-selective", "recompute:Recomputed", {"policy": "selective"}),
+    Subject("ours-full", "recompute:Recomputed", {"policy": "full"}),
+    Subject("ours-auto-0", "recompute:Recomputed", {"policy": "auto", "share": 0.0}),
+    Subject("ours-auto-25", "recompute:Recomputed", {"policy": "auto", "share": 0.25}),
+    Subject("ours-auto-50", "recompute:Recomputed", {"policy": "auto", "share": 0.5}),
+    Subject("hf-checkpointing", "recompute:HuggingFace"),
+    Subject("compile", "recompute:Compiled", {"budget": 1.0}),
+    Subject("compile-budget-50", "recompute:Compiled", {"budget": 0.5}),
+    Subject("compile-budget-20", "recompute:Compiled", {"budget": 0.2}),
+)
+
 # --- from the words of a command line -----------------------------------------------------------------------------
 
 
@@ -137,6 +155,17 @@ def whole(option: str, text: str, least: int = 1) -> int:
     if re.fullmatch(r"\d+", text) and int(text) >= least:
         return int(text)
     raise ConfigError(f"{option} {text}: must be a whole number >= {least}")
+
+
+def part(option: str, text: str) -> float:
+    """A number from 0 up to, and without, 1.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if re.fullmatch(r"0?\.\d+|0", text):
+        return float(text)
+    raise ConfigError(f"{option} {text}: must be a number >= 0 and < 1, as in 0.1")
 
 
 def memory(option: str, text: str) -> int:
@@ -178,13 +207,13 @@ def work(
     return Work(model=model, rows=fitting, length=length, accumulation=accumulation, **rest)
 
 
-def subjects(names: Sequence[str] | None, budgets: Sequence[str]) -> list[Subject]:
-    """The subjects by name (all, unless named), with one ``ours-budget`` for each of ``budgets``.
+def subjects(names: Sequence[str] | None, budgets: Sequence[str], there: Sequence[Subject] = SUBJECTS) -> list[Subject]:
+    """Those of ``there`` by name (all, unless named), with one ``ours-budget`` for each of ``budgets``.
 
     Raises:
         ConfigError: no such subject, or ours-budget without a budget.
     """
-    known = {subject.label: subject for subject in SUBJECTS}
+    known = {subject.label: subject for subject in there}
     if names and BUDGET.label in names and not budgets:
         raise ConfigError(f"--subjects {BUDGET.label}: needs --gpu-memory, for example --gpu-memory 16GiB")
     found: dict[str, Subject] = {}

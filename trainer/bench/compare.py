@@ -1,4 +1,4 @@
-"""The benchmark ``offload``: plain training, this project's memory engine and the peers, on the same work."""
+"""A benchmark: plain training, this project's ways and the peers, on the same work. Themes differ in their subjects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from trainer.bench.work import Subject, Work
 from trainer.errors import ExitCode
 
 
-def offload(
+def compare(
     work: Work,
     subjects: Sequence[Subject],
     rounds: int,
     out: Path,
     command: str,
     say: Callable[[str], None] = print,
+    theme: str = "offload",
 ) -> ExitCode:
     """Run it all. The record is written after every run, so that what was measured before an interrupt is kept.
 
@@ -24,7 +25,7 @@ def offload(
         ConfigError: there is no room for the record in ``out``.
     """
     around = harness.surroundings()
-    folder = record.new_folder(out, "offload", around["hardware"])
+    folder = record.new_folder(out, theme, around["hardware"])
     say(f"{len(subjects)} subjects, {rounds} rounds; {record.conditions(work, rounds, around)}")
     runs: list[harness.Run] = []
     code, text = ExitCode.FINISHED, ""

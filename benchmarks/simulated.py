@@ -1,0 +1,184 @@
+"""Simulated, not measured: our plans on a named machine against models of other systems' policies, by one simulator.
+
+    python benchmarks/simulated.py --profile h100-pcie5 --out benchmarks/records/DATE_simulated_h100-pcie5
+
+Two Llama shapes, several token counts per step, several memory budgets; bf16, blocks recomputed, gradients clipped. A
+policy's model has every copy at the speed of the link and no software overhead (``strategies/planner/peers.py``): it
+bounds what the policy can do, and says nothing about anybody's code. "-" does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Home, UnitKind
+from strategies.core.layout import Layout, Site
+from strategies.core.plan import Plan
+from strategies.core.protocol import Refusal
+from strategies.planner import peers
+from strategies.planner.greedy import DoesNotFit
+from strategies.planner.model import Item, Problem
+from strategies.planner.price import TOUCHED_BYTES, price, problem_of
+from trainer.config import load
+from trainer.facts import gather
+from trainer.profiles import profile
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+MODELS = {
+    "6.7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+}
+ROWS = (1, 2, 4, 8, 16)  # of 2,048 tokens
+BUDGETS = (16, 24, 40, 80)
+RATIOS = [part / 10 for part in range(11)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, tokens per step and budget, with our plan if there is one, and seconds by policy."""
+
+    model: str
+    tokens: int
+    budget: int
+    plan: Plan | None
+    others: dict[str, float | None]
+
+
+def facts_of(model: str, rows: int, machine: Any) -> tuple[Facts, Any]:
+    """Facts of the run on the machine, and its config."""
+    shape = [f"model.config.{name}={value}" for name, value in MODELS[model].items()]
+    config = load(ROOT / "configs" / "offload.yaml", [*shape, f"training.per_device_train_batch_size={rows}"])
+    return gather(config, 1, 1, machine), config
+
+
+def ours(known: Facts, config: Any, budget: int) -> Plan | None:
+    """Our plan; None, where nothing fits."""
+    offload = config.strategies["offload"].model_copy(update={"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"})
+    try:
+        return compose({**config.strategies, "offload": offload}, known)
+    except Refusal:
+        return None
+
+
+def as_problem(known: Facts, budget: int) -> Problem:
+    """What the policies decide about: whole units, and per step what forward has saved and two blocks' gradients."""
+    rates = known.machine.rates
+    assert rates is not None
+    empty = Layout(
+        buckets=(), units=tuple(u.name for u in known.units), in_backward=False, accumulation=1, max_grad_norm=1
+    )
+    problem = problem_of(known, empty, rates)
+    count = len(known.units)
+    items = tuple(Item(u.name, 2 * u.num_params, (i, 2 * count - 1 - i)) for i, u in enumerate(known.units))
+    block = max(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
+    besides = sum(unit.saved_bytes for unit in known.units) + 2 * (2 * block)
+    steps = tuple(replace(step, num_bytes=besides) for step in problem.steps)
+    return replace(problem, steps=steps, items=items, budget=budget * GIB)
+
+
+def policies(known: Facts, budget: int) -> dict[str, float | None]:
+    """Seconds per step of each policy's model; None, where it does not fit."""
+    rates = known.machine.rates
+    assert rates is not None
+    problem = as_problem(known, budget)
+    costs = peers.UpdateCosts(
+        host=1 / (2 * rates.update_bf16_params_per_s), device=TOUCHED_BYTES / 2 / rates.device_bytes_per_s
+    )
+    on_host = peers._placed(problem, costs, lambda _: Site.HOST)
+    found: dict[str, float | None] = {
+        "ZeRO-Offload, serial": seconds(lambda: peers.zero_offload(problem, costs)),
+        "all on the CPU, on demand": seconds(lambda: peers.on_demand(problem, costs)),
+        "whole buckets": seconds(lambda: peers.whole_bucket(on_host)),
+    }
+    flows = [seconds(lambda ratio=ratio: peers.twin_flow(problem, costs, ratio)) for ratio in RATIOS]
+    found["Twin-Flow, best ratio"] = min((s for s in flows if s is not None), default=None)
+    return found
+
+
+def seconds(make: Callable[[], peers.Policy]) -> float | None:
+    """Of a policy's model."""
+    try:
+        policy = make()
+    except DoesNotFit:
+        return None
+    return policy.outcome().period if policy.fits else None
+
+
+def cases(machine: Any) -> Iterator[Case]:
+    """All of them, in order."""
+    for model in MODELS:
+        for rows in ROWS:
+            known, config = facts_of(model, rows, machine)
+            for budget in BUDGETS:
+                yield Case(model, rows * 2048, budget, ours(known, config, budget), policies(known, budget))
+
+
+def row(case: Case) -> list[str]:
+    """Cells of the table."""
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    fitting = [value for value in case.others.values() if value is not None]
+    priced = price(case.plan) if case.plan else None
+    head = [case.model, f"{case.tokens:,}", f"{case.budget} GiB"]
+    if priced is None or case.plan is None:
+        return [*head, "-", "", "", *map(shown, case.others.values()), ""]
+    best = f"{min(fitting) / priced.seconds:.2f}" if fitting else ""
+    return [
+        *head,
+        f"{priced.seconds:.2f}",
+        f"{priced.compute_seconds:.2f}",
+        priced.outcome.binds.value,
+        *map(shown, case.others.values()),
+        best,
+    ]
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    """For the record."""
+    priced = price(case.plan) if case.plan else None
+    return {
+        "model": case.model,
+        "tokens_per_step": case.tokens,
+        "budget_gib": case.budget,
+        "ours": priced.to_json() if priced else None,
+        "peak_bytes": case.plan.peak(Home.DEVICE) if case.plan else None,
+        "host_bytes": case.plan.peak(Home.HOST) if case.plan else None,
+        "policies": case.others,
+    }
+
+
+def main() -> None:
+    """Write README.md and cases.json into the folder, with progress."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--profile", default="h100-pcie5")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    machine = profile(given.profile)
+    given.out.mkdir(parents=True, exist_ok=True)
+    done: list[Case] = []
+    began = time.perf_counter()
+    for case in cases(machine):
+        done.append(case)
+        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(row(case)), flush=True)
+        (given.out / "cases.json").write_text(json.dumps([as_json(one) for one in done], indent=1))
+    names = list(done[0].others)
+    head = ["model", "tokens per step", "budget", "ours, s", "compute, s", "binds", *names, "best policy / ours"]
+    lines = [head, ["---"] * len(head), *map(row, done)]
+    (given.out / "table.md").write_text("\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

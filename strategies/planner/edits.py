@@ -1,0 +1,84 @@
+"""What would change the step most: edits of the config, each planned again, ranked by tokens per second.
+
+Ranked by the estimate that ranks layouts (``estimate.py``), now and after the edit, so that all of them together cost
+less than one plan. An edit that changes the training itself (its batch, its clipping) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from strategies.core.facts import Facts, Precision
+from strategies.core.protocol import Refusal
+from strategies.core.render import human
+from strategies.planner.frames import Wishes
+from strategies.planner.rule import quickest
+
+SHOWN = 3
+WORTH = 0.01  # a gain that is worth a line
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A change of the config, and what it would gain: 0.25 is a quarter more tokens per second."""
+
+    change: str
+    gain: float
+
+    def line(self) -> str:
+        return f"  {self.change}: about {self.gain:+.0%} tokens per second"
+
+
+def ranked(facts: Facts, wishes: Wishes, saved_bytes: int) -> list[Edit]:
+    """The edits that gain the most; none, where nobody knows the machine's rates."""
+    now = _speed(facts, wishes, saved_bytes)
+    if now is None:
+        return []
+    found = []
+    for change, after, with_wishes, saved in _edits(facts, wishes, saved_bytes):
+        speed = _speed(after, with_wishes, saved)
+        if speed is not None and speed / now - 1 > WORTH:
+            found.append(Edit(change, speed / now - 1))
+    return sorted(found, key=lambda edit: -edit.gain)[:SHOWN]
+
+
+def _speed(facts: Facts, wishes: Wishes, saved_bytes: int) -> float | None:
+    """Tokens per second; None, where it does not fit or nobody knows."""
+    try:
+        seconds = quickest(facts, wishes, saved_bytes)
+    except Refusal:
+        return None
+    return facts.run.tokens_per_step / seconds if seconds else None
+
+
+def _edits(facts: Facts, wishes: Wishes, saved: int) -> Iterator[tuple[str, Facts, Wishes, int]]:
+    run, machine = facts.run, facts.machine
+    larger = replace(run, micro_batch=2 * run.micro_batch, forward_flops=2 * run.forward_flops)
+    units = tuple(replace(unit, again=unit.again + unit.again) for unit in facts.units)
+    yield (
+        f"training.per_device_train_batch_size: {larger.micro_batch} (a batch of twice as many)",
+        replace(facts, run=larger, units=units),
+        wishes,
+        2 * saved,
+    )
+    longer = replace(run, accumulation=2 * run.accumulation)
+    yield (
+        f"training.gradient_accumulation_steps: {longer.accumulation} (a batch of twice as many)",
+        replace(facts, run=longer),
+        wishes,
+        saved,
+    )
+    most = int(0.9 * machine.device_bytes)
+    if most > wishes.device_bytes and machine.has_accelerator:
+        yield (f"strategies.offload.gpu_memory: {human(most)}", facts, replace(wishes, device_bytes=most), saved)
+    if run.max_grad_norm > 0:
+        unclipped = replace(facts, run=replace(run, max_grad_norm=0.0))
+        yield ("training.max_grad_norm: 0 (nothing is clipped)", unclipped, replace(wishes, in_backward=True), saved)
+    if wishes.site != "auto" or wishes.weights != "auto" or wishes.gradients != "auto":
+        free = replace(wishes, site="auto", weights="auto", gradients="auto")
+        yield ("strategies.offload.site, weights, gradients: auto", facts, free, saved)
+    if run.precision is Precision.FP32 and machine.rates is not None and machine.rates.gemm_bf16_flops_per_s:
+        half = replace(run, precision=Precision.BF16)
+        params = tuple(replace(param, dtype="bfloat16") for param in facts.params)
+        yield ("training.bf16: true (rounds otherwise)", replace(facts, run=half, params=params), wishes, saved)

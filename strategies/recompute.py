@@ -1,0 +1,99 @@
+"""Recompute: what forward keeps for backward. What is large and cheap is made again instead.
+
+Problem. Autograd keeps what every operator needs for its gradient: tens of times a block's input, for every block,
+until backward comes. Most of it is made from little by little work.
+
+Arithmetic, bytes per block for b rows of s tokens, width h, a heads (g of keys), MLP width f, 2-byte numbers:
+                 explicit attention, GELU, dropout    fused attention, RMSNorm, SwiGLU (each fused)
+    none         34 sbh + 5 a s^2 b                   (12 + 4 g/a) sbh + 6 sbf + 4 asb
+    selective    about 22 sbh                         (8 + 4 g/a) sbh + 4 sbf + 4 asb
+    full         2 sbh                                2 sbh
+    again        selective: scores, softmax, dropout, norms, activation functions, gates; full: all of the forward
+Hugging Face's own layers fuse little and save more; the plan counts them as they are (``trainer/counting.py``). While a
+block runs again, all that it saves is there once.
+
+Invariant. What is made again has the bits it had: the same kernels on the same inputs, with the same random numbers.
+
+Refused: choosing blocks twice (``every`` with ``auto``). Recomputing where nothing is freed is left out.
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from strategies.core.facts import Facts, RunFacts, UnitKind
+from strategies.core.plan import Decision, Keep, Plan
+from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
+from strategies.core.sizes import SHARE
+from strategies.planner.keep import AUTO, Way, by_policy, cheapest, everything, pace_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WHY = {
+    "none": "all kept",
+    "selective": "products and attention kept, the rest made again",
+    "full": "the input kept, all made again",
+    AUTO: "what pays the least per byte is made again",
+}
+
+
+class Recompute(Strategy):
+    """Keep less of each block for backward and run the rest of its forward again. Gradients are the same bits.
+
+    ``selective`` frees most of the memory for little time; ``full`` keeps the blocks' inputs only; ``auto`` recomputes
+    as much as memory asks for, first blocks first, and together with ``offload`` takes the faster of both ways to fit.
+    """
+
+    phase = Phase.KEEP
+    examples = ({"policy": "full", "every": 2}, {"policy": "selective"})
+
+    policy: Literal["none", "selective", "full", "auto"] = Field(
+        default="selective",
+        description="none: all is kept; selective: products with weights and the result of attention are; full: the "
+        "block's input; auto: as much as fits.",
+    )
+    every: int = Field(default=1, ge=1, description="Recompute every n-th block only, from the first.")
+
+    def parity(self, run: RunFacts) -> Parity:
+        """Bit for bit: the same kernels run on the same inputs."""
+        return BITWISE
+
+    def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
+        if self.policy == AUTO and self.every > 1:
+            raise Refusal("strategies.recompute.every", self.every, "auto chooses the blocks itself; leave it out")
+        if self.policy == "none":
+            raise Idle("policy: none keeps everything")
+        blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]
+        if not any(unit.choices for unit in blocks):
+            raise Idle("no block saves anything that could be made again")
+        ways = self._fitting(facts, plan) if self.policy == AUTO else self._fixed(facts)
+        for unit, way in zip(facts.units, ways, strict=True):
+            if unit.kind is UnitKind.BLOCK:
+                yield way.keep(unit.name, WHY[way.policy], is_open=self.policy == AUTO)
+
+    def apply(self, model: nn.Module, plan: Plan) -> None:
+        """A checkpoint in place of the forward of each block that is recomputed."""
+        from strategies.runtime.recompute import checkpoint_blocks
+
+        keeps: list[Keep] = [plan.keep(unit.name) for unit in plan.facts.units]
+        checkpoint_blocks(model, {keep.unit: keep.kept for keep in keeps if keep.recomputes})
+
+    def _fixed(self, facts: Facts) -> Sequence[Way]:
+        blocks = [unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK]
+        chosen = set(blocks[:: self.every])
+        return [by_policy(unit, self.policy) if unit.name in chosen else everything(unit) for unit in facts.units]
+
+    def _fitting(self, facts: Facts, plan: Plan) -> Sequence[Way]:
+        """As if nothing were offloaded; a strategy that offloads decides again."""
+        machine = facts.machine
+        budget = int(SHARE * machine.device_bytes) if machine.has_accelerator else machine.device_bytes
+        peak = plan.device_peak()
+        return cheapest(
+            facts.units, pace_of(facts), lambda ways: peak([(w.saved_bytes, w.running_bytes) for w in ways]), budget
+        )

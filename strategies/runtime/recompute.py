@@ -1,0 +1,205 @@
+"""Recomputation: blocks whose forward runs once more in backward, but for the operators whose outputs are kept.
+
+The mechanism is torch's: non-reentrant checkpoints, with their selective contexts where something is kept. A checkpoint
+stands in for a block's ``forward``, inside all hooks of the block, so that whoever fetches the block's weights at its
+borders (the memory engine, ZeRO) has them there when backward runs it again. No module is renamed or wrapped.
+
+Names. What is kept is named by kind and number within one forward of a block: "linear 3" is its fourth product with a
+weight. Names come from what an operator does, not from the model's class, and are the same on every device:
+
+    linear      a product with a weight
+    attention   a fused kernel, or the product of two activations after a softmax
+    scores      any other product of two activations
+    softmax     of any size
+
+Exactness. An operator that is not found where it was expected is run again, or kept in vain: time, never another bit.
+Two kinds of output cannot be kept. One that is written to later would come back changed: the first forward keeps
+nothing and looks for such. One that draws random numbers would not draw them when the others are replayed, so these
+would get other numbers: a fused attention with dropout is run again.
+
+Sources: torch.utils.checkpoint; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from strategies.runtime.scopes import tensors_in
+
+aten = torch.ops.aten
+WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm}
+BATCHED = {aten.bmm, aten.baddbmm}
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class Names:
+    """Names the operators of one forward of ``block``, in the order in which they run."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._counts: dict[str, int] = {}
+        self._after_softmax = False
+        self._weights: set[int] | None = None
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """The name of this call; None where its output is not worth a name or must not be kept."""
+        kind = self._kind(func, args)
+        if kind is None:
+            return None
+        self._after_softmax = kind == "softmax"
+        number = self._counts[kind] = self._counts.get(kind, -1) + 1
+        return None if kind == "attention" and draws(func, args, kwargs) else f"{kind} {number}"
+
+    def _kind(self, func: Any, args: tuple[Any, ...]) -> str | None:
+        packet = func.overloadpacket
+        if packet in WITH_WEIGHTS:
+            return "linear"
+        if packet in BATCHED:
+            if any(isinstance(arg, Tensor) and self._is_weight(arg) for arg in args):
+                return "linear"
+            return "attention" if self._after_softmax else "scores"
+        name = packet.__name__
+        if "backward" in name:
+            return None
+        if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
+            return "attention"
+        return "softmax" if name in ("_softmax", "_safe_softmax") else None
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        if self._weights is None:
+            self._weights = {param.untyped_storage()._cdata for param in self._block.parameters()}
+        return tensor.untyped_storage()._cdata in self._weights
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a fused attention draws random numbers."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | {**kwargs}
+    return bool(given.get("dropout_p"))
+
+
+class Seen(TorchDispatchMode):
+    """Shows named outputs of a forward as they are made; with those of ``kept`` that were written to afterwards."""
+
+    def __init__(self, block: nn.Module, kept: Collection[str]) -> None:
+        super().__init__()
+        self._names, self._kept = Names(block), kept
+        self._made: list[tuple[str, Tensor, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = self._names.of(func, args, kwargs or {})
+        if name in self._kept:
+            self._made += [(str(name), tensor, tensor._version) for tensor in tensors_in(out)]
+        return out
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Outputs of the operators in ``kept``."""
+        return [tensor for _, tensor, _ in self._made]
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of those that are not any more what they were when made."""
+        return frozenset(name for name, tensor, version in self._made if tensor._version != version)
+
+
+class Checkpointed:
+    """Stands in for the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``."""
+
+    def __init__(self, block: nn.Module, kept: Collection[str]) -> None:
+        self.watch: Callable[[Tensor], object] | None = None  # is shown what is kept; for the ledger
+        self.forward = block.forward
+        self._block, self._kept = block, frozenset(kept)
+        self._written: frozenset[str] | None = None if kept else frozenset()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own; without gradients it is just that."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        args = tuple(map(_copied, args))
+        kwargs = {name: _copied(value) for name, value in kwargs.items()}
+        seen = Seen(self._block, self._kept) if self._written is None or self.watch is not None else None
+        out = checkpoint(self._run, *args, use_reentrant=False, context_fn=partial(self._contexts, seen), **kwargs)
+        if seen is not None:
+            self._look(seen, [*tensors_in(args), *tensors_in(kwargs)])
+        return out
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, on caches of its own each time: a replay must find them as the first run did."""
+        return self.forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
+
+    def _contexts(self, seen: Seen | None) -> Contexts:
+        if self._written is None:
+            assert seen is not None
+            return seen, nullcontext()  # the first time nothing is kept
+        if not self._kept - self._written:
+            return nullcontext(), nullcontext()
+        forward, again = create_selective_checkpoint_contexts(self._policy())
+        return (_both(forward, seen) if seen is not None else forward), again
+
+    def _policy(self) -> Callable[..., CheckpointPolicy]:
+        # Torch before 2.13 asks again when it replays: those calls are counted on their own.
+        names = {False: Names(self._block), True: Names(self._block)}
+        kept = self._kept - (self._written or frozenset())
+
+        def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            found = names[context.is_recompute].of(func, args, kwargs) in kept
+            return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return policy
+
+    def _look(self, seen: Seen, inputs: list[Tensor]) -> None:
+        if self.watch is not None:
+            for tensor in (*inputs, *(seen.tensors if self._written is not None else ())):
+                self.watch(tensor)
+        if self._written is None:
+            self._written = seen.written
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(first)
+        stack.enter_context(second)
+        yield
+
+
+def checkpoint_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> None:
+    """Recompute the blocks named in ``kept`` (dotted paths), keeping the outputs that are listed for each.
+
+    Raises:
+        ValueError: one of them is recomputed already.
+    """
+    for path, names in kept.items():
+        block: Any = model.get_submodule(path)
+        if checkpointed(block) is not None or getattr(block, "gradient_checkpointing", False):
+            raise ValueError(f"{path} is recomputed already")
+        block.forward = Checkpointed(block, names)
+
+
+def checkpointed(module: nn.Module) -> Checkpointed | None:
+    """What stands in for the forward of ``module``, if anything does."""
+    found = module.__dict__.get("forward")
+    return found if isinstance(found, Checkpointed) else None
+
+
+def _copied(value: Any) -> Any:
+    """A cache of keys and values that may be written to without changing ``value``; anything else as it is.
+
+    The one that the model returns stays empty. It is not left out: with it a model may lay its keys out differently,
+    and the kernels' bits follow the layout.
+    """
+    if not hasattr(value, "get_seq_length"):
+        return value
+    cache = copy(value)
+    cache.layers = [copy(layer) for layer in value.layers]
+    return cache

@@ -1,0 +1,91 @@
+"""A clock for the engine: copies and compute take the seconds that a machine would take, and none of ours.
+
+Lanes have a time each. An event is the time of its lane, a wait moves the waiting lane on, a copy takes its latency and
+its bytes, both ways at full speed. Compute takes the seconds of the simulator's steps, at the borders of scopes. The
+host is where compute is: it issues nothing for a step that compute has not reached. Copies are made at once, so results
+are those of any other transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from strategies.core.facts import Rates
+from strategies.runtime.engine import Engine
+from strategies.runtime.scopes import Scope
+from strategies.runtime.transfer import Event, Lane, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A copy that was made, in seconds."""
+
+    lane: Lane
+    start: float
+    end: float
+    num_bytes: int
+
+
+class Clocked(Transfer):
+    """See the module docstring. ``log`` has every copy."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()
+        assert rates.duplex_factor == 1, "directions do not disturb each other here"
+        self._rates = rates
+        self.now = dict.fromkeys(Lane, 0.0)
+        self.log: list[Logged] = []
+
+    def work(self, seconds: float) -> None:
+        """Compute takes so long."""
+        self.now[Lane.COMPUTE] += seconds
+
+    def done(self, event: Event | None) -> bool:
+        return event is None or event.handle <= self.now[Lane.COMPUTE]
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+        start = max(self.now[lane], self.now[Lane.COMPUTE])
+        rate = self._rates.up_bytes_per_s if lane is Lane.UP else self._rates.down_bytes_per_s
+        self.now[lane] = start + self._rates.link_latency_s + target.nbytes / rate
+        self.log.append(Logged(lane, start, self.now[lane], target.nbytes))
+
+    def _record(self, lane: Lane) -> float:
+        return self.now[lane]
+
+    def _wait(self, lane: Lane, event: Event) -> None:
+        self.now[lane] = max(self.now[lane], event.handle)
+
+    def _host_wait(self, event: Event) -> None:
+        self._wait(Lane.HOST, event)
+
+
+def drive(engine: Engine, clock: Clocked, forward: Mapping[str, float], backward: Mapping[str, float]) -> None:
+    """Let compute take these seconds per unit, each when the first scope of the unit is entered in that direction."""
+    borders: Any = engine.borders
+    units = {name: unit for held in engine.held for name in held.bucket.params for unit in held.bucket.units}
+    of_scope = {scope.name: _unit(scope, units) for scope in borders._scopes}
+
+    def timed(enter: Any, seconds: Mapping[str, float]) -> Any:
+        last: list[str] = []
+
+        def entered(scope: Scope) -> None:
+            enter(scope)
+            unit = of_scope[scope.name]
+            if last != [unit]:
+                clock.work(seconds[unit])
+            last[:] = [unit]
+
+        return entered
+
+    borders._enter_forward = timed(borders._enter_forward, forward)
+    borders._enter_backward = timed(borders._enter_backward, backward)
+
+
+def _unit(scope: Scope, units: Mapping[str, str]) -> str:
+    name = next(name for name in units if name.startswith(f"{scope.name}."))
+    return units[name]

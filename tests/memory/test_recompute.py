@@ -1,0 +1,239 @@
+"""Recomputation in numbers: bytes kept and operations done again, counted before the run and measured in it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import FlopCounterMode
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Unit
+from strategies.core.plan import Home, Plan
+from strategies.core.registry import find
+from strategies.planner.keep import by_policy
+from strategies.runtime.recompute import checkpointed
+from tests.helpers.live import Live
+from trainer.counting import Counter, flop_formulas
+from trainer.ledger import count_saved
+from trainer.machine import probe
+from trainer.memory import plan_for
+
+MACHINE = probe()
+SIZES = {"num_hidden_layers": 4, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}
+LLAMA = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "vocab_size": 32, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+CONFIGS: Mapping[str, Mapping[str, Any]] = {"llama": LLAMA, "gpt2": {**GPT2, "bos_token_id": 0, "eos_token_id": 0}}
+POLICIES = ("none", "selective", "full", "auto")
+
+
+def model_of(name: str, attention: str, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, **CONFIGS[name], use_cache=False)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).train()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, 32, (2, 64), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 50:] = 0  # without padding Transformers makes no mask, which a fake run cannot know
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def plan_of(model: nn.Module, policy: str) -> Plan:
+    """``auto`` under a budget half way between everything and nothing."""
+    facts = plan_for(model, batch=batch(), accumulation=2, machine=MACHINE).facts
+    if policy == "auto":
+        low, high = (decided(facts, name).peak(Home.DEVICE) for name in ("full", "none"))
+        facts = replace(facts, machine=replace(facts.machine, device_bytes=(low + high) // 2))
+    return decided(facts, policy)
+
+
+def decided(facts: Facts, policy: str) -> Plan:
+    return compose({"recompute": find("recompute")(policy=policy)}, facts)
+
+
+def recomputed(model: nn.Module, policy: str) -> Plan:
+    plan = plan_of(model, policy)
+    find("recompute")(policy=policy).apply(model, plan)
+    model(**batch()).loss.backward()  # the first forward only looks
+    return plan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dtype: torch.dtype) -> None:
+    """Measured by weak references to all storages: nobody's account but the allocator's."""
+    kept = {}
+    for policy in POLICIES:
+        model = model_of(name, attention, dtype)
+        plan = recomputed(model, policy)
+        with Live() as live:
+            loss = model(**batch()).loss
+            kept[policy] = live.num_bytes
+            loss.backward()
+        predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+        assert kept[policy] == pytest.approx(predicted, rel=0.01), policy
+        assert live.peak == pytest.approx(plan.saved_peak(), rel=0.01), policy
+    assert kept["full"] < kept["auto"] < kept["none"]
+    assert kept["full"] < kept["selective"] < kept["none"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_ledger_counts_the_same(policy: str) -> None:
+    model = model_of("llama", "sdpa")
+    plan = recomputed(model, policy)
+    with count_saved(model) as storages:
+        model(**batch())
+    assert sum(storages.values()) == pytest.approx(sum(plan.saved_bytes(u.name) for u in plan.facts.units), rel=0.01)
+    assert all(found.watch is None for module in model.modules() if (found := checkpointed(module)))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operations_of_backward_are_exact(name: str, attention: str) -> None:
+    def flops(policy: str) -> tuple[int, int, Plan]:
+        model = model_of(name, attention)
+        plan = recomputed(model, policy)
+        with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as forward:
+            loss = model(**batch()).loss
+        with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as backward:
+            loss.backward()
+        return forward.get_total_flops(), backward.get_total_flops(), plan
+
+    forward, backward, _ = flops("none")
+    if attention == "eager":
+        assert backward == 2 * forward  # each product has two gradients of its own size
+    for policy in POLICIES[1:]:
+        again, more, plan = flops(policy)
+        expected = sum(plan.keep(unit.name).again.flops for unit in plan.facts.units)
+        assert (again, more) == (forward, backward + expected), policy
+        blocks = [unit for unit in plan.facts.units if unit.choices]
+        if policy == "selective":
+            scores = 2 * 2 * 64 * 64 * 64 * len(blocks)  # batch, tokens squared, width: nothing else is multiplied
+            materialised = attention == "eager" or name == "gpt2"  # no fused kernel of the CPU has dropout
+            assert expected == materialised * scores
+        if policy == "full":
+            per_block = sum(operator.work.flops for operator in blocks[0].choices.operators)
+            assert expected == per_block * len(blocks)
+
+
+# --- the closed formulas ---------------------------------------------------------------------------------------------
+
+S, B, A, HEADS_KV, H, FFN = 2048, 2, 32, 8, 4096, 11008
+
+
+class Classic(nn.Module):
+    """The layer of the paper: two norms, explicit attention, GELU, three dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(H), nn.LayerNorm(H)
+        self.q, self.k, self.v, self.out = (nn.Linear(H, H) for _ in range(4))
+        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        q, k, v = (self.heads(layer(y)) for layer in (self.q, self.k, self.v))
+        scores = torch.bmm(q / (H // A) ** 0.5, k.transpose(1, 2))
+        probabilities, _ = torch.native_dropout(scores.softmax(-1), 0.1, True)
+        core = torch.bmm(probabilities, v).view(B, A, S, H // A).transpose(1, 2).reshape(B, S, H)
+        x = x + torch.native_dropout(self.out(core), 0.1, True)[0]
+        return x + torch.native_dropout(self.down(F.gelu(self.up(self.between(x)))), 0.1, True)[0]
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(B, S, A, H // A).transpose(1, 2).reshape(B * A, S, H // A)
+
+
+class RMS(torch.autograd.Function):
+    """A fused norm: keeps its input and one number per token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.float().pow(2).mean(-1, keepdim=True).rsqrt()
+        ctx.save_for_backward(x, scale, weight)
+        return (x * scale).to(x.dtype) * weight
+
+
+class Modern(nn.Module):
+    """RMSNorm, grouped heads, fused attention, SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        narrow = H * HEADS_KV // A
+        self.before, self.between = nn.Parameter(torch.ones(H)), nn.Parameter(torch.ones(H))
+        self.q, self.k, self.v = (nn.Linear(H, width, bias=False) for width in (H, narrow, narrow))
+        self.out = nn.Linear(H, H, bias=False)
+        self.gate, self.up, self.down = (nn.Linear(*size, bias=False) for size in ((H, FFN), (H, FFN), (FFN, H)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = RMS.apply(x, self.before)
+        q, k, v = (layer(y).view(B, S, -1, H // A).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(core.transpose(1, 2).reshape(B, S, H))
+        y = RMS.apply(x, self.between)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Stack(nn.Module):
+    """Three of them."""
+
+    def __init__(self, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def middle_of(layer: type[nn.Module]) -> Unit:
+    """Counts of the second of three layers in bf16, on fake tensors."""
+    with torch.device("meta"):
+        model = Stack(layer).to(torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        counter = Counter(model)
+        with counter:
+            model(torch.empty(B, S, H, dtype=torch.bfloat16, requires_grad=True))
+    return counter.units()[1]
+
+
+def test_explicit_attention_with_dropout() -> None:
+    sbh, core = S * B * H, 5 * A * S * S * B
+    unit = middle_of(Classic)
+    assert unit.saved_bytes == pytest.approx(34 * sbh + core, rel=1e-3)
+    assert unit.choices is not None
+    kinds: dict[str, int] = {}
+    for operator in unit.choices.operators:
+        kind = operator.name.split()[0]
+        kinds[kind] = kinds.get(kind, 0) + operator.num_bytes
+    # q, k, v, out and down have H numbers of 2 bytes, up has 4 H; scores and softmax one per pair of tokens.
+    assert kinds == {
+        "linear": 18 * sbh,
+        "scores": 2 * A * S * S * B,
+        "softmax": 2 * A * S * S * B,
+        "attention": 2 * sbh,
+    }
+    assert by_policy(unit, "selective").saved_bytes == 22 * sbh
+    assert by_policy(unit, "full").saved_bytes == 2 * sbh
+    assert by_policy(unit, "selective").again.flops == 2 * S * S * B * H  # the scores, once more
+
+
+def test_fused_attention_and_gates() -> None:
+    sbh, sbf, ratio = S * B * H, S * B * FFN, HEADS_KV / A
+    unit = middle_of(Modern)
+    none = (12 + 4 * ratio) * sbh + 8 * sbf + 4 * A * S * B  # 6 sbf where the gate's product is one kernel
+    assert unit.saved_bytes == pytest.approx(none, rel=1e-3)
+    selective = (8 + 4 * ratio) * sbh + 4 * sbf + 4 * A * S * B
+    assert by_policy(unit, "selective").saved_bytes == pytest.approx(selective, rel=1e-3)
+    assert by_policy(unit, "selective").again.flops == 0
+    assert by_policy(unit, "full").saved_bytes == 2 * sbh

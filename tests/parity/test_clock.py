@@ -1,0 +1,109 @@
+"""The engine on a clock against the simulator: the same plan takes the same seconds, copy by copy.
+
+Weights travel and nothing is updated among them (a frozen base), which is what both can count exactly. Updates are
+different by design: the engine looks for finished ones at borders only, the simulator at once.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.core.facts import Facts, Rates
+from strategies.core.plan import Plan
+from strategies.planner.price import evictions_of, problem_of
+from strategies.planner.simulate import simulate
+from strategies.planner.tasks import Resource
+from strategies.runtime import AdamW, stow
+from strategies.runtime.transfer import Lane
+from tests.helpers.clock import Clocked, drive
+from tests.helpers.fakes import GPU
+from tests.helpers.models import build, tokens
+from trainer.memory import plan_for
+
+STEPS = 6
+
+
+def slow_link(factor: float) -> Rates:
+    """A block of the test model takes ``factor`` seconds; compute takes about one."""
+    return Rates(
+        gemm_fp32_flops_per_s=1.0,
+        gemm_bf16_flops_per_s=None,
+        up_bytes_per_s=1.0 / factor,
+        down_bytes_per_s=1.0 / factor,
+        duplex_factor=1.0,
+        link_latency_s=0.0,
+        dram_bytes_per_s=1.0,
+        update_fp32_params_per_s=1e30,
+        update_bf16_params_per_s=1e30,
+        device_bytes_per_s=1e30,
+        origin="assumed",
+    )
+
+
+def frozen_base() -> nn.Module:
+    """Only the embedding learns, so that backward goes through every block."""
+    model = build("llama")
+    for name, param in model.named_parameters():
+        param.requires_grad_("embed" in name)
+    return model
+
+
+def plan_in(model: nn.Module, rates: Rates, budget: int, prefetch: int | str) -> Plan:
+    plan = plan_for(model, gpu_memory=budget, prefetch=prefetch, site="device", batch=(2, 8))
+    return replace(plan, facts=known(plan.facts, rates))
+
+
+def known(facts: Facts, rates: Rates) -> Facts:
+    # One second per block in forward: the rate is 1, so operations are seconds.
+    blocks = sum(unit.name.startswith("model.layers") for unit in facts.units)
+    whole = sum(unit.num_params for unit in facts.units if unit.name != "embedding")
+    block = next(unit.num_params for unit in facts.units if unit.name.startswith("model.layers"))
+    run = replace(facts.run, forward_flops=round(1000 * whole / block))
+    assert blocks > 2
+    return replace(facts, run=run, machine=replace(GPU, rates=replace(rates, gemm_fp32_flops_per_s=1000.0)))
+
+
+@pytest.mark.parametrize("prefetch", ["auto", 0, 1])
+@pytest.mark.parametrize("factor", [0.3, 1.5, 4.0])
+@pytest.mark.parametrize("spare_blocks", [0, 1, 2])
+def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, spare_blocks: int) -> None:
+    model = frozen_base()
+    probe = plan_for(model, site="device", weights="streamed", prefetch=0, batch=(2, 8))
+    assert probe.layout is not None and probe.addresses is not None
+    block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
+    saved = sum(unit.saved_bytes for unit in probe.facts.units)
+    rates = slow_link(factor / block)
+    plan = plan_in(model, rates, probe.addresses.device_bytes + saved + spare_blocks * block, prefetch)
+    assert plan.layout is not None and not all(b.resident for b in plan.layout.buckets)
+    problem = problem_of(plan.facts, plan.layout, rates_of(plan))
+    outcome = simulate(problem, list(evictions_of(problem, plan.layout)), iterations=5)
+
+    clock = Clocked(rates_of(plan))
+    optimizer: Any = stow(model, plan, rule=AdamW(lr=1e-3), device="cpu", transfer=clock, beside=False)
+    seconds = {step.name: step.seconds for step in problem.steps}
+    forward = {name.removeprefix("forward "): s for name, s in seconds.items() if name.startswith("forward")}
+    backward = {name.removeprefix("backward "): s for name, s in seconds.items() if name.startswith("backward")}
+    drive(optimizer.engine, clock, forward, backward)
+    ends, copies = [], []
+    for batch in tokens("llama", STEPS):
+        before = len(clock.log)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(max(clock.now[Lane.COMPUTE], clock.now[Lane.UP]))
+        copies.append(sum(one.num_bytes for one in clock.log[before:] if one.lane is Lane.UP))
+    assert ends[-1] - ends[-2] == pytest.approx(outcome.period, rel=1e-9)
+    moved = sum(problem.items[e.gap.item].num_bytes for e in evictions_of(problem, plan.layout))
+    assert copies[-1] == moved
+    assert outcome.busy[Resource.UP] == pytest.approx(moved * factor / block)
+    optimizer.close()
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+def rates_of(plan: Plan) -> Rates:
+    rates = plan.facts.machine.rates
+    assert rates is not None
+    return rates

@@ -1,0 +1,323 @@
+"""Recomputation changes no bit: gradients, losses and the numbers drawn, for each policy, architecture and kernel.
+
+A case trains two micro-batches and compares every gradient with plain training's after each. The first forward of a
+block only looks at what may be kept; from the second on it is kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts
+from strategies.core.plan import Home, Plan
+from strategies.core.registry import find
+from strategies.runtime.recompute import checkpoint_blocks, checkpointed
+from strategies.runtime.transfer import Delayed
+from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
+from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
+from tests.helpers.tiny import MODELS
+from trainer.build import plan_of as planned
+from trainer.config.sections import RunConfig
+from trainer.machine import probe
+from trainer.memory import plan_for
+from trainer.verify import compare, digest, shrink, train_weights
+from trainer.worlds import run_world
+
+ARCHITECTURES = ("llama", "gpt2", "opt", "bloom", "qwen3", "mixtral")
+DROPOUT: Mapping[str, Mapping[str, float]] = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "bloom": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "opt": {"dropout": 0.1, "attention_dropout": 0.1},
+}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "selective": {"policy": "selective"},
+    "full": {"policy": "full"},
+    "full, every 2nd": {"policy": "full", "every": 2},
+    "auto": {"policy": "auto"},
+}
+ENDS = ("none", "full")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MACHINE = probe()
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Any:
+    """Three blocks with the same random weights each time. Dropout is 0 but where it is asked for."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {**MODELS[name], **dict.fromkeys(("n_layer", "num_hidden_layers"), 3)}
+    given.pop("num_hidden_layers" if "n_layer" in MODELS[name] else "n_layer")
+    zeros = dict.fromkeys(DROPOUT.get(name, {"attention_dropout": 0.0}), 0.0)
+    given |= DROPOUT.get(name, {"attention_dropout": 0.1}) if dropout else zeros
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    torch.manual_seed(0)
+    kernel = {} if name == "bloom" else {"attn_implementation": attention}
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, **kernel).train()
+
+
+def micro_batches() -> list[dict[str, Tensor]]:
+    """Two, with padding, so that there is a mask."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 64, (2, 2, 8), generator=generator)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 6:] = 0
+    return [{"input_ids": one, "labels": one, "attention_mask": mask} for one in ids]
+
+
+@cache
+def facts_of(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Facts:
+    return plan_for(made(name, dropout, attention, dtype), batch=micro_batches()[0], machine=MACHINE).facts
+
+
+def decided(facts: Facts, options: Mapping[str, Any]) -> Plan:
+    """The plan; ``auto`` gets a budget that asks for something between all and nothing."""
+    if options["policy"] == "auto":
+        facts = replace(facts, run=replace(facts.run, accumulation=2))  # gradients and saved tensors then add up
+        peaks = [compose({"recompute": find("recompute")(policy=name)}, facts).peak(Home.DEVICE) for name in ENDS]
+        facts = replace(facts, machine=replace(facts.machine, device_bytes=sum(peaks) // 2))
+    return compose({"recompute": find("recompute")(**options)}, facts)
+
+
+def steps(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Loss and gradients after each micro-batch, which add up, and the next random number."""
+    torch.manual_seed(7)
+    found = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        found.append({"loss": loss.detach(), "random": torch.rand(4), **grads})
+    return found
+
+
+def unequal(first: Sequence[Mapping[str, Tensor]], second: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    pairs = zip(first, second, strict=True)
+    return [name for one, two in pairs for name in one.keys() | two.keys() if not torch.equal(one[name], two[name])]
+
+
+@cache
+def plainly(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    return steps(made(name, dropout, attention, dtype), micro_batches())
+
+
+def cases() -> Iterator[Any]:
+    for name in ARCHITECTURES:
+        for attention in ("eager",) if name == "bloom" else ("eager", "sdpa"):
+            for dropout in (False, True):
+                for dtype in DTYPES:
+                    words = f"{name} {attention} {dtype}{' dropout' * dropout}"
+                    yield pytest.param(name, dropout, attention, DTYPES[dtype], id=words)
+
+
+@pytest.mark.parametrize(("name", "dropout", "attention", "dtype"), cases())
+def test_alone(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> None:
+    facts = facts_of(name, dropout, attention, dtype)
+    for policy, options in POLICIES.items():
+        model = made(name, dropout, attention, dtype)
+        plan = decided(facts, options)
+        find("recompute")(**options).apply(model, plan)
+        wrapped = [module for module in model.modules() if checkpointed(module)]
+        assert wrapped, policy
+        assert unequal(plainly(name, dropout, attention, dtype), steps(model, micro_batches())) == [], policy
+
+
+def test_the_grid_can_fail() -> None:
+    """Dropout, kernels and dtypes change what is compared; a replay with other random numbers would be seen."""
+    base = plainly("gpt2", True, "eager", torch.float32)
+    assert unequal(base, plainly("gpt2", False, "eager", torch.float32))
+    assert unequal(base, plainly("gpt2", True, "eager", torch.bfloat16))
+    model = made("gpt2", True, "eager", torch.float32)
+    model.config.use_cache = False  # a replay would enter its keys twice
+    uncached = steps(model, micro_batches())
+    model.zero_grad()
+    for block in model.transformer.h:
+        block.forward = _replayed_with_other_numbers(block.forward)
+    assert unequal(uncached, steps(model, micro_batches()))
+
+
+def _replayed_with_other_numbers(forward: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+# --- with what else may be on ----------------------------------------------------------------------------------------
+
+LAYOUTS: tuple[Mapping[str, Any], ...] = (
+    {"site": "host", "weights": "travelling", "park": "host"},
+    {"site": "streamed", "weights": "some", "in_backward": True},
+    {"site": "mixed", "weights": "travelling", "bucket": "half", "max_norm": 0.05, "accumulation": 2},
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "experts"])
+def test_with_offload(name: str, dtype: torch.dtype) -> None:
+    """Weights come and go around a block that runs again; three layouts take turns with the policies."""
+    for number, policy in enumerate(("selective", "full", "full, every 2nd")):
+        where = {**LAYOUTS[(number + len(name)) % len(LAYOUTS)]}
+        loop = {"accumulation": where.get("accumulation", 1), "max_norm": where.get("max_norm", 0.0)}
+        batches = tokens(name, STEPS * loop["accumulation"])
+        wanted = plain(build(name, dtype=dtype), batches, **loop)
+        model = build(name, dtype=dtype)
+        _recompute(model, name, policy, batches[0])
+        found = stowed(model, plan_of(model, **where), batches, transfer=Delayed(), **loop)
+        assert differences(wanted, found) == [], policy
+
+
+def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Tensor]) -> None:
+    if name == "experts":  # data decide which of them run, so that no fake run can count
+        kept = ["linear 0", "linear 1", "linear 2"] if policy == "selective" else []
+        checkpoint_blocks(model, {f"layers.{i}": kept for i in range(0, 4, POLICIES[policy].get("every", 1))})
+        return
+    plan = decided(plan_for(model, batch=batch, machine=MACHINE).facts, POLICIES[policy])
+    find("recompute")(**POLICIES[policy]).apply(model, plan)
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_with_adapters_and_frozen_weights(policy: str) -> None:
+    """Adapters train, the base does not, and the embedding's output needs no gradient."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        lora = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(made("llama", True, "sdpa", torch.float32), lora)
+
+    model = adapted()
+    plan = decided(plan_for(model, batch=micro_batches()[0], machine=MACHINE).facts, POLICIES[policy])
+    find("recompute")(**POLICIES[policy]).apply(model, plan)
+    assert sum(checkpointed(module) is not None for module in model.modules()) == 3
+    assert unequal(steps(adapted(), micro_batches()), steps(model, micro_batches())) == []
+
+
+def test_blocks_of_any_class() -> None:
+    """A model that no library knows; two blocks share a layer, one is used twice, some weights are frozen."""
+    spec = Spec(width=5, hidden=(3, 7, 4), calls=(0, 1, 0, 2), shares=(2, 0), frozen=3, dropout=0.2)
+
+    def odd() -> Odd:
+        torch.manual_seed(0)
+        return Odd(spec)
+
+    batches = odd_batches(2)
+    for kept in ((), ("linear 0", "linear 1")):
+        model = odd()
+        checkpoint_blocks(model, {f"layers.{index}": kept for index in range(3)})
+        assert unequal(steps(odd(), batches), steps(model, batches)) == []
+
+
+def test_autocast() -> None:
+    """As Hugging Face's bf16 without an engine: casts happen inside the block and are replayed."""
+
+    def run(recomputes: bool) -> list[dict[str, Tensor]]:
+        model = made("llama", False, "eager", torch.float32)
+        if recomputes:
+            plan = decided(facts_of("llama", False, "eager", torch.float32), POLICIES["selective"])
+            find("recompute")(policy="selective").apply(model, plan)
+        with torch.autocast("cpu", torch.bfloat16):
+            return steps(model, micro_batches())
+
+    assert unequal(run(False), run(True)) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("model_type", "stage"), [("gpt2", 2), ("opt", 3)])
+def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> None:
+    """With dropout, and with biases, which DeepSpeed's linear layer of stage 3 adds in place."""
+
+    def config(strategies: Mapping[str, Any]) -> RunConfig:
+        model = {"config": {"model_type": model_type, **DROPOUT[model_type]}, "tokenizer": "none"}
+        training = {"output_dir": "unused", "learning_rate": 1e-2, "max_grad_norm": 0.0}
+        data = {"path": "random tokens"}
+        made = {name: find(name).model_validate(given) for name, given in strategies.items()}
+        sections = {"model": model, "data": data, "training": training, "strategies": made}
+        return shrink(RunConfig.model_validate(sections), tmp_path, 3)
+
+    zero = {"zero": {"stage": stage}}
+    wanted = run_world(2, train_weights, config(zero))
+    for policy in ("selective", "full"):
+        found = run_world(2, train_weights, config({**zero, "recompute": {"policy": policy}}))
+        assert compare(wanted, found) == [], policy
+        assert digest(wanted) == digest(found)
+
+
+# --- forwards that are no training -----------------------------------------------------------------------------------
+
+
+def test_evaluation_and_generation_are_as_ever() -> None:
+    model = made("llama", False, "sdpa", torch.float32)
+    ids = micro_batches()[0]["input_ids"]
+    model.eval()
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    text = model.generate(ids[:1], max_new_tokens=4, do_sample=False)
+    checkpoint_blocks(model, {f"model.layers.{index}": ["linear 0"] for index in range(3)})
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, wanted)
+        assert model(input_ids=ids).past_key_values.get_seq_length() == 8
+    assert torch.equal(model.generate(ids[:1], max_new_tokens=4, do_sample=False), text)
+
+
+def test_training_with_a_cache_that_holds_something() -> None:
+    """As prefix tuning does it: the replay finds the cache as the first run did."""
+    from transformers import DynamicCache
+
+    def run(recomputes: bool) -> list[dict[str, Tensor]]:
+        model = made("llama", False, "sdpa", torch.float32)
+        if recomputes:
+            checkpoint_blocks(model, {f"model.layers.{index}": ["linear 0"] for index in range(3)})
+        generator = torch.Generator().manual_seed(2)
+        batches = []
+        for batch in micro_batches():
+            past = DynamicCache()
+            for layer in range(3):
+                past.update(*torch.randn(2, 2, 2, 3, 8, generator=generator), layer)
+            ids = batch["input_ids"]
+            batches.append({"input_ids": ids, "labels": ids, "past_key_values": past})
+        return steps(model, batches)
+
+    assert unequal(run(False), run(True)) == []
+    without = steps(made("llama", False, "sdpa", torch.float32), micro_batches())
+    assert not torch.equal(run(True)[0]["loss"], without[0]["loss"])
+
+
+def test_names_stay() -> None:
+    model = made("gpt2", False, "eager", torch.float32)
+    before = [name for name, _ in model.named_modules()], list(model.state_dict())
+    checkpoint_blocks(model, {"transformer.h.0": []})
+    assert ([name for name, _ in model.named_modules()], list(model.state_dict())) == before
+    with pytest.raises(ValueError, match=r"transformer\.h\.0 is recomputed already"):
+        checkpoint_blocks(model, {"transformer.h.0": []})
+
+
+def test_the_planner_reads_the_same_model(tmp_path: Path) -> None:
+    """``recompute`` and ``offload`` in one config: one plan, with what is kept decided by both."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"config": dict(MODELS["llama"]), "tokenizer": "none"},
+            "data": {"path": "random tokens", "max_length": 16},
+            "training": {"output_dir": str(tmp_path)},
+            "strategies": {"recompute": find("recompute")(policy="auto"), "offload": find("offload")()},
+        }
+    )
+    from trainer.ranks import Ranks
+
+    plan = planned(config, Ranks(), MACHINE)
+    assert plan.layout is not None
+    assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}

@@ -1,0 +1,265 @@
+"""The strategy decides, and shares the decision with offload; what is kept is named by what operators do."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
+from strategies.core.plan import NONE, Home, Keep, Plan
+from strategies.core.protocol import Refusal
+from strategies.core.registry import find
+from strategies.core.render import table
+from strategies.planner import recomputed, report
+from strategies.planner.price import price
+from strategies.runtime.recompute import Names, Seen, checkpoint_blocks, checkpointed, draws
+from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
+from tests.unit.test_price import FAST
+
+MIB = 1 << 20
+PRODUCT, SCORES = Operator("linear 0", 2 * MIB, Work(flops=10**9)), Operator("scores 0", 3 * MIB, Work(flops=10**7))
+REST = Work(touched_bytes=4 * MIB)
+
+
+def about(blocks: int = 4, *, rates: Rates | None = None, device_bytes: int = 1 << 40, **run: Any) -> Facts:
+    """Blocks that save 9 MiB: one of input, two of a product, three of scores, three of the rest."""
+    made = [choosing(block(i, MIB, 9 * MIB), PRODUCT, SCORES, input_bytes=MIB, rest=REST) for i in range(blocks)]
+    units: list[Unit] = [embedding(MIB), *made, head(MIB, MIB)]
+    params = tuple(Param(f"{unit.name}.weight", unit.name, MIB, "float32", 0) for unit in units)
+    known = facts(*units, **{"accumulation": 2, "forward_flops": 5 * 10**9, **run})
+    machine = replace(GPU, rates=rates, device_bytes=device_bytes)
+    return replace(known, machine=machine, params=params)
+
+
+def planned(known: Facts, **options: Any) -> Plan:
+    """``offload`` may be among the options."""
+    offload = options.pop("offload", None)
+    strategies = {"recompute": find("recompute").model_validate(options)}
+    if offload is not None:
+        strategies["offload"] = find("offload").model_validate(offload)
+    return compose(strategies, known)
+
+
+def policies(plan: Plan) -> list[str]:
+    return [plan.keep(unit.name).policy for unit in plan.facts.units[1:-1]]
+
+
+# --- deciding --------------------------------------------------------------------------------------------------------
+
+
+def test_what_policies_keep() -> None:
+    sizes = {name: planned(about(), policy=name).saved_bytes("layers.1") for name in ("none", "selective", "full")}
+    assert sizes == {"none": 9 * MIB, "selective": 3 * MIB, "full": MIB}
+    assert planned(about()).keep("layers.0").policy == "selective"
+    assert policies(planned(about(5), policy="full", every=2)) == ["full", NONE, "full", NONE, "full"]
+
+
+def test_the_peak_has_one_block_in_full() -> None:
+    plan = planned(about(), policy="full")
+    # Three inputs wait while the last block runs again: its input and all that it saves.
+    assert plan.saved_peak() == 3 * MIB + (9 + 1) * MIB
+    assert planned(about(), policy="none").saved_peak() == 4 * 9 * MIB + MIB
+    grads = sum(plan.facts.unit(unit.name).num_trainable * 4 for unit in plan.facts.units)
+    assert plan.peak(Home.DEVICE) == plan.states(Home.DEVICE) + plan.saved_peak()
+    assert grads > 0
+
+
+@pytest.mark.parametrize("waiting", range(14, 38, 3))
+def test_auto_stays_within_the_device(waiting: int) -> None:
+    state = Plan.baseline(about()).states(Home.DEVICE)
+    budget = int((state + waiting * MIB) / 0.9) + 1
+    plan = planned(about(device_bytes=budget), policy="auto")
+    assert plan.peak(Home.DEVICE) <= state + waiting * MIB + 1
+    assert (policies(plan) == [NONE] * 4) is (waiting >= 37)
+
+
+def test_auto_that_cannot_fit_takes_the_lowest_peak() -> None:
+    plan = planned(about(device_bytes=MIB), policy="auto")
+    assert plan.saved_peak() == 13 * MIB  # either the last block and the head, or the last block with its input
+
+
+def test_refused_and_idle() -> None:
+    with pytest.raises(Refusal, match=r"strategies\.recompute\.every = 2: auto chooses the blocks itself"):
+        planned(about(), policy="auto", every=2)
+    assert planned(about(), policy="none").idle["recompute"] == "policy: none keeps everything"
+    assert "could be made again" in planned(facts(), policy="full").idle["recompute"]
+
+
+# --- together with offload -------------------------------------------------------------------------------------------
+
+
+def test_what_is_open_is_decided_again() -> None:
+    plan = planned(about(rates=FAST), policy="auto", offload={"host_memory": "1TiB"})
+    assert {plan.answers["Keep", f"layers.{i}"][1] for i in range(4)} == {"offload"}
+    assert policies(plan) == [NONE] * 4  # there is room for all
+    fixed = planned(about(rates=FAST), policy="full", offload={"host_memory": "1TiB"})
+    assert {fixed.answers["Keep", f"layers.{i}"][1] for i in range(4)} == {"recompute"}
+
+
+def both(rates: Rates, gpu_memory: int, **recompute: Any) -> float:
+    plan = planned(about(8, rates=rates), **recompute, offload={"host_memory": "1TiB", "gpu_memory": gpu_memory})
+    priced = price(plan)
+    assert priced is not None
+    assert plan.peak(Home.DEVICE) <= gpu_memory
+    return priced.seconds
+
+
+@pytest.mark.parametrize(("gemm", "link"), [(1e11, 1e10), (1e12, 1e8), (1e14, 1e10)])
+def test_the_joint_plan_is_not_slower_than_any_policy(gemm: float, link: float) -> None:
+    rates = replace(
+        FAST,
+        gemm_fp32_flops_per_s=gemm,
+        up_bytes_per_s=link,
+        down_bytes_per_s=link,
+        update_fp32_params_per_s=1e8,
+        device_bytes_per_s=1e11,
+    )
+    budget = 130 * MIB
+    times = {name: both(rates, budget, policy=name) for name in ("none", "selective", "full")}
+    assert both(rates, budget, policy="auto") <= min(times.values()) * 1.01, times
+
+
+def test_without_rates_offload_comes_first() -> None:
+    plan = planned(about(12), policy="auto", offload={"host_memory": "1TiB", "gpu_memory": 200 * MIB})
+    assert policies(plan) == [NONE] * 12
+    with pytest.raises(Refusal):  # all that is saved does not fit, however much is moved
+        planned(about(12), policy="none", offload={"host_memory": "1TiB", "gpu_memory": 90 * MIB})
+    plan = planned(about(12), policy="auto", offload={"host_memory": "1TiB", "gpu_memory": 90 * MIB})
+    assert 0 < sum(policy != NONE for policy in policies(plan)) < 12
+    with pytest.raises(Refusal, match="gpu_memory"):
+        planned(about(12), policy="auto", offload={"host_memory": "1TiB", "gpu_memory": 9 * MIB})
+
+
+def test_what_is_done_again_is_in_the_price() -> None:
+    rates = replace(FAST, device_bytes_per_s=1e9)
+    prices = {}
+    for name in ("none", "selective", "full"):
+        priced = price(planned(about(rates=rates), policy=name, offload={"site": "device", "host_memory": "1TiB"}))
+        assert priced is not None
+        prices[name] = priced.compute_seconds
+    rest = 2 * 4 * 4 * MIB / 1e9  # two micro-batches, four blocks
+    assert prices["selective"] - prices["none"] == pytest.approx(rest + 2 * 4 * 1e7 / 1e12)
+    assert prices["full"] - prices["none"] == pytest.approx(rest + 2 * 4 * (1e9 + 1e7) / 1e12)
+
+
+# --- shown -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
+    plan = planned(about(rates=replace(FAST, device_bytes_per_s=1e9)), policy="full", every=2)
+    rows = {row["policy"]: row for row in recomputed.to_json(plan)}
+    assert [rows[name]["kept_bytes"] for name in rows] == [36 * MIB, 12 * MIB, 4 * MIB, 20 * MIB]
+    assert rows["full"]["freed_bytes"] == 32 * MIB
+    assert rows["this plan"]["blocks"] == 2
+    assert rows["full"]["seconds"] == pytest.approx(2 * 4 * (4 * MIB / 1e9 + 1.01e9 / 1e12))
+    lines = report.text(plan, None).splitlines()
+    assert [line.split()[:3] for line in lines[-2:]] == [["full", "4", "4.0"], ["this", "plan", "2"]]
+    unknown = planned(about(), policy="full")
+    assert report.to_json(unknown, None)["recompute"][1]["seconds"] is None
+    assert " ? " in report.text(unknown, None)
+    assert report.to_json(planned(about(), policy="none"), None)["recompute"] == []
+    assert "made again" in table(plan)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """A linear layer, explicit attention, and a product with a stack of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.experts = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        weights = (y @ y.transpose(1, 2)).softmax(-1)
+        return (weights @ y) @ self.experts
+
+
+def names_in(block_: nn.Module, *inputs: Tensor) -> list[str]:
+    found: list[str] = []
+
+    class Listing(Seen):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = self._names.of(func, args, kwargs or {})
+            found.extend([name] if name else [])
+            return func(*args, **(kwargs or {}))
+
+    with Listing(block_, ()):
+        block_(*inputs)
+    return found
+
+
+def test_names_follow_what_operators_do() -> None:
+    assert names_in(Watched(), torch.randn(2, 3, 4)) == [
+        "linear 0",
+        "scores 0",
+        "softmax 0",
+        "attention 0",
+        "linear 1",
+    ]
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(0.0, ["attention 0"]), (0.1, [])])
+def test_fused_attention_with_dropout_is_not_kept(dropout: float, expected: Sequence[str]) -> None:
+    """On a GPU its random numbers would be missing when later ones are replayed."""
+    names = Names(nn.Identity())
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    found = [names.of(flash, (None, None, None, dropout), {})]
+    assert [name for name in found if name] == list(expected)
+    assert draws(flash, (None, None, None), {"dropout_p": dropout}) is bool(dropout)
+
+
+class InPlace(nn.Module):
+    """Adds to its product in place, out of autograd's sight, as DeepSpeed's linear layer of stage 3 does."""
+
+    class Add(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            out = x @ weight.t()
+            out += 1
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return grads[0] @ weight, grads[0].t() @ x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.Add.apply(torch.tanh(self.first(x)), self.second.weight))
+
+
+def test_what_is_written_to_in_place_is_not_kept() -> None:
+    def grads(kept: Sequence[str] | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = InPlace()
+        if kept is not None:
+            checkpoint_blocks(model, {"": kept})
+        for _ in range(3):
+            model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+        found = checkpointed(model)
+        assert found is None or found._written == frozenset({"linear 1"} & set(kept or ()))
+        return [param.grad for param in model.parameters() if param.grad is not None]
+
+    for kept in ([], ["linear 0"], ["linear 0", "linear 1"]):
+        assert all(torch.equal(one, two) for one, two in zip(grads(None), grads(kept), strict=True))
+
+
+def test_an_open_answer_may_be_given_again_and_a_final_one_not() -> None:
+    first = Keep(unit="layers.0", reason="", policy="full", saved_bytes=1, open=True)
+    second = replace(first, saved_bytes=2, open=False)
+    plan = Plan.baseline(facts()).amend([first], by="a").amend([second], by="b")
+    assert plan.saved_bytes("layers.0") == 2
+    with pytest.raises(ValueError, match=r"strategies\.b and strategies\.c both decide"):
+        plan.amend([first], by="c")

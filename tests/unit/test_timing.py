@@ -1,0 +1,128 @@
+"""Block times: what the marks mean, what they hold for, and that a plan uses them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.facts import UnitKind, UnitTimes
+from strategies.planner.price import price, unit_seconds
+from tests.helpers.models import build, tokens
+from tests.unit.test_price import FAST, known, planned
+from trainer import timing
+from trainer.counting import find_blocks
+from trainer.timing import UnitClock
+
+TIMES = UnitTimes((1.0, 0.0), (2.0, 3.0), (4.0, 5.0), "measured by hand")
+
+
+class Counted(UnitClock):
+    """A clock on which every mark is a second later than the one before."""
+
+    def mark(self, what: str, name: str = "") -> None:
+        self.marks.setdefault((what, name), float(len(self.marks)))
+
+
+def timed(recompute: bool = False, **changes: Any) -> Counted:
+    model: Any = build("llama")
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, param in model.named_parameters():
+        param.requires_grad_(changes.get("trains", lambda name: True)(name))
+    clock = Counted(find_blocks(model), cuda=False)
+    (batch,) = tokens("llama", 1)
+    with clock.forward():
+        loss = model(**batch).loss
+    loss.backward()
+    return clock
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_marks_stand_at_the_borders_of_blocks(recompute: bool) -> None:
+    """Forward in order, then backward in reverse; a recomputed forward marks nothing again."""
+    clock = timed(recompute)
+    names = list(clock.blocks)
+    order = [key for key, _ in sorted(clock.marks.items(), key=lambda item: item[1])]
+    forward = [mark for name in names for mark in (("in", name), ("out", name))]
+    backward = [mark for name in reversed(names) for mark in (("back", name), ("done", name))]
+    assert order == [("start", ""), *forward, ("end", ""), *backward]
+    found = clock.seconds()
+    assert found == UnitTimes((1.0, timing.LEAST), (1.0, 1.0), (1.0, 1.0), "")
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    clock = timed()
+    before = dict(clock.marks)
+    for block in clock.blocks.values():
+        assert not block._forward_hooks and not block._forward_pre_hooks
+    assert clock.marks == before
+
+
+def test_a_frozen_embedding_leaves_the_first_block_out() -> None:
+    found = timed(trains=lambda name: "embed" not in name).seconds()
+    assert found is not None and found.block == (1.0, 1.0)
+
+
+def test_nothing_trained_is_nothing_timed() -> None:
+    clock = timed()
+    clock.marks = {key: value for key, value in clock.marks.items() if key[0] not in ("back", "done")}
+    assert clock.seconds() is None
+
+
+def test_what_was_computed_again_is_taken_off_and_added_as_counted() -> None:
+    plain, again = known(FAST), known(FAST, recomputes=True)
+    measured = timing.without_again(replace(TIMES, block=(2.0, 6.0)), again)
+    assert measured.block == (2.0, 4.0)
+    assert timing.without_again(TIMES, plain) == TIMES
+    block = next(i for i, unit in enumerate(again.units) if unit.kind is UnitKind.BLOCK)
+    assert unit_seconds(replace(again, unit_times=measured), FAST)[block] == (2.0, 6.0)
+    assert unit_seconds(replace(plain, unit_times=measured), FAST)[block] == (2.0, 4.0)
+
+
+def test_a_plan_with_timings_is_priced_by_them() -> None:
+    facts = replace(known(FAST), unit_times=TIMES)
+    priced = price(planned(facts, site="device"))
+    assert priced is not None
+    assert priced.compute_seconds == pytest.approx(1 + 4 * 5 + 9)
+    assert priced.origin == "assumed; blocks: measured by hand"
+
+
+def test_stored_for_the_same_run_on_the_same_device_only(tmp_path: Path) -> None:
+    facts = known(FAST)
+    assert timing.read(tmp_path, facts) is None
+    timing.store(tmp_path, facts, TIMES)
+    assert timing.read(tmp_path, facts) == TIMES
+    assert timing.read(tmp_path, facts, "unit_times") is None
+    timing.store(tmp_path, replace(facts, unit_times=TIMES))
+    assert timing.read(tmp_path, facts) == TIMES, "a plan written again keeps what was measured"
+    assert timing.read(tmp_path, facts, "unit_times") == TIMES
+    others = [
+        replace(facts, run=replace(facts.run, micro_batch=9)),
+        replace(facts, run=replace(facts.run, sequence=9)),
+        replace(facts, machine=replace(facts.machine, name="another")),
+        known(FAST, blocks=3),
+    ]
+    for other in others:
+        assert timing.read(tmp_path, other) is None
+    assert json.loads((tmp_path / timing.FILE).read_text())["units"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"for": 1, "measured": {}}', "{"])
+def test_a_broken_file_is_no_measurement(tmp_path: Path, content: str) -> None:
+    (tmp_path / timing.FILE).write_text(content)
+    assert timing.read(tmp_path, known(FAST)) is None
+
+
+def test_a_few_blocks_are_measured() -> None:
+    said: list[str] = []
+    facts = replace(known(FAST), run=replace(known(FAST).run, micro_batch=2, sequence=8))
+    found = timing.measure(lambda blocks: build("llama"), facts, "cpu", said.append)
+    assert found is not None and min(*found.block, *found.head) > timing.LEAST
+    assert len(said) == timing.ROUNDS + 1
+    lines = list(timing.lines(facts, found))
+    assert len(lines) == 3 and "counted" in lines[1]
+    assert "counted" not in next(iter(timing.lines(replace(facts, machine=replace(facts.machine, rates=None)), found)))
+    assert torch.is_grad_enabled()

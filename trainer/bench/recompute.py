@@ -1,0 +1,74 @@
+"""Ways to keep less for backward: this project's, Hugging Face's checkpointing, and torch's budget under compile.
+
+All train with plain torch; they differ in what forward keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.bench.subjects import Plain
+from trainer.bench.work import Work
+
+
+class Recomputed(Plain):
+    """``strategies.recompute``; ``auto`` with a budget between the predicted peaks of full (0) and of none (1)."""
+
+    def __init__(
+        self, work: Work, model: nn.Module, device: torch.device, *, policy: str, share: float | None = None
+    ) -> None:
+        from strategies.core.compose import compose
+        from strategies.core.plan import Home
+        from strategies.core.registry import find
+        from strategies.planner import report
+        from trainer.memory import plan_for
+
+        options: Any = find("recompute")
+        facts = plan_for(model, batch=(work.rows, work.length)).facts
+        # As with several micro-batches, so that gradients and saved tensors add up: there is no other peak then.
+        facts = replace(facts, run=replace(facts.run, accumulation=2))
+        plans = {name: compose({"recompute": options(policy=name)}, facts) for name in ("full", "none")}
+        if share is not None:
+            least, most = (plans[name].peak(Home.DEVICE) for name in ("full", "none"))
+            # Where there is an accelerator, auto leaves a part of it free.
+            budget = least + share * (most - least)
+            facts = replace(facts, machine=replace(facts.machine, name="cpu", device_bytes=int(budget)))
+        strategy = options(policy=policy)
+        plan = compose({"recompute": strategy}, facts)
+        print(report.text(plan, None), flush=True)
+        strategy.apply(model, plan)
+        super().__init__(work, model, device)
+        self.settings = {
+            **self.settings,
+            "policy": policy,
+            "blocks": sum(plan.keep(unit.name).recomputes for unit in facts.units),
+            "saved_bytes": sum(plan.saved_bytes(unit.name) for unit in facts.units),
+            "saved_peak_bytes": plan.saved_peak(),
+            "budget_for_saved_bytes": int(budget - plan.states(Home.DEVICE)) if share is not None else None,
+        }
+
+
+class HuggingFace(Plain):
+    """``gradient_checkpointing``, not reentrant."""
+
+    def __init__(self, work: Work, model: Any, device: torch.device) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        super().__init__(work, model, device)
+        self.settings = {**self.settings, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+class Compiled(Plain):
+    """``torch.compile`` of the whole model, with its budget for activations; 1 keeps what its own heuristics keep."""
+
+    def __init__(self, work: Work, model: nn.Module, device: torch.device, *, budget: float) -> None:
+        import torch._functorch.config as functorch
+
+        super().__init__(work, model, device)
+        functorch.activation_memory_budget = budget
+        compiled: Any = torch.compile(self.model, dynamic=False)
+        self.model = compiled
+        self.settings = {**self.settings, "torch.compile": {"dynamic": False}, "activation_memory_budget": budget}
