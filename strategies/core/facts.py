@@ -284,4 +284,4 @@ def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain_value(each) for each in value] if isinstance(value, tuple) else value

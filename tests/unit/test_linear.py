@@ -1,5 +1,6 @@
 """The linear strategy: what is counted, what is chosen from timings, what the plan says; and what the facts see."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,12 @@ def test_measured_gains_are_shown() -> None:
     assert report.to_json(plan, None)["linears"] == {
         "layers.0.mlp.up": {"forward": "native", "dgrad": "native", "wgrad": "left"}
     }
+
+
+def test_facts_with_timings_are_json() -> None:
+    told = json.loads(json.dumps(known(timings=(timed(wgrad={"left": 4.0}),)).to_json()))
+    assert told["linears"][0]["shape"]["stored"] == "out_in"
+    assert ["wgrad", "left", 0.004] in told["timings"][0]["seconds"]
 
 
 @pytest.mark.parametrize(
