@@ -1,10 +1,12 @@
 """Measure this project against its peers on this machine.
 
     python launch/bench.py offload [--model 45m] [--tokens 64] [--gpu-memory 16GiB,24GiB]
+    python launch/bench.py linear [--models gpt2-xl] [--tokens 16,64] [--dtypes bf16]
     python launch/bench.py recompute [--model 45m] [--attention eager] [--dropout 0.1]
 
-Every subject does the same work in a fresh process, in turn, over several rounds. The table is printed, and the
-record with every run's figures goes to a folder under benchmarks/records. The exit code is 0 also where a subject
+``offload``: every subject does the same work in a fresh process, in turn, over several rounds. ``linear``:
+the products of well-known models' linear layers over every route. The table is printed, and the record with every run's
+figures goes to a folder under benchmarks/records. The exit code is 0 also where a subject
 failed, for that is a row of the table; 2 for an option that cannot be.
 """
 
@@ -20,9 +22,12 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from trainer.bench import work
+from trainer.bench import shapes, work
 from trainer.bench.compare import compare
+from trainer.bench.linear import linear
 from trainer.errors import ConfigError, UserError
+from trainer.machine import cores
+from trainer.ranks import Ranks, settle_environment
 
 RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 
@@ -47,6 +52,7 @@ def parser() -> Parser:
     add_work(again, work.RECOMPUTE)
     again.add_argument("--attention", default="sdpa", metavar="NAME", help=f"{', '.join(work.ATTENTIONS)} (sdpa)")
     again.add_argument("--dropout", default="0", metavar="P", help="of attention's probabilities (default 0)")
+    _add_linear(themes)
     return whole
 
 
@@ -63,6 +69,17 @@ def add_work(one: Parser, subjects: Sequence[work.Subject]) -> None:
     one.add_argument("--rounds", default="3", metavar="N", help="runs of each subject (default 3)")
     one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
     one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
+
+
+def _add_linear(themes: Any) -> None:
+    two = themes.add_parser("linear", help="linear layers: which route is fastest", allow_abbrev=False)
+    two.add_argument("--models", default="", metavar="NAMES", help=f"some of {', '.join(shapes.MODELS)} (default: all)")
+    two.add_argument("--tokens", default="16,64,128", metavar="NUMBERS", help="of a micro-batch (default 16,64,128)")
+    two.add_argument("--dtypes", default="", metavar="NAMES", help=f"some of {', '.join(shapes.DTYPES)} (default: all)")
+    two.add_argument("--accumulation", default="4", metavar="N", help="micro-batches per step (default 4)")
+    two.add_argument("--seconds", default="2", metavar="N", help="of each of two measurements of a case (default 2)")
+    two.add_argument("--steps", default="10", metavar="N", help="rounds of training steps; 0: none (default 10)")
+    two.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -86,13 +103,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         given = parse(argv)
+        command = shlex.join(["python", "launch/bench.py", *argv])
+        if given.theme == "linear":
+            return of_linear(given, command)
         todo, subjects = wanted(given)
         rounds = work.whole("--rounds", given.rounds)
-        command = shlex.join(["python", "launch/bench.py", *argv])
-        return compare(todo, subjects, rounds, given.out, command, lambda text: print(text, flush=True), given.theme)
+        return compare(todo, subjects, rounds, given.out, command, say, given.theme)
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.code
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    print(text, flush=True)
+
+
+def of_linear(given: argparse.Namespace, command: str) -> int:
+    """The theme ``linear``; it measures in this process.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+    cases = shapes.wanted(given.models, given.tokens, given.dtypes)
+    accumulation, seconds = work.whole("--accumulation", given.accumulation), work.whole("--seconds", given.seconds)
+    steps = work.whole("--steps", given.steps, least=0)
+    settle_environment(Ranks(), cores()[1])  # torch reads its threads from it
+    return linear(cases, accumulation, seconds, steps, given.out, command, say)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Subject]]:

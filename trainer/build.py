@@ -21,7 +21,7 @@ from strategies.core.plan import Plan
 from strategies.planner import report
 from strategies.planner.price import price
 from trainer import checkpoint, engine, facts, model, stowing, timing
-from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, write_line
+from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
 from trainer.planning import plan_of, refuse_impossible
@@ -64,7 +64,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe(folder if folder.is_dir() else Path())
-    plan = plan_of(config, ranks, machine, resumes=resume is not None)
+    plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
     check_packing(config)
     if plan.layout is not None:
         stowing.refuse_optimizer(config.training)
@@ -242,6 +242,7 @@ def make_trainer(run: Run) -> Trainer:
             MetricsFile(run.folder / "metrics.jsonl"),
             *sample,
             *([ledger] if ledger else []),
+            StepSeen(),
             meter,
         ],
     )

@@ -156,6 +156,27 @@ class Meter(TrainerCallback):
         self._end_pause()
 
 
+class StepSeen(TrainerCallback):
+    """Tells linear layers with second copies of their weights that an optimizer has stepped, whichever it was."""
+
+    def __init__(self) -> None:
+        self._layers: list[Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.on_optimizer_step(args, state, control, **kwargs)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        from strategies.runtime.linear import copies_of, weights_changed
+
+        if self._layers is None:
+            self._layers = copies_of(model)
+        weights_changed(self._layers)
+
+
 class ProgressLine(TrainerCallback):
     """One plain line per record, on a terminal and in a file alike."""
 

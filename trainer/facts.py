@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
 from trainer.counting import Counter, find_blocks, flop_formulas
 from trainer.errors import ConfigError
+from trainer.linears import LinearCounter, no_copies
 from trainer.model import load_config, with_lora
 from trainer.params import decay_groups, list_params
 from trainer.profiles import known_rates
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from strategies.core.linears import Linear
     from trainer.config.sections import RunConfig
     from trainer.machine import Machine
 
@@ -59,6 +61,7 @@ class ModelCount:
     largest_param: int
     hidden_size: int
     params: tuple[Param, ...] = ()
+    linears: tuple[Linear, ...] = ()
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -88,7 +91,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
         forward_flops=count.forward_flops,
     )
     here = machine_facts(machine, local_world_size, engine="zero" in config.strategies)
-    return Facts(count.units, run, here, count.params)
+    return Facts(count.units, run, here, count.params, count.linears, no_copies=no_copies(config))
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -130,6 +133,7 @@ def count_model(config: RunConfig) -> ModelCount:
 
     precision = precision_of(config)
     offloads = "offload" in config.strategies
+    linears = LinearCounter() if "linear" in config.strategies else None
     casts = precision is not Precision.FP32 and ("zero" in config.strategies or offloads)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
@@ -140,7 +144,8 @@ def count_model(config: RunConfig) -> ModelCount:
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_matmul():
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty has given each name a tensor of its own
-        if config.training.gradient_checkpointing or config.training.activation_checkpointing:
+        recomputes = run_facts(config, 1).recomputes
+        if recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
@@ -150,7 +155,8 @@ def count_model(config: RunConfig) -> ModelCount:
         third = "position_ids" if config.data.packing else "attention_mask"
         inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
-        with counter, flops, autocast or contextlib.nullcontext():
+        hooked = linears.counting(model) if linears else contextlib.nullcontext()
+        with counter, flops, hooked, autocast or contextlib.nullcontext():
             model(**inputs)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
@@ -159,6 +165,9 @@ def count_model(config: RunConfig) -> ModelCount:
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype) if offloads else (),
+        linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=recomputes)
+        if linears
+        else (),
     )
 
 

@@ -11,7 +11,7 @@ from strategies.core.compose import compose
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human
-from trainer import facts, model, timing
+from trainer import facts, model, timing, tuning
 from trainer.errors import ConfigError
 from trainer.shrink import PER_LAYER
 
@@ -21,16 +21,29 @@ if TYPE_CHECKING:
     from trainer.ranks import Ranks
 
 
-def plan_of(config: RunConfig, ranks: Ranks, machine: Machine, *, resumes: bool = False) -> Plan:
+def plan_of(
+    config: RunConfig,
+    ranks: Ranks,
+    machine: Machine,
+    *,
+    resumes: bool = False,
+    tune: bool = False,
+    say: Callable[[str], None] = print,
+) -> Plan:
     """The plan of a run.
 
     Block times that an earlier run in the same folder measured are used, on one machine; a run that ``resumes`` is
     planned with those it began with.
 
+    Args:
+        tune: measure the products of linear layers, where a strategy wants to know and nobody has measured them yet.
+
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts.
     """
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    if known.linears:
+        known = tuning.for_config(config, known, ranks, machine, tune=tune, say=say)
     if "offload" in config.strategies and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=timing.read(folder, known, "unit_times" if resumes else "measured"))

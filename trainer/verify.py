@@ -121,7 +121,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     data = Dataset.from_dict({"input_ids": ids, "labels": ids})
     prepared = Prepared(data, None, "random", "input_ids", ROWS * LENGTH, ROWS * LENGTH)
     machine = probe()
-    plan = plan_of(config, ranks, machine)
+    plan = plan_of(config, ranks, machine, tune=True)
     return build.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), prepared, machine, plan, None)
 
 

@@ -16,7 +16,7 @@ from strategies.core.protocol import Idle, Phase, Strategy
 from strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
-    Phase.HOW: (Impl, EngineSet),
+    Phase.HOW: (Impl, Reserve, EngineSet),
     Phase.WHO: (Share, Reserve, EngineSet),
     Phase.KEEP: (Keep, EngineSet),
     Phase.WHERE: (Share, Rest, Travel, Stow, Keep, EngineSet),

@@ -15,6 +15,8 @@ from enum import Enum
 from math import inf
 from typing import Any, Literal
 
+from strategies.core.linears import Linear, Timed
+
 
 class UnitKind(Enum):
     """Which part of the model a unit is. Blocks repeat; the others appear at most once."""
@@ -237,12 +239,15 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything deciding may look at. ``unit_times``: where an earlier run, or ``plan.py --measure``, took them."""
+    """Everything deciding may look at. ``unit_times``: taken by an earlier run or ``launch/plan.py --measure``."""
 
     units: tuple[Unit, ...]
     run: RunFacts
     machine: MachineFacts
     params: tuple[Param, ...] = ()
+    linears: tuple[Linear, ...] = ()  # listed where a strategy changes them, with what is known of their speed
+    timings: tuple[Timed, ...] = ()
+    no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
     unit_times: UnitTimes | None = None
 
     def __post_init__(self) -> None:
@@ -264,6 +269,7 @@ class Facts:
         return sum(unit.num_trainable for unit in self.units)
 
     def unit(self, name: str) -> Unit:
+        """The unit of that name."""
         return next(unit for unit in self.units if unit.name == name)
 
     def to_json(self) -> dict[str, Any]:
@@ -278,4 +284,4 @@ def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain_value(each) for each in value] if isinstance(value, tuple) else value

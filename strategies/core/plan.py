@@ -25,6 +25,7 @@ from typing import TypeAlias
 from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
+from strategies.core.linears import Routes
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
@@ -63,9 +64,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Impl(Decision):
-    """HOW: the implementation that computes the unit."""
+    """HOW: the implementation that computes the unit. ``routes`` are those of its linear layers, by name inside it."""
 
     implementation: str
+    routes: tuple[tuple[str, Routes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

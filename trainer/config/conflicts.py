@@ -199,6 +199,12 @@ def one_recompute(values: Values) -> Iterator[Fault]:
             yield _fault(values, key, "strategies.recompute already decides what is kept; keep one of the two")
 
 
+def one_choice_of_products(values: Values) -> Iterator[Fault]:
+    if values["training.torch_compile"] and "linear" in values["strategies"]:
+        what = "strategies.linear already decides how matrix products are taken; keep one of the two"
+        yield _fault(values, "training.torch_compile", what)
+
+
 CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     one_model,
     model_type,
@@ -226,6 +232,7 @@ CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     loader_without_workers,
     one_name_for_recompute,
     one_recompute,
+    one_choice_of_products,
 )
 
 

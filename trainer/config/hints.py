@@ -183,6 +183,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "zero_optimization.reduce_bucket_size": "the plan decides that; remove the line",
         "zero_optimization.allgather_bucket_size": "the plan decides that; remove the line",
         "zero_optimization.contiguous_gradients": "the plan decides that; remove the line",
+        "zero_optimization.memory_efficient_linear": "the plan decides that; remove the line",
         "bf16.enabled": "training.bf16",
         "fp16.enabled": "training.fp16",
         "optimizer.type": "training.optim",

@@ -1,0 +1,131 @@
+"""The linear bench: its cases, how it judges, its refusals, and a run with one small case."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import bench
+from strategies.core.linears import LEGAL, Gemm, Route, Routes, Shape, Timed
+from trainer.bench import harness, linear, shapes
+from trainer.bench.shapes import Case, judge, merged, shares, summary, table, wanted
+from trainer.errors import ConfigError, ExitCode
+
+CASE = Case(Shape(4, 8, 6, "out_in", "float32"), ("m",))
+
+
+def timed(**faster: float) -> Timed:
+    """10 ms natively, 20 over other routes, unless given as ``forward_flip=7.0``."""
+    given = {
+        (gemm, route): faster.get(f"{gemm.value}_{route.value}", 10.0 if route is Route.NATIVE else 20.0) * 1e-3
+        for gemm in Gemm
+        for route in LEGAL[gemm]
+    }
+    return Timed(CASE.shape, tuple((*key, value) for key, value in given.items()), faster.get("refresh", 1.0) * 1e-3)
+
+
+def test_there_are_enough_cases_and_none_comes_twice() -> None:
+    cases = wanted("", "16,64,128", "")
+    assert len(cases) >= 83
+    assert len({case.shape for case in cases}) == len(cases)
+    owners = {model for case in cases for model in case.models}
+    assert owners == set(shapes.MODELS)
+    assert {case.shape.stored for case in cases if "gpt2-xl" in case.models} == {"in_out"}
+
+
+def test_routes_are_chosen_by_one_measurement_and_judged_by_the_other() -> None:
+    """The first measurement was disturbed: what it favours is slower in the second."""
+    verdict = judge(CASE, 1, timed(forward_flip=5.0), timed(forward_flip=12.0))
+    assert verdict.adaptive == Routes(forward=Route.FLIP) and verdict.best == Routes()
+    assert verdict.adaptive_s == pytest.approx(0.032) and verdict.native_s == pytest.approx(0.030)
+    assert verdict.suspicious and not verdict.promising
+
+
+def test_what_was_not_found_is_suspicious() -> None:
+    verdict = judge(CASE, 1, timed(), timed(dgrad_left=5.0))
+    assert verdict.promising and verdict.missed and verdict.suspicious
+    found = judge(CASE, 1, timed(dgrad_left=6.0), timed(dgrad_left=5.0))
+    assert found.promising and not found.missed and not found.suspicious
+
+
+def test_minimal_pays_for_its_copy() -> None:
+    verdict = judge(CASE, 4, timed(forward_copy=8.0), timed(forward_copy=8.0, refresh=2.0))
+    assert verdict.minimal == verdict.adaptive == Routes(forward=Route.COPY)
+    assert verdict.minimal_s == pytest.approx(4 * 0.028 + 0.002)
+
+
+def test_merging_keeps_the_lesser() -> None:
+    both = merged(timed(wgrad_left=4.0, refresh=3.0), timed(wgrad_left=6.0, forward_flip=1.0))
+    assert both.of(Gemm.WGRAD)[Route.LEFT] == 0.004 and both.of(Gemm.FORWARD)[Route.FLIP] == 0.001
+    assert both.refresh_s == 0.001
+
+
+def test_shares_and_summary() -> None:
+    assert shares([0.5, 0.995, 1.005, 1.02]) == (1, 2, 1)
+    good = judge(CASE, 1, timed(dgrad_left=5.0), timed(dgrad_left=5.0))
+    text = "\n".join(summary([good, judge(CASE, 1, timed(), timed())]))
+    assert "| all: 2 | adaptive | 1 | 1 | 0 | 0.913 | 1.000 |" in text
+    assert "Adaptive leaves 1 of 2 layers untouched. In 1 cases" in text
+    assert "| float32 | 4 | 8 -> 6 | m | 30.000 ms | 1.000 | 0.833 | 0.833 |" in table([good])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--models", "llama-7"], "--models llama-7: must be one of"),
+        (["--dtypes", "fp64"], "--dtypes fp64: must be one of fp32, bf16"),
+        (["--tokens", "0"], "--tokens 0: must be a whole number >= 1"),
+        (["--tokens", ","], "--tokens ,: must be whole numbers"),
+        (["--seconds", "x"], "--seconds x: must be a whole number >= 1"),
+        (["--token", "3"], "--token: no such option"),
+    ],
+)
+def test_refusals(options: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["linear", *options]) == ConfigError.code
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(line)
+
+
+@pytest.fixture
+def somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
+    monkeypatch.setattr(harness, "surroundings", lambda: {"hardware": hardware, "versions": {"torch": "0"}})
+
+
+@pytest.mark.usefixtures("somewhere")
+def test_a_run_leaves_a_record(tmp_path: Path) -> None:
+    todo = [CASE, replace(CASE, shape=replace(CASE.shape, stored="in_out", dtype="bfloat16"))]
+    assert linear.linear(todo, 2, 1, 0, tmp_path, "the command", lambda line: None) == ExitCode.FINISHED
+    (folder,) = tmp_path.iterdir()
+    record = json.loads((folder / "record.json").read_text())
+    assert record["command"] == "the command" and len(record["cases"]) == 2
+    assert set(record["cases"][0]["measurements"][0]) == {"forward", "dgrad", "wgrad", "refresh", "overhead"}
+    assert "| all: 2 | adaptive |" in (folder / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("somewhere")
+def test_an_interrupted_run_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = linear.measured, []
+
+    def once(*arguments: Any) -> Any:
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return right(*arguments)
+
+    monkeypatch.setattr(linear, "measured", once)
+    assert linear.linear([CASE, CASE], 2, 1, 0, tmp_path, "c", lambda line: None) == ExitCode.INTERRUPTED
+    (folder,) = tmp_path.iterdir()
+    assert len(json.loads((folder / "record.json").read_text())["cases"]) == 1
+
+
+def test_step_tables_take_ratios_within_a_round() -> None:
+    steps = {
+        "model": "45m",
+        "tokens_per_step": 64,
+        "dtype": "fp32",
+        "seconds": {"plain": [1.0, 2.0, 1.0], "adaptive": [0.9, 1.8, 0.9]},
+    }
+    assert linear.step_lines(steps)[-1] == "| adaptive | 0.900 s | 0.900 s | 0.900 | 0.900 to 0.900 |"

@@ -1,0 +1,255 @@
+"""The linear strategy: what is counted, what is chosen from timings, what the plan says; and what the facts see."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Home
+from strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timed
+from strategies.core.plan import Impl
+from strategies.core.protocol import BITWISE
+from strategies.core.registry import find
+from strategies.planner import report, routes
+from tests.helpers.fakes import facts, run_facts
+from tests.helpers.tiny import MODELS, run_config
+from trainer.facts import gather
+from trainer.machine import probe
+
+OWN, BOTH, OTHER = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
+SHAPE = Shape(rows=10, inputs=4, outputs=6, stored="out_in", dtype="float32")
+WEIGHT = 4 * 6 * 4
+
+
+def layer(**changes: Any) -> Linear:
+    shape = replace(SHAPE, **{name: changes.pop(name) for name in list(changes) if name in Shape.__slots__})
+    return replace(Linear("mlp.up", "layers.0", shape), **changes)
+
+
+def timed(
+    shape: Shape = SHAPE, *, refresh: float = 0.0, overhead: float = 0.0, **seconds: Mapping[str, float]
+) -> Timed:
+    """Timings in milliseconds by product and route; 10 natively unless given, other routes slower."""
+    given = [
+        (gemm, Route(name), value * 1e-3)
+        for gemm in Gemm
+        for name, value in ({"native": 10.0} | dict(seconds.get(gemm.value, {}))).items()
+    ]
+    return Timed(shape, tuple(given), refresh * 1e-3, overhead * 1e-3)
+
+
+# --- minimal ---------------------------------------------------------------------------------------------------------
+
+
+def test_transposed_bytes_by_hand() -> None:
+    """Weight outputs x inputs, 3 micro-batches: forward reads it across 3 times; wgrad reads the gradient across."""
+    across = 3 * 10 * 6 * 4
+    counted = routes.transposed_bytes(layer(), accumulation=3)
+    assert counted == {OWN: 3 * WEIGHT + across, BOTH: WEIGHT + across, OTHER: 4 * WEIGHT + across}
+    counted = routes.transposed_bytes(layer(recomputed=True), accumulation=1)
+    assert counted[OWN] - counted[BOTH] == WEIGHT
+    counted = routes.transposed_bytes(layer(casts=True), accumulation=1)
+    assert counted[OTHER] == counted[OWN]  # the copy takes the place of a cast
+    turned = routes.transposed_bytes(layer(stored="in_out"), accumulation=3)
+    both = Routes(dgrad=Route.COPY)
+    across = 3 * 10 * 4 * 4
+    assert turned == {OWN: 3 * WEIGHT + across, both: WEIGHT + across, OTHER: 4 * WEIGHT + across}
+
+
+@pytest.mark.parametrize(
+    ("changes", "accumulation", "expected"),
+    [
+        ({}, 1, OWN),  # a copy would be written as often as it is read
+        ({}, 2, BOTH),
+        ({"recomputed": True}, 1, BOTH),
+        ({"trains": False}, 1, BOTH),  # written once in a run
+        ({"trains": False, "passes_back": False}, 1, BOTH),
+        ({"calls": 2}, 1, BOTH),
+        ({"casts": True, "recomputed": True}, 1, BOTH),
+        ({"casts": True, "passes_back": False}, 1, OTHER),
+        ({"stored": "in_out"}, 1, OWN),
+        ({"stored": "in_out"}, 2, Routes(dgrad=Route.COPY)),
+        ({"stored": "in_out", "recomputed": True}, 1, OWN),  # forward reads it along; dgrad runs once
+        ({"stored": "in_out", "passes_back": False}, 8, OWN),
+    ],
+)
+def test_minimal(changes: dict[str, Any], accumulation: int, expected: Routes) -> None:
+    assert routes.minimal(layer(**changes), accumulation) == expected
+
+
+# --- adaptive --------------------------------------------------------------------------------------------------------
+
+
+def fastest(timings: Timed, *, accumulation: int = 1, copies: bool = True, **changes: Any) -> Routes:
+    return routes.fastest(layer(**changes), accumulation, timings, copies=copies).routes
+
+
+def test_a_route_is_taken_beyond_the_margin_only() -> None:
+    assert fastest(timed(wgrad={"left": 9.8})) == OWN
+    assert fastest(timed(wgrad={"left": 9.6})) == OWN  # 4 % of the product, 1.3 % of the layer
+    assert fastest(timed(wgrad={"left": 9.6}), trains=True, passes_back=False) == OWN
+    assert fastest(timed(wgrad={"left": 9.0})) == Routes(wgrad=Route.LEFT)
+    small = {"dgrad": {"native": 0.001}, "wgrad": {"native": 0.001}}
+    assert fastest(timed(forward={"native": 0.010, "flip": 0.006}, **small)) == OWN  # 40 %, but 4 us
+    assert fastest(timed(forward={"native": 0.010, "flip": 0.004}, **small)) == Routes(forward=Route.FLIP)
+    assert fastest(timed(dgrad={"left": 8.0, "flip": 7.0, "right": 9.0})) == Routes(dgrad=Route.FLIP)
+
+
+def test_products_that_never_run_stay_native() -> None:
+    quick = timed(dgrad={"flip": 1.0}, wgrad={"flip": 1.0})
+    assert fastest(quick, passes_back=False, trains=False) == OWN
+
+
+def test_a_layer_pays_for_being_routed() -> None:
+    """Forward gains 2 ms in each use; routing costs 1.5, and then 1.0 per use."""
+    assert fastest(timed(forward={"flip": 8.0}, overhead=1.5)) == OWN
+    assert fastest(timed(forward={"flip": 8.0}, overhead=1.5), accumulation=50) == OWN
+    assert fastest(timed(forward={"flip": 8.0}, overhead=1.0)) == Routes(forward=Route.FLIP)
+
+
+def test_the_copy_is_judged_on_the_sum() -> None:
+    """Making the copy costs 4 ms per step; forward gains 3 of 10 per use, dgrad nothing."""
+    seconds = timed(forward={"copy": 7.0}, dgrad={"copy": 10.0}, refresh=4.0)
+    assert fastest(seconds) == OWN
+    assert fastest(seconds, accumulation=2) == BOTH
+    assert fastest(seconds, recomputed=True) == BOTH
+    assert fastest(seconds, trains=False) == BOTH
+    assert fastest(seconds, accumulation=2, copies=False) == OWN
+    shared = timed(forward={"copy": 7.0}, dgrad={"copy": 7.0}, refresh=4.0)
+    assert fastest(shared) == OTHER  # neither would pay alone
+
+
+def test_the_copy_competes_with_routes_that_need_none() -> None:
+    seconds = timed(forward={"copy": 7.0, "flip": 7.1}, refresh=1.0)
+    assert fastest(seconds) == Routes(forward=Route.FLIP)
+    assert fastest(seconds, accumulation=100) == Routes(forward=Route.FLIP)  # 0.09 is within the margin of 10
+    seconds = timed(forward={"copy": 6.0, "flip": 7.1}, refresh=1.0)
+    assert fastest(seconds, accumulation=100) == BOTH
+
+
+def test_the_choice_says_what_it_gains() -> None:
+    choice = routes.fastest(layer(), 4, timed(forward={"copy": 5.0}, refresh=2.0), copies=True)
+    assert choice.native_s == pytest.approx(0.120) and choice.chosen_s == pytest.approx(0.102)
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def known(*layers: Linear, **changes: Any) -> Facts:
+    accumulation = changes.pop("accumulation", 1)
+    return replace(facts(accumulation=accumulation), linears=layers or (layer(),), **changes)
+
+
+def plan_of(options: Mapping[str, Any], given: Facts) -> Any:
+    return compose({"linear": find("linear").model_validate(options)}, given)
+
+
+def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
+    layers = (layer(), layer(unit="layers.1"), layer(unit="head", name="lm_head"))
+    plan = plan_of({"transpose": "minimal"}, known(*layers, accumulation=2))
+    assert routes.chosen(plan) == {"layers.0.mlp.up": BOTH, "layers.1.mlp.up": BOTH, "lm_head": BOTH}
+    assert [reserve.num_bytes for reserve in plan.reserves(Home.DEVICE)] == [3 * WEIGHT]
+    assert list(routes.lines(plan)) == [
+        "linear layers: 3 take other routes than torch's, 0 stay as they are",
+        "  4 -> 6, 10 tokens, float32, x3: forward copy, dgrad native, wgrad native",
+    ]
+    answers = [decision for decision, _ in plan.answers.values() if isinstance(decision, Impl)]
+    assert {decision.unit: decision.routes for decision in answers}["layers.0"] == (("mlp.up", BOTH),)
+
+
+def test_measured_gains_are_shown() -> None:
+    plan = plan_of({}, known(timings=(timed(wgrad={"left": 4.0}),)))
+    text = report.text(plan, None)
+    assert "wgrad left; measured 30 -> 24 ms per step (-20.0%)" in text
+    assert report.to_json(plan, None)["linears"] == {
+        "layers.0.mlp.up": {"forward": "native", "dgrad": "native", "wgrad": "left"}
+    }
+
+
+def test_facts_with_timings_are_json() -> None:
+    told = json.loads(json.dumps(known(timings=(timed(wgrad={"left": 4.0}),)).to_json()))
+    assert told["linears"][0]["shape"]["stored"] == "out_in"
+    assert ["wgrad", "left", 0.004] in told["timings"][0]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "reason"),
+    [
+        ({"transpose": "native"}, {}, "native leaves every layer as it is"),
+        ({"transpose": "minimal"}, {}, "no copy would be read more often than written"),
+        ({"transpose": "minimal"}, {"no_copies": "weights travel", "accumulation": 4}, "and weights travel"),
+        ({}, {}, "1 of 1 shapes are not measured yet"),
+        ({}, {"timings": (timed(),)}, "all 1 shapes are fastest as they are (measured)"),
+    ],
+)
+def test_nothing_to_do_is_said(options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
+    plan = plan_of(options, known(**changes))
+    assert reason in plan.idle["linear"]
+    assert routes.chosen(plan) == {} and list(routes.lines(plan)) == [] and not plan.reserves(Home.DEVICE)
+
+
+def test_shapes_that_were_not_reached_stay_native() -> None:
+    other = layer(name="mlp.down", rows=20)
+    plan = plan_of({}, known(layer(), other, timings=(timed(wgrad={"left": 4.0}),)))
+    assert routes.chosen(plan) == {"layers.0.mlp.up": Routes(wgrad=Route.LEFT)}
+    assert "1 shape is not measured" in "\n".join(routes.lines(plan))
+
+
+def test_parity_is_declared_by_mode() -> None:
+    assert find("linear").model_validate({"transpose": "native"}).parity(run_facts(accumulation=3)) == BITWISE
+    assert find("linear").model_validate({}).parity(run_facts()).tolerance == 1e-4
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def gathered(name: str, strategies: Mapping[str, Any] | None = None, **training: Any) -> Facts:
+    options = {"linear": {}} | dict(strategies or {})
+    config = run_config(MODELS[name], data={"max_length": 8}, per_device_train_batch_size=2, **training)
+    made = {key: find(key).model_validate(value) for key, value in options.items()}
+    return gather(config.model_copy(update={"strategies": made}), 1, 1, probe())
+
+
+def test_layers_of_a_llama_are_listed() -> None:
+    found = gathered("llama").linears
+    first = [linear for linear in found if linear.unit == "model.layers.0"]
+    assert [linear.name for linear in first][:2] == ["self_attn.q_proj", "self_attn.k_proj"]
+    assert {linear.shape.rows for linear in found} == {16}
+    assert [linear.name for linear in found if linear.unit == "head"] == ["lm_head"]
+    assert all(linear.trains and linear.passes_back and not linear.recomputed and linear.calls == 1 for linear in found)
+
+
+def test_what_runs_how_often_is_seen() -> None:
+    found = gathered("gpt2", gradient_checkpointing=True, bf16=True).linears
+    blocks = [linear for linear in found if linear.unit != "head"]
+    assert {linear.shape.stored for linear in blocks} == {"in_out"} and all(linear.recomputed for linear in blocks)
+    assert all(linear.casts and linear.shape.dtype == "bfloat16" for linear in found)
+    (head,) = [linear for linear in found if linear.unit == "head"]
+    assert head.shape.stored == "out_in" and not head.recomputed
+
+
+def test_adapters_and_frozen_layers_are_seen() -> None:
+    config = run_config(MODELS["llama"], model={"lora": {"target_modules": ["q_proj"]}}, data={"max_length": 8})
+    config = config.model_copy(update={"strategies": {"linear": find("linear").model_validate({})}})
+    found = {f"{linear.unit}.{linear.name}": linear for linear in gather(config, 1, 1, probe()).linears}
+    (base,) = [linear for name, linear in found.items() if "layers.0" in name and name.endswith("base_layer")]
+    (down,) = [linear for name, linear in found.items() if "layers.0" in name and "lora_A" in name]
+    assert not base.trains and not base.passes_back  # nothing before it trains
+    assert down.trains and not down.passes_back
+    (later,) = [linear for name, linear in found.items() if "layers.1" in name and name.endswith("base_layer")]
+    assert later.passes_back and not later.trains
+
+
+def test_copies_are_out_where_weights_are_split_or_travel() -> None:
+    assert gathered("llama").no_copies == ""
+    assert gathered("llama", {"zero": {"stage": 2}}).no_copies == ""
+    assert "stage 3" in gathered("llama", {"zero": {"stage": 3}}).no_copies
+    assert "offload" in gathered("llama", {"offload": {}}).no_copies
+
+
+def test_nothing_is_listed_without_the_strategy() -> None:
+    config = run_config(MODELS["llama"])
+    assert gather(config, 1, 1, probe()).linears == ()

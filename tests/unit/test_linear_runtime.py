@@ -1,0 +1,326 @@
+"""Linear layers over every route: derivatives, values, copies that are never stale, a state dict as it was."""
+
+import copy
+import io
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from strategies.core.linears import LEGAL, Gemm, Route, Routes
+from strategies.runtime.linear import Routed, copies_of, route, storage_of, turned, weights_changed
+
+KINDS = ("linear", "conv1d")
+BOTH = Routes(forward=Route.COPY, dgrad=Route.COPY)
+
+
+def layer(kind: str, inputs: int, outputs: int, *, bias: bool = True, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(inputs * 100 + outputs)
+    made = nn.Linear(inputs, outputs, bias=bias) if kind == "linear" else Conv1D(outputs, inputs)
+    if made.bias is not None:
+        nn.init.normal_(made.bias)
+    return made.to(dtype)
+
+
+def routed(made: Any, routes: Routes) -> Any:
+    """A copy of the layer with these routes."""
+    model = nn.Sequential(copy.deepcopy(made))
+    route(model, {"0": routes})
+    return model[0]
+
+
+def every() -> Iterator[Routes]:
+    """Every route of every product, the others native; and all together."""
+    for gemm in Gemm:
+        for each in LEGAL[gemm]:
+            yield Routes(**{gemm.value: each})
+    for each in Route:
+        yield Routes(each, each, Route.NATIVE if each is Route.COPY else each)
+
+
+def results(made: Any, x: Tensor) -> list[Tensor]:
+    """Output and gradients of one forward and backward."""
+    made.zero_grad()
+    x = x.detach().requires_grad_()
+    out = made(x)
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
+    out.backward(weights)
+    assert x.grad is not None
+    return [out, x.grad, *(param.grad for param in made.parameters())]
+
+
+@pytest.mark.parametrize(("kind", "routes"), product(KINDS, every()), ids=str)
+def test_derivatives(kind: str, routes: Routes) -> None:
+    made = routed(layer(kind, 3, 5), routes)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.func.functional_call(made, {"weight": weight, "bias": bias}, (x,))
+
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    if not routes.copies:  # a copy is made of parameters as they are; numerical differences change them unseen
+        assert torch.autograd.gradcheck(call, (x, made.weight, made.bias))
+        assert torch.autograd.gradgradcheck(call, (x, made.weight, made.bias))
+    assert torch.autograd.gradcheck(made, (x,))
+    assert torch.autograd.gradgradcheck(made, (x,))
+
+
+SHAPES = [((7, 13), 5), ((1, 9), 4), ((2, 3, 11), 7), ((6,), 3), ((0, 5), 4), ((3, 1, 1), 1), ((2, 2, 2, 8), 16)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("kind", "routes"), product(KINDS, every()), ids=str)
+def test_values_are_those_of_the_stock_layer(kind: str, routes: Routes, dtype: torch.dtype) -> None:
+    """Odd sizes, one token, one number, no token, and any number of dimensions."""
+    for (*lead, inputs), outputs in SHAPES:
+        made = layer(kind, inputs, outputs, dtype=dtype)
+        x = torch.randn(*lead, inputs, dtype=torch.float64).to(dtype)
+        for expected, found in zip(results(made, x), results(routed(made, routes), x), strict=True):
+            assert found.shape == expected.shape and found.dtype == expected.dtype
+            torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("kind", "routes"), product(KINDS, filter(lambda each: not each.native, every())), ids=str)
+def test_inputs_that_do_not_lie_in_order(kind: str, routes: Routes) -> None:
+    made = layer(kind, 6, 5)
+    across = torch.randn(6, 4, 3, dtype=torch.float64).transpose(0, 2)
+    stepped = torch.randn(8, 12, dtype=torch.float64)[::2, ::2]
+    same = torch.randn(1, 6, dtype=torch.float64).expand(4, 6)
+    for x in (across, stepped, same):
+        in_order = x.contiguous()  # which the stock Conv1D insists on
+        for expected, found in zip(results(made, in_order), results(routed(made, routes), x), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_products_inside_have_the_bits_of_torch(kind: str, dtype: torch.dtype) -> None:
+    """Where one product takes another route, the others are still those of the stock layer."""
+    made = layer(kind, 33, 17, dtype=dtype)
+    x = torch.randn(2, 19, 33).to(dtype)
+    out, into_x, into_weight, into_bias = results(made, x)
+    found = results(routed(made, Routes(wgrad=Route.LEFT)), x)
+    assert torch.equal(found[0], out) and torch.equal(found[1], into_x) and torch.equal(found[3], into_bias)
+    found = results(routed(made, Routes(forward=Route.COPY)), x)
+    assert torch.equal(found[1], into_x) and torch.equal(found[2], into_weight)
+
+
+def test_native_layers_are_not_touched() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    route(model, {"0": Routes()})
+    assert type(model[0]) is nn.Linear and "_routes" not in model[0].__dict__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_weights_and_inputs_take_no_products(kind: str) -> None:
+    made = routed(layer(kind, 4, 3), BOTH)
+    made.weight.requires_grad_(False)
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    made(x).sum().backward()
+    assert made.weight.grad is None and x.grad is not None and made.bias.grad is not None
+    made.weight.requires_grad_(True)
+    made(x.detach()).sum().backward()
+    assert made.weight.grad is not None
+    with torch.no_grad():
+        assert not made(x).requires_grad
+
+
+# --- the second copy -------------------------------------------------------------------------------------------------
+
+
+def steps_of(made: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> Tensor:
+    torch.manual_seed(0)
+    for _ in range(steps):
+        for _ in range(2):
+            made(torch.randn(6, made.weight.shape[1], dtype=made.weight.dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return made.weight.detach()
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_an_optimizer_step_makes_the_copy_anew(options: dict[str, bool]) -> None:
+    stock = layer("linear", 5, 5)
+    made = routed(stock, BOTH)
+    found = steps_of(made, torch.optim.AdamW(made.parameters(), lr=0.1, **options))
+    expected = steps_of(stock, torch.optim.AdamW(stock.parameters(), lr=0.1, **options))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_announced_steps_make_the_copy_once_each() -> None:
+    made = routed(layer("linear", 5, 5), BOTH)
+    x = torch.randn(2, 5, dtype=torch.float64)
+    made(x).sum().backward()
+    weights_changed([made])
+    made(x).sum().backward()
+    held = made._copy.of(made.weight, torch.float64)
+    version = held._version
+    made(x).sum().backward()  # the second micro-batch
+    assert held._version == version
+    made.weight.data.fill_(2.0)
+    weights_changed([made])
+    made(x)
+    assert held._version > version and torch.equal(held, made.weight.t())
+
+
+def test_the_copy_is_made_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = routed(layer("linear", 3, 4), BOTH)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    made(x)
+    held = made._copy.of(made.weight, torch.float64)
+    version = held._version
+    made(x), made(x)
+    assert held._version == version
+    with torch.no_grad():
+        made.weight.mul_(2)
+    made(x)
+    assert held._version > version and torch.equal(held, made.weight.t())
+
+
+def test_changes_behind_autograd_are_seen_or_announced() -> None:
+    made = routed(layer("linear", 3, 4), BOTH)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    made(x)
+    made.weight.data = torch.ones(4, 3, dtype=torch.float64)  # another address
+    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
+    made.load_state_dict({"weight": torch.full((4, 3), 2.0), "bias": made.bias.detach()})
+    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
+    made.weight.data.fill_(3.0)  # what engines with flat buffers do: the same address, no version
+    assert not torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
+    weights_changed(copies_of(made))
+    assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
+
+
+def test_steps_leave_copies_of_frozen_weights() -> None:
+    made = routed(layer("linear", 3, 4), BOTH)
+    assert copies_of(made) == [made]
+    made.weight.requires_grad_(False)
+    assert copies_of(made) == []
+
+
+def test_backward_refuses_a_copy_made_since_its_forward() -> None:
+    made = routed(layer("linear", 3, 4), Routes(forward=Route.COPY, dgrad=Route.COPY))
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    first = made(x)
+    made.weight.data.add_(1.0)
+    weights_changed([made])
+    made(x)
+    with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
+        first.sum().backward()
+
+
+def test_evaluation_reads_the_weight_itself() -> None:
+    stock = layer("linear", 3, 4)
+    made = routed(stock, BOTH).eval()
+    made.weight.data.fill_(3.0)
+    stock.weight.data.fill_(3.0)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    assert torch.equal(made(x), stock(x))
+
+
+def test_a_deep_copy_has_a_copy_of_its_own() -> None:
+    made = routed(layer("linear", 3, 4), BOTH)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    made(x)
+    other = copy.deepcopy(made)
+    with torch.no_grad():
+        other.weight.zero_()
+    assert torch.equal(other(x), other.bias.expand(2, 4)) and not torch.equal(made(x), other(x))
+
+
+# --- surroundings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routes", [BOTH, Routes(forward=Route.COPY), Routes(wgrad=Route.FLIP)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast(kind: str, routes: Routes) -> None:
+    made = layer(kind, 24, 16, dtype=torch.float32)
+    x = torch.randn(3, 5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = results(made, x), results(routed(made, routes), x)
+    for one, other in zip(expected, found, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation(reentrant: bool) -> None:
+    stock = layer("linear", 5, 5)
+    made = routed(stock, Routes(Route.COPY, Route.COPY, Route.LEFT))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    expected = results(stock, x)
+
+    class Recomputed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(made, x, use_reentrant=reentrant)
+
+    found = results(Recomputed(), x)
+    for one, other in zip(expected, [*found, made.weight.grad, made.bias.grad], strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def test_tied_weights_get_both_gradients() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.table(ids))
+
+    torch.manual_seed(0)
+    stock = Tied().double()
+    made = copy.deepcopy(stock)
+    route(made, {"head": Routes(Route.COPY, Route.COPY, Route.FLIP)})
+    for model in (stock, made):
+        model(torch.tensor([[1, 2, 6]])).square().sum().backward()
+    assert made.head.weight is made.table.weight
+    torch.testing.assert_close(made.table.weight.grad, stock.table.weight.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_have_the_bytes_of_the_stock_layer(kind: str) -> None:
+    stock = layer(kind, 6, 4, dtype=torch.float32)
+    made = routed(stock, Routes(Route.COPY, Route.FLIP, Route.LEFT))
+    made(torch.randn(2, 6)).sum().backward()
+    files = []
+    for each in (stock, made):
+        file = io.BytesIO()
+        torch.save(each.state_dict(), file)
+        files.append(file.getvalue())
+    assert files[0] == files[1]
+    stock.load_state_dict(made.state_dict())
+    made.load_state_dict(stock.state_dict())
+    assert [name for name, _ in made.named_parameters()] == ["weight", "bias"]
+    assert isinstance(made, type(stock)) and isinstance(made, Routed)
+
+
+def test_lora_layers_wrap_routed_ones() -> None:
+    peft = pytest.importorskip("peft")
+    stock = nn.Sequential(nn.Linear(6, 5)).double()
+    config = peft.LoraConfig(r=2, target_modules=["0"])
+    model = peft.get_peft_model(stock, config)
+    names = [name for name, module in model.named_modules() if storage_of(module) is not None]
+    assert len(names) == 3  # the base and both adapters
+    x = torch.randn(3, 6, dtype=torch.float64)
+    expected = model(x)
+    route(model, dict.fromkeys(names, BOTH))
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_other_layers_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.LayerNorm(3))
+    with pytest.raises(ValueError, match="0 is LayerNorm"):
+        route(model, {"0": BOTH})
+
+
+def test_turned_is_the_same_matrix() -> None:
+    matrix = torch.randn(3, 4)
+    assert torch.equal(turned(matrix), matrix) and turned(matrix).stride() == (1, 3)
+    assert turned(turned(matrix)).stride() == (4, 1)
