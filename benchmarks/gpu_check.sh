@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, in parts of at most nine minutes:   gpu_check.sh parity | offload-1.3b | offload-6.7b
+# On a machine with a GPU, in parts of at most nine minutes:
+#   gpu_check.sh parity | plan | offload-1.3b | offload-6.7b | recompute | linear
 # parity: what the machine is, every ZeRO stage and the memory engine against plain training there, the quickstart.
+# plan: the machine's rates and block times, then predicted against measured peak and step at three budgets.
 # offload-*: our engine against its peers at several tokens per step and budgets.
+# recompute, linear: each against its peers.
 # Records go to $OUT (default: runs/gpu-check); the short table is printed last.
 set -uo pipefail
 part=${1:-parity}
@@ -27,6 +30,23 @@ offload() { # model, rounds, then further options
   done
 }
 
+planned() { # name, hidden, ffn, layers, heads, then budgets
+  local name=$1 shape budget log
+  shape=(model.config.hidden_size="$2" model.config.intermediate_size="$3" model.config.num_hidden_layers="$4"
+    model.config.num_attention_heads="$5" "model.tokenizer={train: bpe, vocab_size: 4096}" data.path=pydoc)
+  shift 5
+  for budget in "$@"; do
+    log="$out/plan-$name-$budget.txt"
+    "$python" launch/train.py --config configs/offload.yaml "${shape[@]}" training.max_steps=6 training.logging_steps=1 \
+      "strategies.offload.gpu_memory=$budget" "training.output_dir=$out/run-$name" training.save_strategy=no \
+      training.eval_strategy=no >"$log" 2>&1
+    { echo "== $name in $budget: exit $?"; grep -E "simulated step|plan against run|predicted .* measured" "$log"; } \
+      >>"$out/summary.txt"
+    cp "$out/run-$name/plan.json" "$out/plan-$name-$budget.json"
+    rm -rf "$out/run-$name/export" "$out/run-$name"/checkpoint-*
+  done
+}
+
 case $part in
 parity)
   "$python" launch/doctor.py --json "$out/doctor.json" | tee "$out/doctor.txt"
@@ -41,10 +61,27 @@ parity)
   echo "quickstart in bf16: exit $?" >>"$out/summary.txt"
   tail -n 12 "$out/quickstart.txt"
   ;;
+plan)
+  "$python" launch/doctor.py --rates | tee -a "$out/summary.txt"
+  planned 1.3b 2048 5504 24 16 6GiB 10GiB 24GiB
+  planned 6.7b 4096 11008 32 32 12GiB 24GiB 60GiB
+  ;;
 offload-1.3b) offload 1.3b 2 ;;
 offload-6.7b) offload 6.7b 1 --subjects ours-host,ours-streamed,ours-budget,deepspeed-zero2,deepspeed-zero3 ;;
+recompute)
+  for attention in sdpa eager; do
+    "$python" launch/bench.py recompute --model 1.3b --dtype bf16 --tokens 4096 --attention "$attention" --rounds 3 \
+      --out "$out/recompute-$attention" >"$out/recompute-$attention.txt" 2>&1
+    { echo "== recompute, $attention: exit $?"; tail -n 14 "$out/recompute-$attention.txt"; } >>"$out/summary.txt"
+  done
+  ;;
+linear)
+  "$python" launch/bench.py linear --dtypes bf16 --tokens 2048,8192 --seconds 0.5 --steps 8 --out "$out/linear" \
+    >"$out/linear.txt" 2>&1
+  { echo "== linear: exit $?"; tail -n 14 "$out/linear.txt"; } >>"$out/summary.txt"
+  ;;
 *)
-  echo "unknown part '$part': parity, offload-1.3b or offload-6.7b" >&2
+  echo "unknown part '$part': parity, plan, offload-1.3b, offload-6.7b, recompute or linear" >&2
   exit 2
   ;;
 esac

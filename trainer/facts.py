@@ -12,7 +12,8 @@ What is saved, and what it would cost to keep less, is counted in ``trainer/coun
 Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
 padded or packed, which most are. Full rows keep somewhat less.
 
-``gather`` describes a run of a config, ``describe`` a live model of any kind.
+``gather`` describes a run of a config, ``describe`` a live model of any kind. What was counted for a config is
+remembered (``trainer/remembered.py``).
 
 [Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take
 any float dtype, its fake version takes bf16 only and its flop counter does not know the operation, so both answers
@@ -28,18 +29,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
-from trainer.counting import Counter, find_blocks, flop_formulas
+from strategies.core.linears import Linear
 from trainer.errors import ConfigError
 from trainer.linears import LinearCounter, no_copies
 from trainer.model import load_config, with_lora
 from trainer.params import decay_groups, list_params
 from trainer.profiles import known_rates
+from trainer.remembered import remembered
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from strategies.core.linears import Linear
     from trainer.config.sections import RunConfig
     from trainer.machine import Machine
 
@@ -83,7 +84,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     Raises:
         ConfigError: the model cannot be described.
     """
-    count = count_model(config)
+    count = remembered(config, ModelCount, lambda: count_model(config))
     run = replace(
         run_facts(config, world_size, accelerated=machine.device_kind != "cpu"),
         hidden_size=count.hidden_size,
@@ -130,6 +131,8 @@ def count_model(config: RunConfig) -> ModelCount:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
+
+    from trainer.counting import Counter, find_blocks, flop_formulas
 
     precision = precision_of(config)
     offloads = "offload" in config.strategies
@@ -186,6 +189,8 @@ def describe(
         groups: names of the optimizer's parameters, group by group; the others are frozen.
     """
     from torch.func import functional_call
+
+    from trainer.counting import Counter, find_blocks
 
     named = [*model.named_parameters(), *model.named_buffers()]
     group_of = {name: index for index, names in enumerate(groups) for name in names}

@@ -20,10 +20,10 @@ from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 from trainer import model as model_module
 from trainer.config.sections import RunConfig
-from trainer.counting import Counter
+from trainer.counting import Counter, find_blocks
 from trainer.data.collate import Collator
 from trainer.errors import ConfigError
-from trainer.facts import count_model, find_blocks, gather, machine_facts
+from trainer.facts import count_model, gather, machine_facts
 from trainer.machine import probe
 
 BATCH, LENGTH = 2, 16

@@ -1,0 +1,91 @@
+"""Counts that are remembered: for what they hold, and that a second plan loads no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strategies.core.registry import find
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.sections import RunConfig
+from trainer.facts import ModelCount, count_model
+from trainer.remembered import name_of, remembered
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTHING = ModelCount(units=(), forward_flops=7, largest_param=0, hidden_size=0)
+
+
+def config_of(config: Any = LLAMA, strategies: Any = None, **more: Any) -> RunConfig:
+    made = {name: find(name).model_validate(options) for name, options in (strategies or {}).items()}
+    return run_config(config, **more).model_copy(update={"strategies": made})
+
+
+def test_counted_once_and_read_back_as_it_was(tmp_path: Path) -> None:
+    config = config_of(strategies={"offload": {}, "linear": {}})
+    first = remembered(config, ModelCount, lambda: count_model(config), tmp_path)
+    assert first.params and first.linears and first.units[1].choices is not None
+
+    def never() -> ModelCount:
+        raise AssertionError("counted again")
+
+    assert remembered(config, ModelCount, never, tmp_path) == first
+    (file,) = tmp_path.iterdir()
+    file.write_text("broken")
+    assert remembered(config, ModelCount, lambda: NOTHING, tmp_path) == NOTHING
+    assert remembered(config, ModelCount, never, tmp_path) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": {**LLAMA, "hidden_size": 64}},
+        {"per_device_train_batch_size": 7},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        {"data": {"max_length": 9}},
+        {"strategies": {"offload": {}}},
+        {"strategies": {"linear": {}}},
+    ],
+    ids=str,
+)
+def test_another_question_is_another_name(changes: dict[str, Any]) -> None:
+    assert name_of(config_of(**changes)) not in (None, name_of(config_of()))
+
+
+def test_what_changes_no_count_shares_the_name() -> None:
+    small = config_of(strategies={"offload": {"gpu_memory": "1GiB"}}, learning_rate=1e-3)
+    assert name_of(small) == name_of(config_of(strategies={"offload": {}}))
+
+
+def test_a_name_on_the_hub_is_counted_each_time_and_a_folder_by_its_config(tmp_path: Path) -> None:
+    assert name_of(config_of(None, model={"name_or_path": "owner/name"})) is None
+    (tmp_path / "config.json").write_text("{}")
+    before = name_of(config_of(None, model={"name_or_path": str(tmp_path)}))
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    assert before is not None and name_of(config_of(None, model={"name_or_path": str(tmp_path)})) not in (None, before)
+
+
+def test_the_second_plan_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from launch.plan import main; "
+        "code = main(['--config', 'configs/offload.yaml', '--profile', 'h100-pcie5', "
+        "'model.config.num_hidden_layers=2', 'strategies.offload.gpu_memory=6GiB']); "
+        "print('LOADED', sorted({'torch', 'transformers'} & sys.modules.keys())); sys.exit(code)"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert "LOADED ['torch', 'transformers']" in outputs[0]
+    assert "LOADED []" in outputs[1]
+    assert outputs[0].replace("['torch', 'transformers']", "[]") == outputs[1]
