@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
 from strategies.core.linears import Linear
+from strategies.recompute import Recompute
 from trainer.errors import ConfigError
 from trainer.linears import LinearCounter, no_copies
 from trainer.model import load_config, with_lora
@@ -93,6 +94,13 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     )
     here = machine_facts(machine, local_world_size, engine="zero" in config.strategies)
     return Facts(count.units, run, here, count.params, count.linears, no_copies=no_copies(config))
+
+
+def products_again(config: RunConfig) -> bool:
+    """Whether backward takes the products of every block's forward once more; selective recomputation keeps them."""
+    recompute = config.strategies.get("recompute")
+    all_of_it = isinstance(recompute, Recompute) and recompute.policy == "full" and recompute.every == 1
+    return run_facts(config, 1).recomputes or all_of_it
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -168,7 +176,7 @@ def count_model(config: RunConfig) -> ModelCount:
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype) if offloads else (),
-        linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=recomputes)
+        linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=products_again(config))
         if linears
         else (),
     )

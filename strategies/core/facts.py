@@ -29,6 +29,8 @@ class UnitKind(Enum):
 class Home(Enum):
     """Where bytes rest. ``DEVICE`` is the accelerator (or RAM, where there is none); ``HOST`` is pinned RAM."""
 
+    __hash__ = object.__hash__  # members are one of a kind; Enum's own asks for the name each time
+
     DEVICE = "device"
     HOST = "host"
 

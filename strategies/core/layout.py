@@ -44,6 +44,8 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 class Site(Enum):
     """Where a bucket's update is computed, and so where its optimizer state rests."""
 
+    __hash__ = object.__hash__  # members are one of a kind; Enum's own asks for the name each time
+
     NONE = "frozen"
     DEVICE = "device"  # state on the device, the device's kernel
     HOST = "host"  # state on the host, the CPU's kernel
@@ -52,6 +54,8 @@ class Site(Enum):
 
 class Item(Enum):
     """One kind of memory of a bucket. See the module docstring for sizes."""
+
+    __hash__ = object.__hash__  # members are one of a kind; Enum's own asks for the name each time
 
     WEIGHT = "weight"
     COPY = "weight copy"

@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
-from strategies.core.layout import Bucket, Item, Layout, Need, Site, aligned, needs, scratch_of
+from strategies.core.layout import Bucket, Item, Layout, Site, aligned, needs, scratch_of
 from strategies.planner.buckets import capacity, form
 from strategies.planner.movable import Movable
 
 Place: TypeAlias = tuple[Site, Home]
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
+PASSING = (Item.GRAD, Item.VISIT)  # on the device; weights are counted apart
 PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... all
 
 
@@ -111,7 +112,8 @@ class Frames:
             moments=facts.run.moments,
             grad_slots=1 + max(passing.values(), default=1),
         )
-        self._cache: dict[tuple[int, Site, Home], tuple[Need, ...]] = {}
+        self._weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
+        self._cache: list[dict[Place, tuple[int, tuple[tuple[Item, int], ...], int]]] = [{} for _ in self._buckets]
 
     def _free(self, movable: list[int], *, even_if: bool = False) -> list[int]:
         """Those of ``movable`` whose state may rest where their weight does not."""
@@ -165,26 +167,31 @@ class Frames:
 
     def sizes(self, frame: Frame) -> Sizes:
         """What the frame needs on the device; the same as of its layout, in a fraction of the time."""
-        rest, most, count = 0, dict.fromkeys(Item, 0), dict.fromkeys(Item, 0)
-        for index, (site, parks) in enumerate(self._places(frame)):
-            for need in self._needs(index, site, parks):
-                if need.passes:
-                    most[need.item] = max(most[need.item], aligned(need.num_bytes))
-                    count[need.item] += 1
-                else:
-                    rest += aligned(need.num_bytes)
-        rest += sum(most[item] * min(self._empty.slots(item), count[item]) for item in Item if count[item])
-        weights = sum(aligned(self._buckets[index].weight_bytes) for index in self.movable(frame))
-        mixed = [b.num_elements for b, (site, _) in self.placed(frame) if b.mixed and site in ON_DEVICE]
-        return Sizes(weights, rest - weights + scratch_of(mixed))
+        rest, mixed = 0, 0
+        most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
+        for index, place in enumerate(self._places(frame)):
+            permanent, passing, scratch = self._costs(index, place)
+            rest += permanent
+            mixed = max(mixed, scratch)
+            for item, size in passing:
+                most[item] = max(most[item], size)
+                count[item] += 1
+        rest += sum(most[item] * min(self._empty.slots(item), count[item]) for item in PASSING)
+        weights = sum(self._weights[index] for index in self.movable(frame))
+        return Sizes(weights, rest - weights + scratch_of([mixed]))
 
-    def _needs(self, index: int, site: Site, parks: Home) -> tuple[Need, ...]:
-        """On the device."""
-        key = (index, site, parks)
-        if key not in self._cache:
-            every = needs(replace(self._buckets[index], site=site, parks=parks), self._empty)
-            self._cache[key] = tuple(need for need in every if need.home is Home.DEVICE)
-        return self._cache[key]
+    def _costs(self, index: int, place: Place) -> tuple[int, tuple[tuple[Item, int], ...], int]:
+        """Of one bucket on the device: permanent bytes, what passes in which sizes, elements that use scratch."""
+        found = self._cache[index].get(place)
+        if found is None:
+            site, parks = place
+            bucket = replace(self._buckets[index], site=site, parks=parks)
+            here = [need for need in needs(bucket, self._empty) if need.home is Home.DEVICE]
+            permanent = sum(aligned(need.num_bytes) for need in here if not need.passes)
+            passing = tuple((need.item, aligned(need.num_bytes)) for need in here if need.passes)
+            found = (permanent, passing, bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0)
+            self._cache[index][place] = found
+        return found
 
     def _places(self, frame: Frame) -> list[Place]:
         sites = self._sites(frame)

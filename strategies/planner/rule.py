@@ -106,8 +106,7 @@ class _Search:
         """Seconds per step of the most promising candidate."""
         if not self._knows:
             return None
-        ranked = self._ranked(self._all)
-        for candidate in ranked:
+        for candidate in self._ranked(self._all, LOOKED_AT // 2):
             if self._wishes.weights == "streamed" or self._worked_out(candidate) is not None:
                 return candidate.seconds
         raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
@@ -133,9 +132,9 @@ class _Search:
         frames = sorted(of_frame, key=lambda frame: (frame.hosted, frame.parked))
         return list({id(one): one for one in (*ranked[:1], *(of_frame[f] for f in spread(frames, TRIED)))}.values())
 
-    def _ranked(self, frames: Sequence[Frame]) -> list[_Candidate]:
-        """Candidates that may fit, the fastest by estimate first."""
-        candidates = [self._candidate(one) for frame in spread(frames) for one in self._frames.shared(frame)]
+    def _ranked(self, frames: Sequence[Frame], number: int = LOOKED_AT) -> list[_Candidate]:
+        """Candidates that may fit, of so many frames, the fastest by estimate first."""
+        candidates = [self._candidate(one) for frame in spread(frames, number) for one in self._frames.shared(frame)]
         return sorted((one for one in candidates if self._may_fit(one)), key=lambda one: one.seconds)
 
     def _may_fit(self, one: _Candidate) -> bool:
@@ -191,7 +190,7 @@ def sizes(layout: Layout) -> dict[Home, int]:
     return total
 
 
-def spread(frames: Sequence[Frame], number: int = LOOKED_AT) -> list[Frame]:
+def spread(frames: Sequence[Frame], number: int) -> list[Frame]:
     """At most so many of ``frames``, evenly, the last one first and the first one last."""
     if len(frames) <= number:
         return list(reversed(frames))

@@ -10,7 +10,7 @@ import pytest
 from strategies.core.registry import find
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
-from trainer.facts import ModelCount, count_model
+from trainer.facts import ModelCount, count_model, products_again
 from trainer.remembered import name_of, remembered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,11 +47,21 @@ def test_counted_once_and_read_back_as_it_was(tmp_path: Path) -> None:
         {"data": {"max_length": 9}},
         {"strategies": {"offload": {}}},
         {"strategies": {"linear": {}}},
+        {"strategies": {"recompute": {"policy": "full"}}},
     ],
     ids=str,
 )
 def test_another_question_is_another_name(changes: dict[str, Any]) -> None:
     assert name_of(config_of(**changes)) not in (None, name_of(config_of()))
+
+
+def test_products_are_taken_again_where_all_of_a_block_is() -> None:
+    full = {"recompute": {"policy": "full"}}
+    assert products_again(config_of(strategies=full)) and products_again(config_of(gradient_checkpointing=True))
+    for other in ({"policy": "selective"}, {"policy": "full", "every": 2}, {"policy": "auto"}):
+        assert not products_again(config_of(strategies={"recompute": other}))
+    linears = count_model(config_of(strategies={"linear": {}, **full})).linears
+    assert linears and {layer.recomputed for layer in linears if layer.unit.startswith("model.layers")} == {True}
 
 
 def test_what_changes_no_count_shares_the_name() -> None:
