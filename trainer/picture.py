@@ -47,9 +47,8 @@ def draw(plan: Plan, priced: Price, path: Path) -> None:
     def at(seconds: float) -> float:
         return LEFT + max(0.0, min(priced.seconds, seconds)) * across
 
-    first, second = [*priced.lines(), ""][:2]
-    pen.text((MARGIN, 10), first, INK, font)
-    pen.text((MARGIN, 30), second.strip(), INK, font)
+    pen.text((MARGIN, 10), next(priced.lines()), INK, font)
+    pen.text((MARGIN, 30), priced.bill(), INK, font)
     for row, resource in enumerate(Resource):
         top = TITLE + row * ROW
         pen.text((MARGIN, top + 14), resource.value, INK, font)

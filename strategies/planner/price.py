@@ -53,6 +53,16 @@ class Price:
                 chain = f"{out.critical[resource]:.3g} s ({out.critical[resource] / self.seconds:.0%})"
                 yield f"  {resource.value:<9}  {out.busy[resource]:>6.3g} s  {hidden:>6}  {chain}"
 
+    def bill(self) -> str:
+        """What is busy beside compute, on one line."""
+        out = self.outcome
+        parts = [
+            f"{resource.value} {out.busy[resource]:.3g} s ({out.hidden[resource] / out.busy[resource]:.0%} hidden)"
+            for resource in Resource
+            if resource is not Resource.COMPUTE and out.busy[resource] > 0
+        ]
+        return f"busy beside compute: {', '.join(parts) or 'nothing'}"
+
     def to_json(self) -> dict[str, object]:
         return {
             "seconds": self.seconds,

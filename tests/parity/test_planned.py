@@ -1,0 +1,82 @@
+"""What the planner makes of real budgets trains with the bits of plain training: sites, stays, addresses as they come.
+
+The other grids use layouts made by hand. Here machines differ, so that the planner weighs: a slow CPU gives work to the
+link, a slow link keeps weights at home.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Rates
+from strategies.core.layout import Site
+from strategies.core.plan import Home, Plan
+from strategies.core.protocol import Refusal
+from strategies.core.registry import find
+from strategies.runtime.transfer import Delayed
+from strategies.runtime.watch import Watch
+from tests.helpers.engine import STEPS, differences, plain, stowed
+from tests.helpers.models import build, tokens
+from trainer.memory import plan_for
+
+SHARES = (1.0, 0.8, 0.6, 0.45, 0.35, 0.25, 0.2, 0.15, 0.1)  # of what training takes with everything on the device
+BALANCED = Rates(
+    gemm_fp32_flops_per_s=1e10,
+    gemm_bf16_flops_per_s=None,
+    up_bytes_per_s=1e9,
+    down_bytes_per_s=1e9,
+    duplex_factor=0.8,
+    link_latency_s=1e-6,
+    dram_bytes_per_s=1e10,
+    update_fp32_params_per_s=2e8,
+    update_bf16_params_per_s=2e8,
+    device_bytes_per_s=1e11,
+    origin="assumed",
+)
+MACHINES = {
+    "balanced": BALANCED,
+    "slow cpu": replace(BALANCED, update_fp32_params_per_s=1e7),
+    "slow link": replace(BALANCED, up_bytes_per_s=5e7, down_bytes_per_s=5e7),
+}
+
+
+def facts_of(model: Any, machine: str, loop: dict[str, Any]) -> Facts:
+    known = plan_for(
+        model, batch=(2, 8), accumulation=loop["accumulation"], max_grad_norm=loop["max_norm"], site="device"
+    ).facts
+    here = replace(known.machine, rates=MACHINES[machine], device_bytes=1 << 40, host_bytes=1 << 40)
+    return replace(known, run=replace(known.run, forward_flops=32 * known.num_params), machine=here)
+
+
+def planned(known: Facts, budget: int | str) -> Plan:
+    offload = find("offload").model_validate({"gpu_memory": budget, "host_memory": "1TiB"})
+    return compose({"offload": offload, "buffers": find("buffers").model_validate({"debug": True})}, known)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "loop", [{"accumulation": 1, "max_norm": 0.05}, {"accumulation": 2, "max_norm": 0.0}], ids=["clipped", "x2"]
+)
+def test_every_budget_trains_the_same_bits(machine: str, loop: dict[str, Any]) -> None:
+    batches = tokens("llama", STEPS * loop["accumulation"])
+    wanted = plain(build("llama"), batches, **loop)
+    known = facts_of(build("llama"), machine, loop)
+    most = planned(known, "1TiB").peak(Home.DEVICE)
+    sites, travelling, fitted = set[Site](), 0, 0
+    for number, share in enumerate(SHARES):
+        try:
+            plan = planned(known, int(share * most))
+        except Refusal:
+            continue
+        assert plan.layout is not None and plan.peak(Home.DEVICE) <= int(share * most)
+        sites |= {bucket.site for bucket in plan.layout.buckets}
+        travelling += any(not bucket.resident for bucket in plan.layout.buckets)
+        fitted += 1
+        transfer = (Delayed, Watch)[number % 2]()
+        assert differences(wanted, stowed(build("llama"), plan, batches, transfer=transfer, **loop)) == []
+    assert fitted >= 4 and travelling >= 1
+    assert sites >= {Site.DEVICE, Site.HOST}, "the planner had something to decide"
+    if machine == "slow cpu":
+        assert Site.STREAMED in sites
