@@ -111,6 +111,25 @@ def test_one_infinite_gradient(max_norm: float) -> None:
         optimizer.close()
 
 
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_updates_begin_in_backward_where_nothing_is_clipped(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    wishes = {"site": "host", "weights": "travelling", "park": "host", "in_backward": in_backward}
+    optimizer = stowed(model, wishes)
+    begun: list[str] = []
+    submit = optimizer.engine.updates.submit
+    monkeypatch.setattr(
+        optimizer.engine.updates, "submit", lambda held, job: (begun.append(held.name), submit(held, job))
+    )
+    model(**BATCHES[0]).loss.backward()
+    before = list(begun)
+    optimizer.step()
+    assert len(begun) == len(set(begun)) == sum(held.bucket.group is not None for held in optimizer.engine.held)
+    assert bool(before) is in_backward
+    if in_backward:  # the last blocks are complete first
+        assert before[0] != begun[-1] and len(before) > len(begun) // 2
+
+
 # --- accumulation ----------------------------------------------------------------------------------------------------
 
 
