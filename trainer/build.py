@@ -24,7 +24,7 @@ from trainer import checkpoint, engine, facts, model, stowing, timing
 from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
-from trainer.planning import plan_of, refuse_impossible
+from trainer.planning import plan_of, refuse_folder, refuse_impossible
 from trainer.profiles import known_rates
 from trainer.ranks import Ranks
 
@@ -61,6 +61,7 @@ class Run:
 def prepare(config: RunConfig, ranks: Ranks) -> Run:
     """Everything that can go wrong before a weight exists: checkpoint, data, plan."""
     folder = Path(config.training.output_dir)
+    refuse_folder(folder)
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe(folder if folder.is_dir() else Path())

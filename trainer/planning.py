@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +58,14 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     """Time a few blocks of the configured model on this machine and keep that in the run folder; lines for people.
 
     Raises:
-        ConfigError: the model cannot be built, or nothing could be measured.
+        ConfigError: there is no plan that would use it, the folder cannot be written, the model cannot be built, or
+            nothing could be measured.
     """
+    if "offload" not in config.strategies:
+        raise ConfigError("--measure: block times are for strategies.offload, which is not on")
+    plan_of(config, ranks, machine)  # what cannot be planned need not be measured
+    folder = Path(config.training.output_dir)
+    refuse_folder(folder)
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     device = "cpu" if machine.device_kind == "cpu" else "cuda"
 
@@ -78,10 +85,21 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     found = timing.measure(make, known, device, say)
     if found is None:
         raise ConfigError("--measure: backward did not pass through the blocks; is anything trained?")
-    folder = Path(config.training.output_dir)
     timing.store(folder, known, found)
     yield f"measured, and kept in {folder / timing.FILE}:"
     yield from timing.lines(known, found)
+
+
+def refuse_folder(folder: Path) -> None:
+    """Nothing, if the run folder is there or can be made. It is not made: a run may still be refused.
+
+    Raises:
+        ConfigError: it is a file, or lies in one, or may not be written.
+    """
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        why = "may not be written" if nearest.is_dir() else "is a file"
+        raise ConfigError(f"training.output_dir = {str(folder)!r}: {nearest} {why}; name another folder")
 
 
 def refuse_impossible(plan: Plan) -> None:

@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = (
     *(HERE / f"{name}.py" for name in ("facts", "counting", "linears", "params", "model")),
     HERE.parent / "strategies" / "runtime" / "recompute.py",
+    *(HERE.parent / "strategies" / "core" / f"{name}.py" for name in ("facts", "linears")),
 )
 PACKAGES = ("torch", "transformers", "peft")
 TRAINING = ("per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")

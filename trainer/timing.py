@@ -139,7 +139,8 @@ def key_of(facts: Facts) -> dict[str, Any]:
     """What timings hold for."""
     run = facts.run
     return {
-        "units": [[unit.name, unit.num_params, unit.num_trainable] for unit in facts.units],
+        # Another attention kernel saves other tensors.
+        "units": [[unit.name, unit.num_params, unit.num_trainable, unit.saved_bytes] for unit in facts.units],
         "micro_batch": run.micro_batch,
         "sequence": run.sequence,
         "precision": run.precision.value,

@@ -69,6 +69,7 @@ class _Search:
         self._frames = Frames(facts, wishes)
         self._all = self._frames.all()
         self._knows = facts.machine.rates is not None and facts.run.forward_flops > 0
+        self._priced: dict[int, tuple[Layout, float]] = {}  # by identity; to compare layouts costs as much as to price
 
     def best(self, saved_bytes: int) -> Layout:
         """The fastest layout that fits.
@@ -98,9 +99,13 @@ class _Search:
         return arena_bytes(layout)[Home.HOST]
 
     def _seconds(self, layout: Layout) -> float:
-        """Simulated; 0 where nobody knows the rates."""
+        """Simulated, once for each layout; 0 where nobody knows the rates."""
         rates = self._facts.machine.rates
-        return price_of(self._facts, layout, rates).seconds if rates is not None and self._knows else 0.0
+        if rates is None or not self._knows:
+            return 0.0
+        if id(layout) not in self._priced:
+            self._priced[id(layout)] = (layout, price_of(self._facts, layout, rates).seconds)
+        return self._priced[id(layout)][1]
 
     def estimated(self, saved_bytes: int) -> float | None:
         """Seconds per step of the most promising candidate."""
@@ -146,7 +151,7 @@ class _Search:
         room = self._room - size.rest
         if not self._knows:
             return _Candidate(frame, room, 0.0)
-        away = max(0, size.movable - room)
+        away = size.movable if self._wishes.weights == "streamed" else max(0, size.movable - room)
         seconds = estimate(self._facts, self._frames.placed(frame), away, in_backward=self._wishes.in_backward)
         return _Candidate(frame, room, seconds)
 

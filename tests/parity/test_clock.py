@@ -21,26 +21,15 @@ from strategies.runtime.transfer import Lane
 from tests.helpers.clock import Clocked, drive
 from tests.helpers.fakes import GPU
 from tests.helpers.models import build, tokens
+from tests.unit.test_price import FAST
 from trainer.memory import plan_for
 
 STEPS = 6
 
 
-def slow_link(factor: float) -> Rates:
-    """A block of the test model takes ``factor`` seconds; compute takes about one."""
-    return Rates(
-        gemm_fp32_flops_per_s=1.0,
-        gemm_bf16_flops_per_s=None,
-        up_bytes_per_s=1.0 / factor,
-        down_bytes_per_s=1.0 / factor,
-        duplex_factor=1.0,
-        link_latency_s=0.0,
-        dram_bytes_per_s=1.0,
-        update_fp32_params_per_s=1e30,
-        update_bf16_params_per_s=1e30,
-        device_bytes_per_s=1e30,
-        origin="assumed",
-    )
+def slow_link(bytes_per_s: float) -> Rates:
+    """Only the link takes time, and compute: a thousand operations a second, of which a block's forward has as many."""
+    return replace(FAST, gemm_fp32_flops_per_s=1000.0, up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s)
 
 
 def frozen_base() -> nn.Module:
@@ -57,13 +46,12 @@ def plan_in(model: nn.Module, rates: Rates, budget: int, prefetch: int | str) ->
 
 
 def known(facts: Facts, rates: Rates) -> Facts:
-    # One second per block in forward: the rate is 1, so operations are seconds.
     blocks = sum(unit.name.startswith("model.layers") for unit in facts.units)
     whole = sum(unit.num_params for unit in facts.units if unit.name != "embedding")
     block = next(unit.num_params for unit in facts.units if unit.name.startswith("model.layers"))
     run = replace(facts.run, forward_flops=round(1000 * whole / block))
     assert blocks > 2
-    return replace(facts, run=run, machine=replace(GPU, rates=replace(rates, gemm_fp32_flops_per_s=1000.0)))
+    return replace(facts, run=run, machine=replace(GPU, rates=rates))
 
 
 @pytest.mark.parametrize("prefetch", ["auto", 0, 1])
@@ -75,7 +63,7 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
     assert probe.layout is not None and probe.addresses is not None
     block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
     saved = sum(unit.saved_bytes for unit in probe.facts.units)
-    rates = slow_link(factor / block)
+    rates = slow_link(block / factor)
     plan = plan_in(model, rates, probe.addresses.device_bytes + saved + spare_blocks * block, prefetch)
     assert plan.layout is not None and not all(b.resident for b in plan.layout.buckets)
     problem = problem_of(plan.facts, plan.layout, rates_of(plan))

@@ -161,8 +161,8 @@ def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
     trainer = make_trainer(random_run(config, ranks))
     try:
         trainer.train()
-        layers = copies_of(trainer.accelerator.unwrap_model(trainer.model_wrapped))
-        return [layer._copy._turned._version for layer in layers]  # type: ignore[union-attr]  # they have one
+        layers: list[Any] = list(copies_of(trainer.accelerator.unwrap_model(trainer.model_wrapped)))
+        return [layer._copy._turned._version for layer in layers]
     finally:
         trainer.accelerator.free_memory()
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from strategies.core.compose import compose
-from strategies.core.facts import Facts, Rates
+from strategies.core.facts import Facts
 from strategies.core.layout import Site
 from strategies.core.plan import Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
+from strategies.planner.travel import ASSUMED
 from strategies.runtime.transfer import Delayed
 from strategies.runtime.watch import Watch
 from tests.helpers.engine import STEPS, differences, plain, stowed
@@ -22,18 +23,14 @@ from tests.helpers.models import build, tokens
 from trainer.memory import plan_for
 
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.35, 0.25, 0.2, 0.15, 0.1)  # of what training takes with everything on the device
-BALANCED = Rates(
+BALANCED = replace(
+    ASSUMED,
     gemm_fp32_flops_per_s=1e10,
-    gemm_bf16_flops_per_s=None,
     up_bytes_per_s=1e9,
     down_bytes_per_s=1e9,
-    duplex_factor=0.8,
     link_latency_s=1e-6,
-    dram_bytes_per_s=1e10,
     update_fp32_params_per_s=2e8,
-    update_bf16_params_per_s=2e8,
     device_bytes_per_s=1e11,
-    origin="assumed",
 )
 MACHINES = {
     "balanced": BALANCED,

@@ -21,25 +21,13 @@ from strategies.planner.estimate import estimate
 from strategies.planner.frames import Frames, Wishes
 from strategies.planner.price import price, price_of
 from strategies.planner.rule import GAIN, choose
+from strategies.planner.travel import ASSUMED
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.layouts import facts_of, random_facts, transformer
 from tests.unit.test_planner_rule import wish, wishes
 
 GIB = 1 << 30
-# An H100 over PCIe 5, to a digit.
-CARD = Rates(
-    gemm_fp32_flops_per_s=5e13,
-    gemm_bf16_flops_per_s=6e14,
-    up_bytes_per_s=5.5e10,
-    down_bytes_per_s=5.2e10,
-    duplex_factor=0.8,
-    link_latency_s=1e-5,
-    dram_bytes_per_s=3e11,
-    update_fp32_params_per_s=4e9,
-    update_bf16_params_per_s=4e9,
-    device_bytes_per_s=3e12,
-    origin="assumed",
-)
+CARD = replace(ASSUMED, update_fp32_params_per_s=4e9, update_bf16_params_per_s=4e9)
 
 
 def large(blocks: int = 32, width: int = 4096, tokens: int = 4096, rates: Rates | None = CARD, **run: Any) -> Facts:

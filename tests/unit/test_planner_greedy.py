@@ -1,6 +1,6 @@
 """The choice of what leaves: against enumeration, and the properties that anybody would expect of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strategies.planner import exact
 from strategies.planner.greedy import FEW, DoesNotFit, check_fits, choose, issue, polished, two_integers
-from strategies.planner.model import Problem, at_need, complaints, memory
+from strategies.planner.model import Eviction, Problem, at_need, complaints, memory
 from strategies.planner.simulate import reload_period, simulate
 from tests.unit.planning import blocks, coarse, even, halved, span, uneven, updated
 
@@ -175,7 +175,7 @@ def test_the_order_of_items_does_not_matter(seed: int) -> None:
     assert _named(problem, one.evictions) == _named(mixed, other.evictions)
 
 
-def _named(problem: Problem, evictions: tuple) -> list[tuple[str, int, int]]:  # type: ignore[type-arg]
+def _named(problem: Problem, evictions: Sequence[Eviction]) -> list[tuple[str, int, int]]:
     return sorted((problem.items[e.gap.item].name, e.gap.after, e.issue) for e in evictions)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,9 @@ def two_blocks(budget: int = 100, link: Link = FAST) -> Problem:
     return blocks([3, 5], [1.0, 1.0], [2.0, 2.0], [1, 1], link, budget)
 
 
-def with_update(problem: Problem, **changes: object) -> Problem:
+def with_update(problem: Problem, **changes: Any) -> Problem:
     """Every item updated alike."""
-    update = Update(**{"site": Site.HOST, "seconds": 1.0, "grad_bytes": 1, **changes})  # type: ignore[arg-type]
+    update = replace(Update(site=Site.HOST, seconds=1.0, grad_bytes=1), **changes)
     return replace(problem, items=tuple(replace(item, update=update) for item in problem.items))
 
 

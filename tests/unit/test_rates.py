@@ -10,6 +10,7 @@ import pytest
 
 from launch import doctor
 from strategies.core.facts import Precision, Rates
+from strategies.planner.travel import ASSUMED
 from trainer import profiles, rates
 from trainer.errors import ExitCode
 from trainer.facts import machine_facts
@@ -25,22 +26,7 @@ TINY = Effort(
 
 
 def some_rates(**changes: Any) -> Rates:
-    return replace(
-        Rates(
-            gemm_fp32_flops_per_s=50e12,
-            gemm_bf16_flops_per_s=600e12,
-            up_bytes_per_s=54e9,
-            down_bytes_per_s=52e9,
-            duplex_factor=0.6,
-            link_latency_s=9e-6,
-            dram_bytes_per_s=150e9,
-            update_fp32_params_per_s=5e9,
-            update_bf16_params_per_s=4e9,
-            device_bytes_per_s=2.8e12,
-            origin="measured",
-        ),
-        **changes,
-    )
+    return replace(ASSUMED, **{"origin": "measured", "update_bf16_params_per_s": 4e9, **changes})
 
 
 # --- fits --------------------------------------------------------------------------------------------------------

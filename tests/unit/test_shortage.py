@@ -1,5 +1,6 @@
 """Out of memory: the edits are priced by the plan and ranked."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from strategies.core.plan import Home, Plan
 from strategies.runtime.arena import OutOfMemoryError
 from tests.helpers.fakes import block, choosing, facts
 from tests.helpers.tiny import run_config
+from trainer import run
+from trainer.ranks import Ranks
 from trainer.shortage import edits, explain, is_shortage
 
 
@@ -72,3 +75,20 @@ def test_the_ledger_is_shown() -> None:
     assert any("predicted" in line and "held at the peak" in line for line in lines)
     assert any(line.split()[:2] == ["saved", "for"] for line in lines)
     assert plan.peak(Home.DEVICE) > 0
+
+
+@pytest.mark.parametrize(("error", "code"), [(MemoryError("no more"), 11), (RuntimeError("a bug"), 1)])
+def test_a_run_that_ends_for_want_of_memory_says_so(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the function that every run goes through."""
+
+    def fails(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run.build, "prepare", lambda config, ranks: SimpleNamespace(plan=plan_of(micro_batch=4)))
+    monkeypatch.setattr(run, "train", fails)
+    assert run._guarded(run_config(), Ranks()) == code
+    shown = capsys.readouterr().err
+    assert ("out of memory: no more" in shown) is (code == 11)
+    assert ("the most first:" in shown) is (code == 11)

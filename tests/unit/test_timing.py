@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from launch.plan import main
 from strategies.core.facts import UnitKind, UnitTimes
 from strategies.planner.price import price, unit_seconds
 from tests.helpers.models import build, tokens
+from tests.helpers.tiny import LLAMA
 from tests.unit.test_price import FAST, known, planned
 from trainer import timing
 from trainer.counting import find_blocks
@@ -126,3 +128,32 @@ def test_a_few_blocks_are_measured() -> None:
     assert len(lines) == 3 and "counted" in lines[1]
     assert "counted" not in next(iter(timing.lines(replace(facts, machine=replace(facts.machine, rates=None)), found)))
     assert torch.is_grad_enabled()
+
+
+def test_the_command_measures_and_the_next_plan_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    folder = tmp_path / "run"
+    model = {"config": {**LLAMA, "num_hidden_layers": 4}, "tokenizer": "none"}
+    content = {
+        "model": model,
+        "data": {"path": "pydoc", "max_length": 16},
+        "training": {"output_dir": str(folder), "max_steps": 1},
+        "strategies": {"offload": {}},
+    }
+    config.write_text(json.dumps(content))  # YAML takes JSON
+    assert main(["--config", str(config), "--measure"]) == 0
+    assert "measured, and kept in" in capsys.readouterr().out
+    written = json.loads((folder / timing.FILE).read_text())
+    assert min(written["measured"]["block"]) > timing.LEAST
+    assert main(["--config", str(config), "--json", str(tmp_path / "plan.json")]) == 0
+    known = json.loads((tmp_path / "plan.json").read_text())["facts"]["unit_times"]
+    assert known is not None and known["block"] == written["measured"]["block"]
+    (tmp_path / "file").write_text("")
+    for change, words in [
+        ("strategies.offload=null", "which is not on"),
+        (f"training.output_dir={tmp_path / 'file'}", "is a file; name another folder"),
+    ]:
+        capsys.readouterr()
+        assert main(["--config", str(config), "--measure", change]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert words in line
