@@ -12,9 +12,14 @@ Arithmetic, bytes per block for b rows of s tokens, width h, a heads (g of keys)
 Hugging Face's own layers fuse little and save more; the plan counts them as they are (``trainer/counting.py``). While a
 block runs again, all that it saves is there once.
 
+What a recomputed block keeps may wait on the host from forward to backward: its bytes leave the device, but for two
+blocks at a time on their way, and cross the link twice per micro-batch. What else autograd saves is never sent there: it
+is made by operators that read and write the device's memory a few times, which is faster than any link.
+
 Invariant. What is made again has the bits it had: the same kernels on the same inputs, with the same random numbers.
 
-Refused: choosing blocks twice (``every`` with ``auto``). Recomputing where nothing is freed is left out.
+Refused: choosing blocks twice (``every`` with ``auto``), and sending to the host where nothing is recomputed or where
+``auto`` weighs it. Recomputing where nothing is freed is left out.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -30,7 +35,9 @@ from strategies.core.facts import Facts, RunFacts, UnitKind
 from strategies.core.plan import Decision, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import SHARE
-from strategies.planner.keep import AUTO, Way, by_policy, cheapest, everything, pace_of
+from strategies.planner.joint import all_prices
+from strategies.planner.keep import AUTO, Way, by_policy, cheapest, everything, last_block
+from strategies.planner.price import alone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +48,7 @@ WHY = {
     "full": "the input kept, all made again",
     AUTO: "what pays the least per byte is made again",
 }
+KEY = "strategies.recompute"
 
 
 class Recompute(Strategy):
@@ -51,7 +59,11 @@ class Recompute(Strategy):
     """
 
     phase = Phase.KEEP
-    examples = ({"policy": "full", "every": 2}, {"policy": "selective"})
+    examples = (
+        {"policy": "full", "every": 2},
+        {"policy": "selective"},
+        {"policy": "full", "activation_offloading": True},
+    )
 
     policy: Literal["none", "selective", "full", "auto"] = Field(
         default="selective",
@@ -59,6 +71,11 @@ class Recompute(Strategy):
         "block's input; auto: as much as fits.",
     )
     every: int = Field(default=1, ge=1, description="Recompute every n-th block only, from the first.")
+    activation_offloading: bool | Literal["auto"] = Field(
+        default="auto",
+        description="What recomputed blocks keep waits in pinned host memory: true, all of it; auto: with policy: auto, "
+        "where the link is simulated to have room.",
+    )
 
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit: the same kernels run on the same inputs."""
@@ -66,16 +83,20 @@ class Recompute(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if self.policy == AUTO and self.every > 1:
-            raise Refusal("strategies.recompute.every", self.every, "auto chooses the blocks itself; leave it out")
+            raise Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
+        if self.activation_offloading is True and self.policy in ("none", AUTO):
+            cure = "it weighs that itself; write auto" if self.policy == AUTO else "it keeps all; write selective or full"
+            raise Refusal(f"{KEY}.activation_offloading", True, f"policy is {self.policy}: {cure}")
         if self.policy == "none":
             raise Idle("policy: none keeps everything")
         blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]
         if not any(unit.choices for unit in blocks):
             raise Idle("no block saves anything that could be made again")
         ways = self._fitting(facts, plan) if self.policy == AUTO else self._fixed(facts)
+        is_open = self.policy == AUTO
         for unit, way in zip(facts.units, ways, strict=True):
             if unit.kind is UnitKind.BLOCK:
-                yield way.keep(unit.name, WHY[way.policy], is_open=self.policy == AUTO)
+                yield way.keep(unit.name, _why(way), is_open=is_open, may_host=is_open and self._may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """A checkpoint in place of the forward of each block that is recomputed."""
@@ -85,14 +106,44 @@ class Recompute(Strategy):
 
     def _fixed(self, facts: Facts) -> Sequence[Way]:
         blocks = [unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK]
-        chosen = set(blocks[:: self.every])
-        return [by_policy(unit, self.policy) if unit.name in chosen else everything(unit) for unit in facts.units]
+        chosen, last = set(blocks[:: self.every]), last_block(facts.units)
+        return [
+            by_policy(unit, self.policy, hosts=self.activation_offloading is True and index < last)
+            if unit.name in chosen
+            else everything(unit)
+            for index, unit in enumerate(facts.units)
+        ]
+
+    @property
+    def _may_host(self) -> bool:
+        return self.activation_offloading is not False
 
     def _fitting(self, facts: Facts, plan: Plan) -> Sequence[Way]:
-        """As if nothing were offloaded; a strategy that offloads decides again."""
+        """As if nothing were offloaded; a strategy that offloads decides again.
+
+        With known rates the fastest of what fits, by the simulator: nothing but saved tensors crosses the link.
+        """
         machine = facts.machine
         budget = int(SHARE * machine.device_bytes) if machine.has_accelerator else machine.device_bytes
-        peak = plan.device_peak()
-        return cheapest(
-            facts.units, pace_of(facts), lambda ways: peak([(w.saved_bytes, w.running_bytes) for w in ways]), budget
-        )
+        rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None
+        device_peak = plan.device_peak()
+
+        def peak(ways: Sequence[Way]) -> int:
+            return device_peak([way.saved for way in ways])
+
+        tried = [
+            cheapest(facts.units, each, peak, budget) for each in all_prices(facts, rates, may_host=self._may_host)
+        ]
+        fitting = [ways for ways in tried if peak(ways) <= budget]
+        if rates is None or not fitting:
+            return min(tried, key=peak) if not fitting else fitting[0]
+        kept = [
+            plan.amend((way.keep(unit.name, "") for unit, way in zip(facts.units, ways, strict=True)), by="recompute")
+            for ways in fitting
+        ]
+        seconds = [alone(each.facts_as_kept(), rates) for each in kept]
+        return fitting[min(range(len(fitting)), key=seconds.__getitem__)]
+
+
+def _why(way: Way) -> str:
+    return WHY[way.policy] + (", what is kept waits on the host" if way.hosted else "")

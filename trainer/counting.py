@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from strategies.core.facts import Choices, Operator, Unit, UnitKind, Work
-from strategies.runtime.recompute import Names
+from strategies.runtime.recompute import Names, stream_in
 from strategies.runtime.scopes import tensors_in
 from trainer.params import EMBEDDING, HEAD, units_by_name
 
@@ -72,6 +72,7 @@ class Forward:
 
     names: Names
     inputs: Mapping[int, int]  # bytes of tensors that no block before was given, by storage
+    stream: Tensor | None = None  # the hidden states
     calls: list[tuple[str | None, Work, list[Tensor], list[int]]] = field(default_factory=list)
     last_saved: int = 0
 
@@ -89,7 +90,16 @@ class Forward:
                 sizes = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
                 operators.append(Operator(name, sum(sizes.values()), work))
         besides = sum(size for storage, size in self.inputs.items() if storage not in saved)
-        return Choices(sum(self.inputs.values()), saved_bytes + besides, tuple(operators), rest)
+        return Choices(
+            sum(self.inputs.values()), saved_bytes + besides, tuple(operators), rest, stream_bytes=self._stream_bytes()
+        )
+
+    def _stream_bytes(self) -> int:
+        """Of the hidden states, where they are a tensor of their own that no block before was given."""
+        if self.stream is None:
+            return 0
+        storage = self.stream.untyped_storage()
+        return storage.nbytes() if storage._cdata in self.inputs and storage.nbytes() == self.stream.nbytes else 0
 
 
 class _Operators(TorchDispatchMode):
@@ -185,8 +195,9 @@ class Counter:
             self._outside = HEAD
             if name in self._forwards:
                 self._called.add(name)
-            self._forwards[name] = Forward(Names(module), self._new([args, kwargs]))
-            hidden = args[0] if args else kwargs.get("hidden_states")
+            stream = stream_in(args)
+            self._forwards[name] = Forward(Names(module), self._new([args, kwargs]), stream)
+            hidden = stream if args else kwargs.get("hidden_states")
             if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
                 self._save(hidden)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strategies.core.plan import Home, Kind, Plan, backward_peak
+from strategies.core.peak import backward_peak
+from strategies.core.plan import Home, Kind, Plan
 from strategies.core.render import human
 from strategies.planner.keep import FULL, SELECTIVE, by_policy
 from trainer.callbacks import device_peak_bytes, host_peak_bytes
@@ -91,5 +92,5 @@ def _recompute(plan: Plan) -> Iterator[Edit]:
     now = plan.saved_peak()
     for policy in (SELECTIVE, FULL):
         ways = [by_policy(unit, policy) for unit in units]
-        peak = backward_peak([(way.saved_bytes, way.running_bytes) for way in ways], [0] * len(units))
+        peak = backward_peak([way.saved for way in ways], [0] * len(units))
         yield Edit(f"strategies: {{recompute: {{policy: {policy}}}}}", now - peak)

@@ -75,12 +75,15 @@ class Choices:
     """What of a block may be kept if not everything is: its input always, ``operators`` one by one.
 
     ``rest`` is done again in any case; when it is, ``running_bytes`` are there: the input and all that autograd saves.
+    ``stream_bytes`` of the input are the hidden states, which nobody else keeps: they and operators' outputs may wait on
+    the host instead. 0: they may not.
     """
 
     input_bytes: int
     running_bytes: int
     operators: tuple[Operator, ...]
     rest: Work
+    stream_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Unit:
 
     ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
     micro-batch, counted on a fake run, parameters excluded. ``choices``: how a block can be recomputed, None where it
-    cannot; ``again`` is what backward does once more.
+    cannot; ``again`` is what backward does once more, ``hosted_bytes`` what waits on the host from forward to backward.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Unit:
     saved_bytes: int = 0
     choices: Choices | None = None
     again: Work = NO_WORK
+    hosted_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self

@@ -5,10 +5,10 @@ on the device), so a plan is total and can be printed. Strategies replace answer
 same question about the same unit differently are a ``Conflict`` that names both; nothing is won by order.
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are
-``elements * element_bytes / ways`` (rounded up). The device peak is taken along one step: at the backward of unit
-i, saved tensors of units 0..i and gradients of units i..last are alive together, and, where unit i is recomputed, all
-that its forward saves; parameters, masters, moments and reserved buffers are alive throughout. With accumulation the
-gradients of all units are alive all the time.
+``elements * element_bytes / ways`` (rounded up). The device peak is taken along backward (``peak.py``): saved tensors
+go as gradients come; parameters, masters, moments and reserved buffers are alive throughout. With accumulation the
+gradients of all units are alive all the time. What waits on the host between forward and backward is on the host all
+the time: its places are reserved.
 
 Where there are addresses, each home is one arena, taken at the start and never grown: its size, plus what is saved for
 backward, is the peak.
@@ -26,9 +26,12 @@ from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
 from strategies.core.linears import Routes
+from strategies.core.peak import Saved, backward_peak
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
+INPUT = "input"  # a block's hidden states, among the names of what may wait on the host
+HOSTED_ALIGN = 512  # places on the host begin on such a boundary
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
 Slot: TypeAlias = tuple[str, ...]
 
@@ -88,20 +91,24 @@ class Share(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(Decision):
-    """KEEP: bytes of saved tensors that forward keeps for backward of one micro-batch.
+    """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch.
 
     Args:
         policy: "none": all that autograd saves. Otherwise backward runs the unit's forward again.
         kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
+        hosted: what of these, and of the input (``INPUT``), waits on the host: ``hosted_bytes``.
         again: what backward does once more.
-        open: a later phase may answer again, knowing more.
+        open: a later phase may answer again, knowing more; ``may_host``: with saved tensors on the host, too.
     """
 
     policy: str
     saved_bytes: int
     kept: tuple[str, ...] = ()
+    hosted: tuple[str, ...] = ()
+    hosted_bytes: int = 0
     again: Work = NO_WORK
     open: bool = False
+    may_host: bool = False
 
     @property
     def recomputes(self) -> bool:
@@ -295,16 +302,31 @@ class Plan:
         """The most that is saved for backward at a time: all that is kept, or that and a unit being recomputed."""
         return backward_peak(self._kept(), [0] * len(self.facts.units))
 
+    def hosted_bytes(self) -> int:
+        """Reserved on the host for saved tensors that wait there."""
+        return sum(self._places(unit.name) for unit in self.facts.units)
+
+    def _places(self, unit: str) -> int:
+        """Room for what ``unit`` has on the host; an operator may have two outputs, each with a place of its own."""
+        keep = self.keep(unit)
+        return keep.hosted_bytes + 2 * HOSTED_ALIGN * len(keep.hosted)
+
     def facts_as_kept(self) -> Facts:
-        """The facts, with what backward does again: the price of a step is counted from them."""
-        units = (replace(unit, again=self.keep(unit.name).again) for unit in self.facts.units)
+        """The facts, with what backward does again and brings back: the price of a step is counted from them."""
+        keeps = [self.keep(unit.name) for unit in self.facts.units]
+        pairs = zip(self.facts.units, keeps, strict=True)
+        units = (replace(unit, again=keep.again, hosted_bytes=keep.hosted_bytes) for unit, keep in pairs)
         return replace(self.facts, units=tuple(units))
 
-    def _kept(self) -> list[tuple[int, int]]:
-        """Bytes of each unit from its forward on, and what its backward makes of them."""
+    def _kept(self) -> list[Saved]:
+        """Bytes of each unit from its forward on, what its backward makes of them, and those on the host."""
         pairs = [(self.keep(unit.name), unit.choices) for unit in self.facts.units]
         return [
-            (keep.saved_bytes, choices.running_bytes if choices and keep.recomputes else keep.saved_bytes)
+            Saved(
+                keep.saved_bytes,
+                choices.running_bytes if choices and keep.recomputes else keep.saved_bytes,
+                keep.hosted_bytes,
+            )
             for keep, choices in pairs
         ]
 
@@ -319,28 +341,27 @@ class Plan:
     def peak(self, home: Home) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
         if self.addresses is not None:
-            besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
+            on_host = self.facts.machine.runtime_host_bytes + self.hosted_bytes()
+            besides = self.saved_peak() if home is Home.DEVICE else on_host
             return self.addresses.num_bytes(home) + besides
-        kept = self._kept() if home is Home.DEVICE else [(0, 0)] * len(self.facts.units)
+        kept = self._kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
         return self._peak_with(home)(kept)
 
-    def device_peak(self) -> Callable[[Sequence[tuple[int, int]]], int]:
-        """Gives the predicted peak on the device if units kept so many bytes, see ``backward_peak``, and nothing else
-        changed.
-        """
+    def device_peak(self) -> Callable[[Sequence[Saved]], int]:
+        """Gives the predicted peak on the device if units saved so many bytes, and nothing else changed."""
         return self._peak_with(Home.DEVICE)
 
-    def _peak_with(self, home: Home) -> Callable[[Sequence[tuple[int, int]]], int]:
+    def _peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
         always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
         standing = sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
         if home is Home.HOST:
-            standing += self.facts.machine.runtime_host_bytes
+            standing += self.facts.machine.runtime_host_bytes + self.hosted_bytes()
         at_step = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.STEP)
         grads = [self.num_bytes(unit.name, Kind.GRAD, home) for unit in self.facts.units]
         all_along = sum(grads) if self.facts.run.accumulation > 1 else 0
         landing = [0] * len(grads) if all_along else grads
 
-        def peak(kept: Sequence[tuple[int, int]]) -> int:
+        def peak(kept: Sequence[Saved]) -> int:
             return standing + max(sum(grads) + at_step, all_along + backward_peak(kept, landing))
 
         return peak
@@ -360,27 +381,13 @@ class Plan:
         return "\n".join(f"{' '.join(d.slot):<36} {_words(d)}  [{by}: {d.reason}]" for d, by in rows)
 
 
-def backward_peak(kept: Sequence[tuple[int, int]], grads: Sequence[int]) -> int:
-    """Largest sum of saved tensors and gradients along backward, last unit first.
-
-    Args:
-        kept: bytes of each unit from its forward on, and during its backward.
-        grads: bytes of gradients that appear with each unit's backward.
-    """
-    before, after, highest = sum(waiting for waiting, _ in kept), 0, 0
-    for (waiting, working), grad in zip(reversed(kept), reversed(grads), strict=True):
-        before, after = before - waiting, after + grad
-        highest = max(highest, before + working + after)
-    return highest
-
-
 def _answer(decision: Decision) -> tuple[object, ...]:
     """What a decision says, without why: the part that two strategies must agree on."""
     names = (name for kind in type(decision).__mro__ for name in getattr(kind, "__slots__", ()))
     return tuple(getattr(decision, name) for name in names if name not in ("reason", "unit"))
 
 
-_UNSAID = ("reason", "unit", "kind", "open")
+_UNSAID = ("reason", "unit", "kind", "open", "may_host")
 
 
 def _words(decision: Decision) -> str:

@@ -58,7 +58,7 @@ def rows(plan: Plan) -> list[Row]:
         for home in _homes(plan, group[0], kind)
         if (row := _state_row(plan, group, kind, home)) is not None
     ]
-    found += [row for group in groups if (row := _saved_row(plan, group)) is not None]
+    found += [row for group in groups for home in Home if (row := _saved_row(plan, group, home)) is not None]
     for home in Home:
         for reserve in plan.reserves(home):
             by = plan.decided_by(reserve.slot)
@@ -114,13 +114,14 @@ def _state_row(plan: Plan, group: list[Unit], kind: Kind, home: Home) -> Row | N
     return Row(first.name, len(group), kind.value, share.ways, num_bytes, home, by, reason)
 
 
-def _saved_row(plan: Plan, group: list[Unit]) -> Row | None:
+def _saved_row(plan: Plan, group: list[Unit], home: Home) -> Row | None:
     first = group[0]
-    num_bytes = sum(plan.saved_bytes(unit.name) for unit in group)
-    decision, by = plan.answers[("Keep", first.name)]
+    keeps = [plan.keep(unit.name) for unit in group]
+    num_bytes = sum(keep.saved_bytes if home is Home.DEVICE else keep.hosted_bytes for keep in keeps)
+    by = plan.decided_by(keeps[0].slot)
     if num_bytes == 0:
         return None
-    return Row(first.name, len(group), "saved for backward", 1, num_bytes, Home.DEVICE, by, decision.reason)
+    return Row(first.name, len(group), "saved for backward", 1, num_bytes, home, by, keeps[0].reason)
 
 
 def table(plan: Plan) -> str:
@@ -149,7 +150,7 @@ def summary(plan: Plan) -> Iterator[str]:
     machine = plan.facts.machine
     has = {Home.DEVICE: machine.device_bytes, Home.HOST: machine.host_bytes}
     for home in Home:
-        if home is Home.HOST and not machine.has_accelerator and not plan.states(home):
+        if home is Home.HOST and not machine.has_accelerator and not plan.states(home) and not plan.hosted_bytes():
             continue  # the device is the host; its line has said everything
         peak = plan.peak(home)
         room = has[home] - peak

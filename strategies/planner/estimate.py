@@ -22,7 +22,8 @@ from strategies.planner.price import TOUCHED_BYTES, unit_seconds
 def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *, in_backward: bool) -> float:
     """Seconds per step of buckets at these places, ``away`` bytes of whose weights leave between forward and backward.
 
-    The machine's rates must be known.
+    What is saved on the host goes down under forward and comes up under backward, beside all else. The machine's rates
+    must be known.
     """
     rates, run = facts.machine.rates, facts.run
     assert rates is not None
@@ -46,12 +47,14 @@ def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *,
     passes = run.accumulation
     times = unit_seconds(facts, rates)
     forward, backward = sum(one[0] for one in times), sum(one[1] for one in times)
-    back_up, again_up = away * passes, away * (passes - 1)
+    saved = passes * sum(unit.hosted_bytes for unit in facts.units)
+    back_up, again_up = away * passes + saved, away * (passes - 1)
     up = rates.up_bytes_per_s * (rates.duplex_factor if state else 1)
     down = rates.down_bytes_per_s * (rates.duplex_factor if state else 1)
     if in_backward:
         compute = passes * (forward + backward) + kernel
-        return max(compute, cpu, (new + back_up + again_up + state + parked) / up, (grads + state) / down)
-    before = max(passes * backward + (passes - 1) * forward, grads / down, (back_up + again_up) / up)
-    after = max(forward + kernel, cpu, (new + state + parked) / up, state / down)
+        return max(compute, cpu, (new + back_up + again_up + state + parked) / up, (grads + state + saved) / down)
+    first = saved // passes  # of the pass under whose forward the updates run
+    before = max(passes * backward + (passes - 1) * forward, (grads + saved - first) / down, (back_up + again_up) / up)
+    after = max(forward + kernel, cpu, (new + state + parked) / up, (state + first) / down)
     return before + after

@@ -1,33 +1,43 @@
-"""Two ways to fit, one plan: what is not kept for backward need not be moved, and what is moved leaves room to keep.
+"""Three ways to fit, one plan: what is not kept for backward, or waits on the host meanwhile, need not be made room for
+by moving weights; and what is moved leaves room to keep.
 
 Where recomputation was left open, each place on its line of plans (``keep.py``) leaves another budget for weights,
-gradients and state; the rule says what moves then (``rule.py``), the simulator how long a step takes. The fastest pair
-is taken; of those that are equally fast within ``SAME`` the one that recomputes least. Places are tried on a grid, then
-between the best one and its neighbours, so the answer is near the best place; more would take longer than it
-saves, for each place asks the whole rule (about a second for a hundred buckets).
+gradients and state; the rule says what moves then (``rule.py``), the simulator how long a step takes. There is a line
+for each price that a byte to the host and back may have: no price at all (nothing goes there), what the link would need
+for it if nothing hid it, some of that, and nothing. What a byte really costs depends on all else that crosses the link,
+so it is the simulator that chooses between the lines.
 
-Where nobody knows the rates nothing can be weighed: blocks are then recomputed only as far as offloading alone
-does not make them fit.
+Places on a grid over all lines are ranked by an estimate, which asks for no layout; the best of them are worked out and
+simulated, then what lies half way to the neighbours of the fastest. The fastest plan is taken; of those that are equally
+fast within ``SAME`` the one that sends the least to the host, then the one that recomputes least. Working out one place
+takes about half a second for a hundred buckets, so the answer is near the best place, not always at it.
+
+Where nobody knows the rates nothing can be weighed: blocks are then recomputed only as far as offloading alone does not
+make them fit, and nothing saved goes to the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from math import inf
+from typing import TypeAlias
 
+from strategies.core.facts import Facts, Rates
 from strategies.core.layout import Layout
 from strategies.core.plan import NONE, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.frames import Wishes
-from strategies.planner.keep import Line, kept_as, pace_of
+from strategies.planner.keep import Line, Prices, Way, pace_of
 from strategies.planner.price import price_of
-from strategies.planner.rule import choose
+from strategies.planner.rule import choose, quickest
 
-GRID = 4
-HALVINGS = 1
+GRID = 4  # places per line, besides the first
+TRIED = 4  # of all lines, places that are worked out
+SHARES = (1.0, 0.1, 0.0)  # of what the link would need for a byte, if nothing hid it
 SAME = 0.005  # relative difference of simulated times that means nothing
+Point: TypeAlias = tuple[int, int]  # a line, and a place on it
 
 
 def decide(plan: Plan, wishes: Wishes) -> tuple[list[Keep], Layout]:
@@ -36,80 +46,119 @@ def decide(plan: Plan, wishes: Wishes) -> tuple[list[Keep], Layout]:
     Raises:
         Refusal: nothing fits.
     """
-    if not any(plan.keep(unit.name).open for unit in plan.facts.units):
-        return [], choose(plan.facts_as_kept(), wishes, plan.saved_peak())
+    keeps = [plan.keep(unit.name) for unit in plan.facts.units]
+    if not any(keep.open for keep in keeps):
+        return [], choose(*_asked(plan, wishes))
     search = _Search(plan, wishes)
-    place = search.fastest() if search.knows else search.first()
+    point = search.fastest() if search.knows else search.first()
     reason = f"with offload, {'the fastest' if search.knows else 'the least recomputation'} that fits"
-    chosen = plan.facts.units, search.line.at(place)
-    keeps = [
-        way.keep(unit.name, reason if way.policy != NONE else "all kept")
-        for unit, way in zip(*chosen, strict=True)
-        if plan.keep(unit.name).open
-    ]
-    return keeps, search.layout(place)
+    pairs = zip(keeps, search.ways(point), strict=True)
+    answers = [way.keep(keep.unit, reason if way.policy != NONE else "all kept") for keep, way in pairs if keep.open]
+    return answers, search.layout(point)
+
+
+def all_prices(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Prices]:
+    """What a byte to the host and back may be taken to cost; first of all, that none goes there."""
+    on_device = Prices(pace_of(facts))
+    if rates is None or not may_host:
+        return [on_device]
+    link_s = 1 / rates.up_bytes_per_s + 1 / rates.down_bytes_per_s
+    return [on_device, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
+
+
+def _asked(plan: Plan, wishes: Wishes) -> tuple[Facts, Wishes, int]:
+    """What the rule is asked: tensors that are saved take room in both homes."""
+    left = replace(wishes, host_bytes=wishes.host_bytes - plan.hosted_bytes())
+    return plan.facts_as_kept(), left, plan.saved_peak()
 
 
 class _Search:
-    """Layouts and simulated times along the line."""
+    """Layouts and simulated times along the lines."""
 
     def __init__(self, plan: Plan, wishes: Wishes) -> None:
         self._plan, self._wishes = plan, wishes
         facts = plan.facts
         self._rates = facts.machine.rates if facts.run.forward_flops else None
-        open_ = {unit.name for unit in facts.units if plan.keep(unit.name).open}
-        units = [unit if unit.name in open_ else replace(unit, choices=None) for unit in facts.units]
-        self.line = Line(units, pace_of(facts))
+        keeps = [plan.keep(unit.name) for unit in facts.units]
+        pairs = zip(facts.units, keeps, strict=True)
+        units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
+        prices = all_prices(facts, self._rates, may_host=any(keep.may_host for keep in keeps))
+        self._lines = [Line(units, each) for each in prices]
+        self._kept = cache(self._keep)
         self._found = cache(self._try)
         self._seconds = cache(self._time)
+        self._estimated = cache(self._estimate)
 
     @property
     def knows(self) -> bool:
         """Whether times can be compared."""
         return self._rates is not None
 
-    def fastest(self) -> int:
-        """The place whose step is simulated to be the shortest."""
-        last = len(self.line.moves)
-        tried = sorted({last * part // GRID for part in range(GRID + 1)})
-        for _ in range(HALVINGS):
-            at = tried.index(min(tried, key=self._seconds))
-            near = tried[max(0, at - 1) : at + 2]
-            tried = sorted({*tried, *((low + high) // 2 for low, high in pairwise(near))})
-        best = min(map(self._seconds, tried))
-        return next(place for place in tried if self._seconds(place) <= best * (1 + SAME))
+    def ways(self, point: Point) -> list[Way]:
+        """How each unit is kept."""
+        line, place = point
+        return self._lines[line].at(place)
 
-    def first(self) -> int:
-        """The first place that fits; the last one, where none does."""
-        low, high = 0, len(self.line.moves)
+    def fastest(self) -> Point:
+        """The point whose step is simulated to be the shortest."""
+        grid = {
+            index: sorted({len(line.moves) * part // GRID for part in range(GRID + 1)})
+            for index, line in enumerate(self._lines)
+        }
+        points = [(0, 0), *((line, place) for line, places in grid.items() for place in places if place)]
+        tried = sorted(points, key=self._estimated)[:TRIED]
+        line, place = min(tried, key=self._seconds)
+        tried += [(line, (place + other) // 2) for other in _neighbours(grid[line], place)]
+        best = min(map(self._seconds, tried))
+        return min(
+            (point for point in tried if self._seconds(point) <= best * (1 + SAME)),
+            key=lambda point: (sum(way.hosted_bytes for way in self.ways(point)), point[1]),
+        )
+
+    def first(self) -> Point:
+        """The first place that fits with all on the device; the last one, where none does."""
+        low, high = 0, len(self._lines[0].moves)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if isinstance(self._found(middle), Layout) else (middle + 1, high)
-        return low
+            low, high = (low, middle) if isinstance(self._found((0, middle)), Layout) else (middle + 1, high)
+        return (0, low)
 
-    def layout(self, place: int) -> Layout:
-        """What moves at ``place``.
+    def layout(self, point: Point) -> Layout:
+        """What moves there.
 
         Raises:
             Refusal: nothing fits.
         """
-        found = self._found(place)
+        found = self._found(point)
         if isinstance(found, Refusal):
             raise found
         return found
 
-    def _try(self, place: int) -> Layout | Refusal:
-        ways = self.line.at(place)
-        pairs = zip(self._plan.facts.units, ways, strict=True)
-        kept = self._plan.amend((way.keep(unit.name, "") for unit, way in pairs), by="joint")
+    def _keep(self, point: Point) -> Plan:
+        pairs = zip(self._plan.facts.units, self.ways(point), strict=True)
+        return self._plan.amend((way.keep(unit.name, "") for unit, way in pairs), by="joint")
+
+    def _try(self, point: Point) -> Layout | Refusal:
         try:
-            return choose(kept.facts_as_kept(), self._wishes, kept.saved_peak())
+            return choose(*_asked(self._kept(point), self._wishes))
         except Refusal as refused:
             return refused
 
-    def _time(self, place: int) -> float:
-        found = self._found(place)
+    def _time(self, point: Point) -> float:
+        found = self._found(point)
         if isinstance(found, Refusal):
             return inf
         assert self._rates is not None
-        return price_of(kept_as(self._plan.facts, self.line.at(place)), found, self._rates).seconds
+        return price_of(self._kept(point).facts_as_kept(), found, self._rates).seconds
+
+    def _estimate(self, point: Point) -> float:
+        try:
+            return quickest(*_asked(self._kept(point), self._wishes), sure=False) or 0.0
+        except Refusal:
+            return inf
+
+
+def _neighbours(places: Sequence[int], place: int) -> list[int]:
+    """The places before and after; 0 is on every line."""
+    at = places.index(place)
+    return list(places[max(0, at - 1) : at] + places[at + 1 : at + 2])

@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from strategies.core.facts import NO_WORK, Choices, Facts, Operator, Unit, Work
-from strategies.core.plan import NONE, Keep
+from strategies.core.facts import NO_WORK, Choices, Facts, Operator, Unit, UnitKind, Work
+from strategies.core.peak import Saved
+from strategies.core.plan import INPUT, NONE, Keep
 
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
 EXPENSIVE = ("linear", "attention")  # kinds of operators whose outputs are small for what they cost
@@ -41,24 +42,36 @@ def pace_of(facts: Facts) -> Pace:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to keep a block: bytes from forward on and while backward runs, what is kept, what is done again."""
+    """One way to keep a block: bytes from forward on and while backward runs, what is kept, what of that waits on the
+    host, what is done again.
+    """
 
     policy: str
     saved_bytes: int
     running_bytes: int
     kept: tuple[str, ...] = ()
     again: Work = NO_WORK
+    hosted: tuple[str, ...] = ()
+    hosted_bytes: int = 0
 
-    def keep(self, unit: str, reason: str, *, is_open: bool = False) -> Keep:
-        """The answer for ``unit``."""
+    @property
+    def saved(self) -> Saved:
+        """As the peak counts it."""
+        return Saved(self.saved_bytes, self.running_bytes, self.hosted_bytes)
+
+    def keep(self, unit: str, reason: str, *, is_open: bool = False, may_host: bool = False) -> Keep:
+        """The answer for ``unit``; ``is_open`` and ``may_host`` say what a later phase may change."""
         return Keep(
             unit=unit,
             reason=reason,
             policy=self.policy,
             saved_bytes=self.saved_bytes,
             kept=self.kept,
+            hosted=self.hosted,
+            hosted_bytes=self.hosted_bytes,
             again=self.again,
             open=is_open,
+            may_host=may_host,
         )
 
 
@@ -67,73 +80,109 @@ def everything(unit: Unit) -> Way:
     return Way(NONE, unit.saved_bytes, unit.saved_bytes)
 
 
-def by_policy(unit: Unit, policy: str) -> Way:
-    """``unit`` under a fixed policy; everything is kept where that takes no more bytes, or nothing can be chosen."""
+def by_policy(unit: Unit, policy: str, *, hosts: bool = False) -> Way:
+    """``unit`` under a fixed policy; everything is kept where that takes no more bytes, or nothing can be chosen.
+
+    Args:
+        hosts: what is kept waits on the host.
+    """
     choices = unit.choices
     if choices is None or policy == NONE:
         return everything(unit)
     kept = [op for op in choices.operators if policy == SELECTIVE and op.name.split()[0] in EXPENSIVE]
-    way = _way(policy, choices, kept)
+    way = _way(policy, choices, kept, _all_of(kept) if hosts else ())
     return way if way.saved_bytes < unit.saved_bytes else everything(unit)
 
 
-def ladder(unit: Unit, pace: Pace) -> list[Way]:
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a way to keep a block is taken to cost.
+
+    Args:
+        pace: seconds of what is done again.
+        link_s: seconds per byte that goes to the host and comes back; None: nothing may.
+    """
+
+    pace: Pace
+    link_s: float | None = None
+
+    def of(self, way: Way) -> float:
+        return self.pace(way.again) + (self.link_s or 0.0) * way.hosted_bytes
+
+    def per_byte(self, before: Way, after: Way) -> float:
+        """Seconds per byte of a step down."""
+        return (self.of(after) - self.of(before)) / (before.saved_bytes - after.saved_bytes)
+
+
+def ladder(unit: Unit, prices: Prices) -> list[Way]:
     """Ways to keep ``unit``, from the most bytes to the fewest; each step pays more per byte than the one before."""
-    ways = sorted(_ways(unit, pace), key=lambda way: (pace(way.again), way.saved_bytes))
     found: list[Way] = []
-    for way in ways:
+    for way in sorted(_ways(unit, prices), key=lambda way: (prices.of(way), way.saved_bytes)):
         if found and way.saved_bytes >= found[-1].saved_bytes:
             continue
-        while len(found) > 1 and _price(found[-2], found[-1], pace) >= _price(found[-1], way, pace):
+        while len(found) > 1 and prices.per_byte(found[-2], found[-1]) >= prices.per_byte(found[-1], way):
             found.pop()
         found.append(way)
     return found
 
 
-def _price(before: Way, after: Way, pace: Pace) -> float:
-    """Seconds per byte of a step down."""
-    return (pace(after.again) - pace(before.again)) / (before.saved_bytes - after.saved_bytes)
-
-
-def _ways(unit: Unit, pace: Pace) -> list[Way]:
-    """Everything, and the input with a prefix of the operators, the dearest per byte first."""
+def _ways(unit: Unit, prices: Prices) -> list[Way]:
+    """Everything; and the input with a prefix of the operators, the dearest per byte first: all of it on the device,
+    or the input on the host, or all of it.
+    """
     if unit.choices is None:
         return [everything(unit)]
-    best = sorted(unit.choices.operators, key=lambda op: -pace(op.work) / max(1, op.num_bytes))
-    prefixes = [_way(AUTO, unit.choices, best[:number]) for number in range(len(best) + 1)]
-    return [everything(unit), *(way for way in prefixes if way.saved_bytes < unit.saved_bytes)]
+    best = sorted(unit.choices.operators, key=lambda op: -prices.pace(op.work) / max(1, op.num_bytes))
+    prefixes = [best[:number] for number in range(len(best) + 1)]
+    ways = [_way(AUTO, unit.choices, kept) for kept in prefixes]
+    if prices.link_s is not None and unit.choices.stream_bytes:
+        ways += [_way(AUTO, unit.choices, kept, (INPUT,)) for kept in prefixes]
+        ways += [_way(AUTO, unit.choices, kept, _all_of(kept)) for kept in prefixes if kept]
+    return [everything(unit), *(way for way in ways if way.saved_bytes < unit.saved_bytes)]
 
 
-def _way(policy: str, choices: Choices, kept: Sequence[Operator]) -> Way:
-    names = {op.name for op in kept}
-    again = sum((op.work for op in choices.operators if op.name not in names), choices.rest)
+def _all_of(kept: Sequence[Operator]) -> tuple[str, ...]:
+    return (INPUT, *(op.name for op in kept))
+
+
+def _way(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Sequence[str] = ()) -> Way:
+    sizes = {INPUT: choices.stream_bytes, **{op.name: op.num_bytes for op in kept}}
+    names = (INPUT, *(op.name for op in choices.operators))
+    on_host = sum(sizes[name] for name in hosted)
     return Way(
         policy=policy,
-        saved_bytes=choices.input_bytes + sum(op.num_bytes for op in kept),
+        saved_bytes=choices.input_bytes + sum(op.num_bytes for op in kept) - on_host,
         running_bytes=choices.running_bytes,
-        kept=tuple(op.name for op in choices.operators if op.name in names),
-        again=again,
+        kept=tuple(name for name in names[1:] if name in sizes),
+        again=sum((op.work for op in choices.operators if op.name not in sizes), choices.rest),
+        hosted=tuple(name for name in names if name in hosted),
+        hosted_bytes=on_host,
     )
 
 
 class Line:
-    """The line of plans for ``units``: at place n, n steps down their ladders are taken, the cheapest ones."""
+    """The line of plans for ``units``: at place n, n steps down their ladders are taken, the cheapest ones.
 
-    def __init__(self, units: Sequence[Unit], pace: Pace) -> None:
+    What the last block saves is wanted at once: it never goes to the host.
+    """
+
+    def __init__(self, units: Sequence[Unit], prices: Prices) -> None:
         known: dict[tuple[object, ...], list[Way]] = {}  # blocks are mostly alike
         self._ladders: list[list[Way]] = []
-        for unit in units:
-            key = (unit.saved_bytes, unit.choices)
+        last = last_block(units)
+        for index, unit in enumerate(units):
+            stays = index >= last
+            key = (unit.saved_bytes, unit.choices, stays)
             if key not in known:
-                known[key] = ladder(unit, pace)
+                known[key] = ladder(unit, replace(prices, link_s=None) if stays else prices)
             self._ladders.append(known[key])
         # The first block is given the masks that all share, and counts them. It is like the others for all that: who
         # does the same work pays the same price, and the first comes first.
-        prices: dict[object, list[float]] = {}
+        paid: dict[object, list[float]] = {}
         steps = [
             (price, rung, index)
             for index, (unit, rungs) in enumerate(zip(units, self._ladders, strict=True))
-            for rung, price in enumerate(prices.setdefault(_likeness(unit, rungs), _prices(rungs, pace)))
+            for rung, price in enumerate(paid.setdefault(_likeness(unit, rungs), _steps(rungs, prices)))
         ]
         self.moves = [index for *_, index in sorted(steps)]  # of alike blocks the first ones first
 
@@ -148,11 +197,16 @@ def _likeness(unit: Unit, rungs: Sequence[Way]) -> object:
     return (len(rungs), choices and (choices.operators, choices.rest))
 
 
-def _prices(rungs: Sequence[Way], pace: Pace) -> list[float]:
-    return [_price(before, after, pace) for before, after in pairwise(rungs)]
+def _steps(rungs: Sequence[Way], prices: Prices) -> list[float]:
+    return [prices.per_byte(before, after) for before, after in pairwise(rungs)]
 
 
-def cheapest(units: Sequence[Unit], pace: Pace, peak: Callable[[Sequence[Way]], int], budget: int) -> list[Way]:
+def last_block(units: Sequence[Unit]) -> int:
+    """The place of the last block; what it saves is wanted at once."""
+    return max((index for index, unit in enumerate(units) if unit.kind is UnitKind.BLOCK), default=0)
+
+
+def cheapest(units: Sequence[Unit], prices: Prices, peak: Callable[[Sequence[Way]], int], budget: int) -> list[Way]:
     """The ways of ``units`` that take the least time and whose ``peak`` is within ``budget``.
 
     Where none is, those with the lowest peak.
@@ -162,30 +216,21 @@ def cheapest(units: Sequence[Unit], pace: Pace, peak: Callable[[Sequence[Way]], 
     spared = [replace(unit, choices=None) if index == last else unit for index, unit in enumerate(units)]
     tried: list[list[Way]] = []
     for some in (units, spared):
-        line = Line(some, pace)
+        line = Line(some, prices)
         places = range(len(line.moves) + 1)
         first = next((place for place in places if peak(line.at(place)) <= budget), None)
         if first is None:
             tried.append(min(map(line.at, places), key=peak))
         else:
-            tried += [line.at(first), *_finished(line, first, some, pace)]
+            tried += [line.at(first), *_finished(line, first, some, prices)]
     fitting = [ways for ways in tried if peak(ways) <= budget]
-    return min(fitting, key=_cost(pace)) if fitting else min(tried, key=peak)
+    return min(fitting, key=lambda ways: sum(map(prices.of, ways))) if fitting else min(tried, key=peak)
 
 
-def _finished(line: Line, place: int, units: Sequence[Unit], pace: Pace) -> list[list[Way]]:
+def _finished(line: Line, place: int, units: Sequence[Unit], prices: Prices) -> list[list[Way]]:
     """The plan one step before ``place``, with the block that the step moves kept in any other way."""
     if place == 0:
         return []
     before, moved = line.at(place - 1), line.moves[place - 1]
-    return [[*before[:moved], way, *before[moved + 1 :]] for way in _ways(units[moved], pace)]
-
-
-def _cost(pace: Pace) -> Callable[[Sequence[Way]], float]:
-    return lambda ways: sum(pace(way.again) for way in ways)
-
-
-def kept_as(facts: Facts, ways: Sequence[Way]) -> Facts:
-    """``facts`` in which backward does again what ``ways`` say: what the price of a step is counted from."""
-    pairs = zip(facts.units, ways, strict=True)
-    return replace(facts, units=tuple(replace(unit, again=way.again) for unit, way in pairs))
+    on_device = replace(prices, link_s=None) if moved >= last_block(units) else prices
+    return [[*before[:moved], way, *before[moved + 1 :]] for way in _ways(units[moved], on_device)]

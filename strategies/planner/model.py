@@ -39,11 +39,14 @@ class When(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an iteration: seconds of compute, and bytes on the device that are not weights."""
+    """One step of an iteration: seconds of compute, bytes on the device that are not weights, and, in forward, bytes of
+    what it saves that wait on the host until the backward of the same unit.
+    """
 
     name: str
     seconds: float
     num_bytes: int
+    hosted_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +170,8 @@ class Problem:
     @cached_property
     def moves_weights_only(self) -> bool:
         """Whether reloads are all that crosses the link: no updates to account for."""
-        return all(item.update is None for item in self.items) and self.accumulation == 1
+        saved = sum(step.hosted_bytes for step in self.steps)
+        return all(item.update is None for item in self.items) and self.accumulation == 1 and not saved
 
     def idle_seconds(self, gap: Gap) -> float:
         """Compute while the gap lasts."""

@@ -91,6 +91,15 @@ def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
     return Price(outcome, problem.compute_seconds * layout.accumulation, origin)
 
 
+def alone(facts: Facts, rates: Rates) -> float:
+    """Simulated seconds of a step that moves nothing but what is saved on the host: the accumulated passes."""
+    names = tuple(unit.name for unit in facts.units)
+    layout = Layout(
+        buckets=(), units=names, in_backward=False, accumulation=facts.run.accumulation, max_grad_norm=0.0
+    )
+    return price_of(facts, layout, rates).seconds
+
+
 def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
     """Bytes that cross the link in one step, up and down."""
     problem = problem_of(facts, layout, rates)
@@ -104,7 +113,10 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     names = [unit.name for unit in facts.units]
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     steps_by_unit = steps_of(names)
-    steps = [Step(f"forward {name}", seconds, 0) for name, seconds in zip(names, forward, strict=True)]
+    steps = [
+        Step(f"forward {unit.name}", seconds, 0, unit.hosted_bytes)
+        for unit, seconds in zip(facts.units, forward, strict=True)
+    ]
     steps += [Step(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
     return Problem(
         steps=tuple(steps),

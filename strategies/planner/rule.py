@@ -52,13 +52,16 @@ def choose(facts: Facts, wishes: Wishes, saved_bytes: int) -> Layout:
     return _Search(facts, wishes, wishes.device_bytes - saved_bytes).best(saved_bytes)
 
 
-def quickest(facts: Facts, wishes: Wishes, saved_bytes: int) -> float | None:
-    """The estimated seconds per step of the best layout, without working it out; None, where nobody knows.
+def quickest(facts: Facts, wishes: Wishes, saved_bytes: int, *, sure: bool = True) -> float | None:
+    """The estimated seconds per step of the best layout; None, where nobody knows.
+
+    Args:
+        sure: it fits. Otherwise it may turn out that it does not, and the answer comes in milliseconds.
 
     Raises:
         Refusal: nothing fits.
     """
-    return _Search(facts, wishes, wishes.device_bytes - saved_bytes).estimated(saved_bytes)
+    return _Search(facts, wishes, wishes.device_bytes - saved_bytes).estimated(saved_bytes, sure=sure)
 
 
 class _Search:
@@ -107,12 +110,12 @@ class _Search:
             self._priced[id(layout)] = (layout, price_of(self._facts, layout, rates).seconds)
         return self._priced[id(layout)][1]
 
-    def estimated(self, saved_bytes: int) -> float | None:
+    def estimated(self, saved_bytes: int, *, sure: bool) -> float | None:
         """Seconds per step of the most promising candidate."""
         if not self._knows:
             return None
         for candidate in self._ranked(self._all, LOOKED_AT // 2):
-            if self._wishes.weights == "streamed" or self._worked_out(candidate) is not None:
+            if not sure or self._wishes.weights == "streamed" or self._worked_out(candidate) is not None:
                 return candidate.seconds
         raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
 

@@ -8,6 +8,8 @@
     weight      a host update's new weight goes up; where the item is away, its reload is that copy
     visit       state comes up into one of a few slots, is updated, and goes down again
     return      a weight updated on the device goes down, if it leaves at all
+    saved       what forward sends to the host goes down after its step; the step after the next one waits for it, since
+                its memory is then used again. It comes up when backward of the next unit begins
 
 The adding up of gradients on the host is not counted as work of the CPU.
 """
@@ -15,7 +17,7 @@ The adding up of gradients on the host is not counted as work of the CPU.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 from strategies.core.facts import Home
@@ -88,6 +90,7 @@ class _Builder:
         self._sent: deque[Task] = deque(maxlen=problem.grad_slots)
         self._visits: deque[Task] = deque(maxlen=problem.visit_slots)
         self._hold: list[Task] = []  # what the next step waits for in any case
+        self._saved: dict[int, Task] = {}  # per forward step of this pass: what it saved, on its way down
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
         task = Task(resource, label, len(self.tasks), self._at)
@@ -130,10 +133,13 @@ class _Builder:
             for item in [item for item in self._first[step] if item in self._due]:
                 self._update_on_device(item, number)
             waits = [task for item in self._users[step] for task in self._gate.pop(item, [])]
+            waits += self._saved_of(step, number)
             ending = [item for item in self._last[step] if self._sends(item, is_last)]
             slots = [self._sent[0]] if ending and len(self._sent) == self._problem.grad_slots else []
             made = self._work(todo.name, todo.seconds, (*waits, *slots, *self._hold))
             self._hold, self._ends[step] = [], made
+            if todo.hosted_bytes:
+                self._saved[step] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
             for item in ending:
                 label = f"gradient {self._problem.items[item].name}"
                 self._landed[item] = self._copy(Resource.DOWN, label, self._update(item).grad_bytes, [made])
@@ -143,6 +149,18 @@ class _Builder:
                     self._submit(item, made, number)
                     if item in self._due:
                         self._update_on_device(item, number)
+
+    def _saved_of(self, step: int, number: int) -> Iterator[Task]:
+        """What ``step`` waits for of the tensors that wait on the host: those that leave, those that it needs."""
+        count = len(self._problem.steps)
+        if step <= count // 2 and step - 2 in self._saved:
+            yield self._saved[step - 2]
+        sent = self._saved.pop(count - 1 - step, None) if step >= count // 2 else None
+        if sent is not None:
+            later = (sent, self._ends[step - 2])  # backward of the next unit begins when that of the one after ends
+            up = self._copy(Resource.UP, f"saved for {self._problem.steps[step].name}", sent.num_bytes, later)
+            up.priority = (number, step, -1)
+            yield up
 
     def _update(self, item: int) -> Update:
         update = self._problem.items[item].update

@@ -8,7 +8,7 @@ A packing may need more than the bytes alive at its worst step. Then the search 
 until what it finds can be packed; last of all comes the plan that has everything away whenever it can be.
 
 Updates are left out of the search: a weight that the CPU updates crosses the link once per iteration whatever is
-decided here. The layout as a whole is priced with all of them (``price.py``).
+decided here. So is what forward saves on the host. The layout as a whole is priced with all of them (``price.py``).
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def _problem(facts: Facts, layout: Layout, movable: Collection[int], room: int) 
     order = list(together.values())
     whole = problem_of(facts, layout, facts.machine.rates or ASSUMED)
     items = tuple(_as_one([whole.items[i] for i in some], [layout.buckets[i] for i in some]) for some in order)
-    return replace(whole, items=items, budget=room, accumulation=1), order
+    steps = tuple(replace(step, hosted_bytes=0) for step in whole.steps)
+    return replace(whole, steps=steps, items=items, budget=room, accumulation=1), order
 
 
 def _as_one(items: Sequence[Item], buckets: Sequence[Bucket]) -> Item:

@@ -176,6 +176,11 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
         yield
 
 
+def stream_in(args: tuple[Any, ...]) -> Tensor | None:
+    """The hidden states among a block's arguments: the first one, as Hugging Face's blocks have it."""
+    return args[0] if args and isinstance(args[0], Tensor) else None
+
+
 def recompute(model: nn.Module, plan: Plan) -> None:
     """Change the blocks of ``model`` as ``plan`` says what forward keeps.
 
