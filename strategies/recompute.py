@@ -13,8 +13,8 @@ Hugging Face's own layers fuse little and save more; the plan counts them as the
 block runs again, all that it saves is there once.
 
 What a recomputed block keeps may wait on the host from forward to backward: its bytes leave the device, but for two
-blocks at a time on their way, and cross the link twice per micro-batch. What else autograd saves is never sent there: it
-is made by operators that read and write the device's memory a few times, which is faster than any link.
+blocks at a time on their way, and cross the link twice per micro-batch. What else autograd saves is never sent there:
+it is made by operators that read and write the device's memory a few times, which is faster than any link.
 
 Invariant. What is made again has the bits it had: the same kernels on the same inputs, with the same random numbers.
 
@@ -73,7 +73,7 @@ class Recompute(Strategy):
     every: int = Field(default=1, ge=1, description="Recompute every n-th block only, from the first.")
     activation_offloading: bool | Literal["auto"] = Field(
         default="auto",
-        description="What recomputed blocks keep waits in pinned host memory: true, all of it; auto: with policy: auto, "
+        description="What recomputed blocks keep waits in pinned host memory: true, always; auto: with policy: auto, "
         "where the link is simulated to have room.",
     )
 
@@ -85,7 +85,9 @@ class Recompute(Strategy):
         if self.policy == AUTO and self.every > 1:
             raise Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
         if self.activation_offloading is True and self.policy in ("none", AUTO):
-            cure = "it weighs that itself; write auto" if self.policy == AUTO else "it keeps all; write selective or full"
+            cure = (
+                "it weighs that itself; write auto" if self.policy == AUTO else "it keeps all; write selective or full"
+            )
             raise Refusal(f"{KEY}.activation_offloading", True, f"policy is {self.policy}: {cure}")
         if self.policy == "none":
             raise Idle("policy: none keeps everything")

@@ -24,8 +24,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from strategies.core.plan import Home, Plan
 from strategies.core.render import human
-from strategies.planner.price import price, traffic, unit_seconds
+from strategies.planner.price import empty, price, traffic, unit_seconds
 from strategies.planner.travel import ASSUMED
+from strategies.runtime.recompute import room_of
 from trainer import engine, timing
 from trainer.callbacks import device_peak_bytes, host_peak_bytes, write_line
 from trainer.counting import find_blocks
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from strategies.core.facts import UnitTimes
+    from strategies.runtime.activations import HostRoom
     from strategies.runtime.optimizer import StowOptimizer
 
 COUNTED, STEP = 1, 2
@@ -111,6 +113,7 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
         self._storages: dict[int, int] = {}
         self._clock: UnitClock | None = None
         self._began: tuple[float, int, int] | None = None  # seconds, bytes up and down when step 2 began
+        self._room: HostRoom | None = None
         self.stowed: Callable[[], StowOptimizer | None] = lambda: None
 
     @contextmanager
@@ -133,6 +136,7 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step == STEP - 1:
+            self._room = room_of(kwargs["model"])
             self._began = (self._now(), *self._traffic())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -167,8 +171,9 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
         else:
             host += plan.peak(Home.DEVICE)  # the device is this machine's memory
         yield Entry("process, peak", host, host_peak_bytes())
-        if self._began is not None and plan.layout is not None:
-            up, down = traffic(plan.facts_as_kept(), plan.layout, plan.facts.machine.rates or ASSUMED)
+        if self._began is not None and (plan.layout is not None or plan.hosted_bytes()):
+            facts = plan.facts_as_kept()
+            up, down = traffic(facts, plan.layout or empty(facts), plan.facts.machine.rates or ASSUMED)
             now_up, now_down = self._traffic()
             yield Entry("link up, step 2", up, now_up - self._began[1])
             yield Entry("link down, step 2", down, now_down - self._began[2])
@@ -192,8 +197,11 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
         return replace(timing.without_again(found, self._plan.facts_as_kept()), origin="measured in step 2 of a run")
 
     def _traffic(self) -> tuple[int, int]:
-        stowed = self.stowed()
-        return (stowed.engine.transfer.bytes_up, stowed.engine.transfer.bytes_down) if stowed else (0, 0)
+        """Bytes that crossed the link so far, up and down."""
+        stowed, room = self.stowed(), self._room
+        engine = (stowed.engine.transfer.bytes_up, stowed.engine.transfer.bytes_down) if stowed else (0, 0)
+        saved = room.traffic if room is not None else (0, 0)
+        return engine[0] + saved[0], engine[1] + saved[1]
 
     def _now(self) -> float:
         if self._plan.facts.machine.has_accelerator:

@@ -75,8 +75,8 @@ class Choices:
     """What of a block may be kept if not everything is: its input always, ``operators`` one by one.
 
     ``rest`` is done again in any case; when it is, ``running_bytes`` are there: the input and all that autograd saves.
-    ``stream_bytes`` of the input are the hidden states, which nobody else keeps: they and operators' outputs may wait on
-    the host instead. 0: they may not.
+    ``stream_bytes`` of the input are the hidden states, which nobody else keeps. They and the outputs of operators may
+    wait on the host instead; 0: they may not.
     """
 
     input_bytes: int

@@ -7,8 +7,8 @@ for each price that a byte to the host and back may have: no price at all (nothi
 for it if nothing hid it, some of that, and nothing. What a byte really costs depends on all else that crosses the link,
 so it is the simulator that chooses between the lines.
 
-Places on a grid over all lines are ranked by an estimate, which asks for no layout; the best of them are worked out and
-simulated, then what lies half way to the neighbours of the fastest. The fastest plan is taken; of those that are equally
+Places on a grid over all lines are ranked by an estimate, which asks for no layout. The best of them are worked out and
+simulated, then what lies half way to the neighbours of the fastest. The fastest plan is taken; of those that are as
 fast within ``SAME`` the one that sends the least to the host, then the one that recomputes least. Working out one place
 takes about half a second for a hundred buckets, so the answer is near the best place, not always at it.
 
@@ -161,4 +161,4 @@ class _Search:
 def _neighbours(places: Sequence[int], place: int) -> list[int]:
     """The places before and after; 0 is on every line."""
     at = places.index(place)
-    return list(places[max(0, at - 1) : at] + places[at + 1 : at + 2])
+    return [*places[max(0, at - 1) : at], *places[at + 1 : at + 2]]

@@ -92,12 +92,14 @@ def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
 
 
 def alone(facts: Facts, rates: Rates) -> float:
-    """Simulated seconds of a step that moves nothing but what is saved on the host: the accumulated passes."""
+    """Simulated seconds of a step that moves nothing but what is saved on the host, without its update."""
+    return price_of(facts, empty(facts), rates).seconds
+
+
+def empty(facts: Facts) -> Layout:
+    """The layout of a run that stows nothing."""
     names = tuple(unit.name for unit in facts.units)
-    layout = Layout(
-        buckets=(), units=names, in_backward=False, accumulation=facts.run.accumulation, max_grad_norm=0.0
-    )
-    return price_of(facts, layout, rates).seconds
+    return Layout(buckets=(), units=names, in_backward=False, accumulation=facts.run.accumulation, max_grad_norm=0.0)
 
 
 def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""Recomputation as a small table: bytes kept, bytes freed and time paid by each policy, and by the plan."""
+"""Recomputation as a small table: bytes kept, on the device and on the host, bytes freed and time paid, by each policy
+and by the plan. What is paid is what is done again; what waits on the host is paid for where the link is busy.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def to_json(plan: Plan) -> list[dict[str, Any]]:
     units = [unit for unit in facts.units if unit.choices is not None]
     ways = {name: [by_policy(unit, name) for unit in units] for name in (NONE, SELECTIVE, FULL)}
     keeps = [plan.keep(unit.name) for unit in units]
-    ways[CHOSEN] = [Way(keep.policy, keep.saved_bytes, 0, keep.kept, keep.again) for keep in keeps]
+    ways[CHOSEN] = [Way(k.policy, k.saved_bytes, 0, k.kept, k.again, k.hosted, k.hosted_bytes) for k in keeps]
     before = sum(unit.saved_bytes for unit in units)
     return [_row(plan, name, before, chosen) for name, chosen in ways.items()]
 
@@ -36,6 +38,7 @@ def _row(plan: Plan, name: str, before: int, ways: list[Way]) -> dict[str, Any]:
         "policy": name,
         "blocks": sum(way.policy != NONE for way in ways),
         "kept_bytes": kept,
+        "hosted_bytes": sum(way.hosted_bytes for way in ways),
         "freed_bytes": before - kept,
         "flops": run.accumulation * sum(way.again.flops for way in ways),
         "seconds": None if seconds is None else run.accumulation * sum(seconds),
@@ -54,10 +57,14 @@ def lines(plan: Plan) -> Iterator[str]:
     rates = plan.facts.machine.rates
     origin = rates.origin if rates else "unknown"
     yield f"recomputation, all blocks on one rank; paid per optimizer step, simulated; rates: {origin}"
-    yield f"  {'policy':<10} {'blocks':>6} {'kept':>11} {'freed':>11} {'paid':>10}  {'operations again':>17}"
+    yield (
+        f"  {'policy':<10} {'blocks':>6} {'kept':>11} {'on the host':>11} {'freed':>11} {'paid':>10}  "
+        f"{'operations again':>17}"
+    )
     for row in rows:
         paid = "?" if row["seconds"] is None else f"{1e3 * row['seconds']:,.1f} ms"
         yield (
-            f"  {row['policy']:<10} {row['blocks']:>6} {human(row['kept_bytes']):>11} {human(row['freed_bytes']):>11} "
+            f"  {row['policy']:<10} {row['blocks']:>6} {human(row['kept_bytes']):>11} "
+            f"{human(row['hosted_bytes']):>11} {human(row['freed_bytes']):>11} "
             f"{paid:>10}  {row['flops'] / 1e9:>13,.1f} GFLO"
         )

@@ -33,6 +33,51 @@ class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
 
 
+class Pages:
+    """One mapping of host memory of the exact size, zero as it comes; ``memory`` is all of it, flat.
+
+    Raises:
+        OutOfMemoryError: the host has not that much; ``owner`` says who wanted it.
+    """
+
+    def __init__(self, num_bytes: int, owner: str) -> None:
+        self.memory = self._reserve(num_bytes, owner)
+        self._registered: list[int] = []
+
+    def pin(self) -> None:
+        """Lock the pages in memory, so that copies run beside compute.
+
+        Raises:
+            OutOfMemoryError: the driver refuses.
+        """
+        start, total = self.memory.data_ptr(), self.memory.numel()
+        for offset in range(0, total, PIECE_BYTES):
+            size = min(PIECE_BYTES, total - offset)
+            failed = int(torch.cuda.cudart().cudaHostRegister(start + offset, size, 0))
+            if failed:
+                self.unpin()
+                raise OutOfMemoryError(f"could not pin {human(total)} of host memory (CUDA error {failed})")
+            self._registered.append(start + offset)
+
+    def unpin(self) -> None:
+        """Give the pages back to the system's care. Views stay valid."""
+        for pointer in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+        self._registered.clear()
+
+    @staticmethod
+    def _reserve(num_bytes: int, owner: str) -> Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfMemoryError(f"{owner} needs {human(num_bytes)} of host memory: {error}") from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
+
+
 class Arena:
     """Both arenas of one rank, cut up as ``addresses`` says.
 
@@ -42,9 +87,8 @@ class Arena:
 
     def __init__(self, addresses: Addresses, device: torch.device) -> None:
         self.addresses, self.device = addresses, device
-        self._registered: list[int] = []
         self._device = self._reserve_device(addresses.device_bytes)
-        self._host = self._reserve_host(addresses.host_bytes)
+        self._host = Pages(addresses.host_bytes, "the host arena")
 
     @property
     def device_bytes(self) -> int:
@@ -52,11 +96,11 @@ class Arena:
 
     @property
     def host_bytes(self) -> int:
-        return self._host.numel()
+        return self._host.memory.numel()
 
     def region(self, spot: Spot, dtype: torch.dtype) -> Tensor:
         """The flat view of ``spot``; as many elements as fit."""
-        home = self._device if spot.home is Home.DEVICE else self._host
+        home = self._device if spot.home is Home.DEVICE else self._host.memory
         return home[spot.offset : spot.end].view(dtype)
 
     def of(self, bucket: str, item: Item, dtype: torch.dtype) -> Tensor | None:
@@ -76,29 +120,10 @@ class Arena:
 
     def close(self) -> None:
         """Give pinned pages back to the system. The views stay valid, the pages are pageable again."""
-        for pointer in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
-        self._registered.clear()
-
-    def _reserve_device(self, num_bytes: int) -> Tensor:
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, RuntimeError on the CPU
-            raise OutOfMemoryError(f"the device arena needs {human(num_bytes)}: {error}") from None
-
-    def _reserve_host(self, num_bytes: int) -> Tensor:
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        try:
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise OutOfMemoryError(f"the host arena needs {human(num_bytes)}: {error}") from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
+        self._host.unpin()
 
     def pin(self) -> None:
-        """Lock the host arena in memory, so that copies run beside compute. Nothing to do without CUDA.
+        """Lock the host arena in memory. Nothing to do without CUDA.
 
         Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
         once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
@@ -106,16 +131,14 @@ class Arena:
         Raises:
             OutOfMemoryError: the driver refuses.
         """
-        if self.device.type != "cuda":
-            return
-        start = self._host.data_ptr()
-        for offset in range(0, self.host_bytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, self.host_bytes - offset)
-            failed = int(torch.cuda.cudart().cudaHostRegister(start + offset, size, 0))
-            if failed:
-                self.close()
-                raise OutOfMemoryError(f"could not pin {human(self.host_bytes)} of host memory (CUDA error {failed})")
-            self._registered.append(start + offset)
+        if self.device.type == "cuda":
+            self._host.pin()
+
+    def _reserve_device(self, num_bytes: int) -> Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, RuntimeError on the CPU
+            raise OutOfMemoryError(f"the device arena needs {human(num_bytes)}: {error}") from None
 
 
 def alone(view: Tensor) -> Tensor:

@@ -12,6 +12,10 @@ weight. Names come from what an operator does, not from the model's class, and a
     scores      any other product of two activations
     softmax     of any size
 
+What waits on the host (``activations.py``) goes there in two ways, neither of which torch's contexts notice. The input
+passes through saved-tensor hooks around the checkpoint. Outputs are sent by a mode beneath the selective one, for which
+they are not kept; in the replay the same mode gives them back in place of running the operator.
+
 Exactness. An operator that is not found where it was expected is run again, or kept in vain: time, never another bit.
 Two kinds of output cannot be kept. One that is written to later would come back changed: the first forward keeps
 nothing and looks for such. One that draws random numbers would not draw them when the others are replayed, so these
@@ -22,17 +26,24 @@ Sources: torch.utils.checkpoint; Korthikanti et al., "Reducing Activation Recomp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from strategies.core.facts import UnitKind
+from strategies.core.plan import INPUT
+from strategies.runtime.activations import HostRoom, Sent
 from strategies.runtime.scopes import tensors_in
 
 if TYPE_CHECKING:
@@ -104,10 +115,9 @@ class Seen(TorchDispatchMode):
             self._made += [(str(name), tensor, tensor._version) for tensor in tensors_in(out)]
         return out
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Outputs of the operators in ``kept`` that are still what they were when made."""
-        return [tensor for _, tensor, version in self._made if tensor._version == version]
+    def tensors_of(self, names: Collection[str]) -> list[Tensor]:
+        """Outputs of the operators in ``names`` that are still what they were when made."""
+        return [tensor for name, tensor, version in self._made if name in names and tensor._version == version]
 
     @property
     def written(self) -> frozenset[str]:
@@ -115,13 +125,70 @@ class Seen(TorchDispatchMode):
         return frozenset(name for name, tensor, version in self._made if tensor._version != version)
 
 
-class Checkpointed:
-    """Stands in for the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``."""
+class Sending(TorchDispatchMode):
+    """Sends outputs of a forward to the host, those named in ``hosted``. ``sent`` has them by operator and number.
 
-    def __init__(self, block: nn.Module, kept: Collection[str]) -> None:
-        self.watch: Callable[[Tensor], object] | None = None  # is shown what is kept; for the ledger
+    Calls are numbered without those that are ``kept`` on the device: a replay does not show them.
+    """
+
+    def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str], room: HostRoom) -> None:
+        super().__init__()
+        self.sent: dict[tuple[Any, int], Any] = {}
+        self._names, self._kept, self._hosted, self._room = Names(block), kept, hosted, room
+        self._calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = self._names.of(func, args, kwargs or {})
+        if name in self._kept:
+            return out
+        if name in self._hosted:
+            self.sent[func, self._calls[func]] = tree_map(self._send, out)
+        self._calls[func] += 1
+        return out
+
+    def _send(self, value: Any) -> Any:
+        return self._room.send(value) if isinstance(value, Tensor) else value
+
+
+class Receiving(TorchDispatchMode):
+    """In a replay: gives back what ``sending`` has sent instead of running its operators again."""
+
+    def __init__(self, sending: Sending) -> None:
+        super().__init__()
+        self._sending = sending
+        self._calls: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._calls.clear()  # a graph that was retained is replayed once more
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = (func, self._calls[func])
+        self._calls[func] += 1
+        if call in self._sending.sent:
+            return tree_map(_received, self._sending.sent[call])
+        return func(*args, **(kwargs or {}))
+
+
+def _received(value: Any) -> Any:
+    return value.get() if isinstance(value, Sent) else value
+
+
+class Checkpointed:
+    """Stands in for the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``.
+
+    Args:
+        hosted: what of these, and of the input, waits in ``room``.
+    """
+
+    def __init__(
+        self, block: nn.Module, kept: Collection[str], hosted: Collection[str] = (), room: HostRoom | None = None
+    ) -> None:
+        self.watch: Callable[[Tensor], object] | None = None  # is shown what is kept on the device; for the ledger
         self.forward = block.forward
-        self._block, self._kept = block, frozenset(kept)
+        self.room = room if hosted else None
+        self._block, self._kept, self._hosted = block, frozenset(kept), frozenset(hosted)
         self._written: frozenset[str] | None = None if kept else frozenset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,10 +198,28 @@ class Checkpointed:
         args = tuple(map(_copied, args))
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
         seen = Seen(self._block, self._kept) if self._written is None or self.watch is not None else None
-        out = checkpoint(self._run, *args, use_reentrant=False, context_fn=partial(self._contexts, seen), **kwargs)
+        with self._input_sent(args):
+            out = checkpoint(self._run, *args, use_reentrant=False, context_fn=partial(self._contexts, seen), **kwargs)
         if seen is not None:
-            self._look(seen, [*tensors_in(args), *tensors_in(kwargs)])
+            stays = args[1:] if INPUT in self._hosted else args
+            self._look(seen, [*tensors_in(stays), *tensors_in(kwargs)])
         return out
+
+    @contextmanager
+    def _input_sent(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """The hidden states that the checkpoint saves go to the host, if they are to."""
+        stream = stream_in(args) if INPUT in self._hosted else None
+        if stream is None or self.room is None:
+            yield
+            return
+        room, start = self.room, stream.data_ptr()
+        del args, stream
+
+        def pack(tensor: Tensor) -> Sent | Tensor:
+            return room.send(tensor) if tensor.data_ptr() == start else tensor
+
+        with saved_tensors_hooks(pack, _received):
+            yield
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, on caches of its own each time: a replay must find them as the first run did."""
@@ -144,15 +229,22 @@ class Checkpointed:
         if self._written is None:
             assert seen is not None
             return seen, nullcontext()  # the first time nothing is kept
-        if not self._kept - self._written:
-            return nullcontext(), nullcontext()
-        forward, again = create_selective_checkpoint_contexts(self._policy())
-        return (_both(forward, seen) if seen is not None else forward), again
+        forwards: list[AbstractContextManager[Any]] = [seen] if seen is not None else []
+        agains: list[AbstractContextManager[Any]] = []
+        kept, hosted = self._kept - self._written - self._hosted, (self._hosted - {INPUT}) - self._written
+        if hosted and self.room is not None:
+            sending = Sending(self._block, kept, hosted, self.room)
+            forwards.append(sending)
+            agains.append(Receiving(sending))
+        if kept:
+            forward, again = create_selective_checkpoint_contexts(self._policy(kept))
+            forwards.append(forward)  # above the others
+            agains.append(again)
+        return _all(forwards), _all(agains)
 
-    def _policy(self) -> Callable[..., CheckpointPolicy]:
+    def _policy(self, kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
         # Torch before 2.13 asks again when it replays: those calls are counted on their own.
         names = {False: Names(self._block), True: Names(self._block)}
-        kept = self._kept - (self._written or frozenset())
 
         def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             found = names[context.is_recompute].of(func, args, kwargs) in kept
@@ -162,17 +254,17 @@ class Checkpointed:
 
     def _look(self, seen: Seen, inputs: list[Tensor]) -> None:
         if self.watch is not None:
-            for tensor in (*inputs, *seen.tensors):  # the first time those that will be kept
+            for tensor in (*inputs, *seen.tensors_of(self._kept - self._hosted)):  # the first time: that will be kept
                 self.watch(tensor)
         if self._written is None:
             self._written = seen.written
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+def _all(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(first)
-        stack.enter_context(second)
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
@@ -187,12 +279,30 @@ def recompute(model: nn.Module, plan: Plan) -> None:
     Raises:
         ValueError: one of them is recomputed already.
     """
-    keeps = [plan.keep(unit.name) for unit in plan.facts.units]
-    checkpoint_blocks(model, {keep.unit: keep.kept for keep in keeps if keep.recomputes})
+    keeps = [plan.keep(unit.name) for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
+    room = None
+    if any(keep.hosted for keep in keeps):
+        room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], plan.hosted_bytes())
+    kept = {keep.unit: keep.kept for keep in keeps if keep.recomputes}
+    checkpoint_blocks(model, kept, {keep.unit: keep.hosted for keep in keeps}, room)
 
 
-def checkpoint_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> None:
+def room_of(model: nn.Module) -> HostRoom | None:
+    """Where saved tensors of ``model`` wait on the host, if any do."""
+    found = (checkpointed(module) for module in model.modules())
+    return next((each.room for each in found if each is not None and each.room is not None), None)
+
+
+def checkpoint_blocks(
+    model: nn.Module,
+    kept: Mapping[str, Collection[str]],
+    hosted: Mapping[str, Collection[str]] = MappingProxyType({}),
+    room: HostRoom | None = None,
+) -> None:
     """Recompute the blocks named in ``kept`` (dotted paths), keeping the outputs that are listed for each.
+
+    Args:
+        hosted: what of these, and of the inputs, waits in ``room``.
 
     Raises:
         ValueError: one of them is recomputed already.
@@ -201,7 +311,7 @@ def checkpoint_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> 
         block: Any = model.get_submodule(path)
         if checkpointed(block) is not None or getattr(block, "gradient_checkpointing", False):
             raise ValueError(f"{path} is recomputed already")
-        block.forward = Checkpointed(block, names)
+        block.forward = Checkpointed(block, names, hosted.get(path, ()), room)
 
 
 def checkpointed(module: nn.Module) -> Checkpointed | None:

@@ -305,7 +305,7 @@ def test_close_gives_a_plain_model_back() -> None:
         model.load_state_dict(expected)
         optimizer.close()
         assert unequal(expected, weights_of(model)) == []
-        start, end = optimizer.engine.arena._host.data_ptr(), optimizer.engine.arena.host_bytes
+        start, end = optimizer.engine.arena._host.memory.data_ptr(), optimizer.engine.arena.host_bytes
         for param in model.parameters():
             assert param.grad is None and not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             assert not start <= param.data_ptr() < start + max(end, 1)
