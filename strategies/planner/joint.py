@@ -2,10 +2,9 @@
 by moving weights; and what is moved leaves room to keep.
 
 Where recomputation was left open, each place on its line of plans (``keep.py``) leaves another budget for weights,
-gradients and state; the rule says what moves then (``rule.py``), the simulator how long a step takes. There is a line
-for each price that a byte to the host and back may have: no price at all (nothing goes there), what the link would need
-for it if nothing hid it, some of that, and nothing. What a byte really costs depends on all else that crosses the link,
-so it is the simulator that chooses between the lines.
+gradients and state; the rule says what moves then (``rule.py``), the simulator how long a step takes. There are several
+lines: nothing goes to the host; inputs of blocks do; and whatever is cheaper there than made again, for some prices of a
+byte on the link. What it really costs depends on all else that crosses the link, so the simulator chooses between lines.
 
 Places on a grid over all lines are ranked by an estimate, which asks for no layout. The best of them are worked out and
 simulated, then what lies half way to the neighbours of the fastest. The fastest plan is taken; of those that are as
@@ -34,8 +33,8 @@ from strategies.planner.price import price_of
 from strategies.planner.rule import choose, quickest
 
 GRID = 4  # places per line, besides the first
-TRIED = 4  # of all lines, places that are worked out
-SHARES = (1.0, 0.1, 0.0)  # of what the link would need for a byte, if nothing hid it
+TRIED = 5  # of all lines, places that are worked out
+SHARES = (0.1, 0.0)  # prices: of the time that a byte takes to the host and back
 SAME = 0.005  # relative difference of simulated times that means nothing
 Point: TypeAlias = tuple[int, int]  # a line, and a place on it
 
@@ -63,7 +62,8 @@ def all_prices(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Pri
     if rates is None or not may_host:
         return [on_device]
     link_s = 1 / rates.up_bytes_per_s + 1 / rates.down_bytes_per_s
-    return [on_device, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
+    inputs = replace(on_device, link_s=link_s, inputs_only=True)
+    return [on_device, inputs, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
 
 
 def _asked(plan: Plan, wishes: Wishes) -> tuple[Facts, Wishes, int]:

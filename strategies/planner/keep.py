@@ -101,10 +101,12 @@ class Prices:
     Args:
         pace: seconds of what is done again.
         link_s: seconds per byte that goes to the host and comes back; None: nothing may.
+        inputs_only: outputs of operators may not.
     """
 
     pace: Pace
     link_s: float | None = None
+    inputs_only: bool = False
 
     def of(self, way: Way) -> float:
         return self.pace(way.again) + (self.link_s or 0.0) * way.hosted_bytes
@@ -137,7 +139,7 @@ def _ways(unit: Unit, prices: Prices) -> list[Way]:
     ways = [_way(AUTO, unit.choices, kept) for kept in prefixes]
     if prices.link_s is not None and unit.choices.stream_bytes:
         ways += [_way(AUTO, unit.choices, kept, (INPUT,)) for kept in prefixes]
-        ways += [_way(AUTO, unit.choices, kept, _all_of(kept)) for kept in prefixes if kept]
+        ways += [_way(AUTO, unit.choices, kept, _all_of(kept)) for kept in prefixes[1:] if not prices.inputs_only]
     return [everything(unit), *(way for way in ways if way.saved_bytes < unit.saved_bytes)]
 
 
@@ -163,7 +165,8 @@ def _way(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Sequen
 class Line:
     """The line of plans for ``units``: at place n, n steps down their ladders are taken, the cheapest ones.
 
-    What the last block saves is wanted at once: it never goes to the host.
+    What the last block saves is wanted at once, and what the one before it saves would arrive beside that, at the peak:
+    neither goes to the host.
     """
 
     def __init__(self, units: Sequence[Unit], prices: Prices) -> None:
@@ -171,7 +174,7 @@ class Line:
         self._ladders: list[list[Way]] = []
         last = last_block(units)
         for index, unit in enumerate(units):
-            stays = index >= last
+            stays = index >= last - 1
             key = (unit.saved_bytes, unit.choices, stays)
             if key not in known:
                 known[key] = ladder(unit, replace(prices, link_s=None) if stays else prices)
@@ -232,5 +235,5 @@ def _finished(line: Line, place: int, units: Sequence[Unit], prices: Prices) -> 
     if place == 0:
         return []
     before, moved = line.at(place - 1), line.moves[place - 1]
-    on_device = replace(prices, link_s=None) if moved >= last_block(units) else prices
+    on_device = replace(prices, link_s=None) if moved >= last_block(units) - 1 else prices
     return [[*before[:moved], way, *before[moved + 1 :]] for way in _ways(units[moved], on_device)]

@@ -56,9 +56,12 @@ def block(index: int, num_params: int, saved_bytes: int = 0, num_trainable: int 
     return Unit(f"layers.{index}", UnitKind.BLOCK, num_params, trainable, saved_bytes)
 
 
-def choosing(unit: Unit, *operators: Operator, input_bytes: int = 0, rest: Work = NO_WORK) -> Unit:
+def choosing(
+    unit: Unit, *operators: Operator, input_bytes: int = 0, rest: Work = NO_WORK, stream_bytes: int = 0
+) -> Unit:
     """``unit`` with what may be kept of it; while it runs again its input is there as well."""
-    return replace(unit, choices=Choices(input_bytes, unit.saved_bytes + input_bytes, operators, rest))
+    running = unit.saved_bytes + input_bytes
+    return replace(unit, choices=Choices(input_bytes, running, operators, rest, stream_bytes))
 
 
 def head(num_params: int, saved_bytes: int = 0) -> Unit:

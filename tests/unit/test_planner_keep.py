@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from strategies.core.facts import Operator, Unit, Work
-from strategies.core.plan import NONE, backward_peak
-from strategies.planner.keep import FULL, SELECTIVE, Line, Way, _ways, by_policy, cheapest, everything, ladder
+from strategies.core.peak import Saved, backward_peak
+from strategies.core.plan import INPUT, NONE
+from strategies.planner.keep import FULL, SELECTIVE, Line, Prices, Way, _ways, by_policy, cheapest, everything, ladder
 from tests.helpers.fakes import block, choosing, head
 
 
@@ -17,19 +18,26 @@ def pace(work: Work) -> float:
     return work.flops / 10 + work.touched_bytes
 
 
+HERE = Prices(pace)  # nothing goes to the host
+INPUTS = Prices(pace, 5.0, inputs_only=True)
+HOSTED = {"dear link": Prices(pace, 5.0), "link": Prices(pace, 0.5), "free link": Prices(pace, 0.0)}
+EVERY = pytest.mark.parametrize("prices", [HERE, *HOSTED.values()], ids=["no link", *HOSTED])
+
+
 def peak(ways: Sequence[Way]) -> int:
-    return backward_peak([(way.saved_bytes, way.running_bytes) for way in ways], [0] * len(ways))
+    return backward_peak([way.saved for way in ways], [0] * len(ways))
 
 
-def cost(ways: Sequence[Way]) -> float:
-    return sum(pace(way.again) for way in ways)
+def cost(ways: Sequence[Way], prices: Prices = HERE) -> float:
+    return sum(map(prices.of, ways))
 
 
 def random_block(random: Random, index: int = 0) -> Unit:
     operators = [Operator(f"linear {n}", random.randint(1, 40), Work(flops=random.randint(1, 500))) for n in range(3)]
     saved = 20 + sum(operator.num_bytes for operator in operators) + random.randint(0, 60)
     rest = Work(touched_bytes=random.randint(1, 10))
-    return choosing(block(index, 8, saved), *operators, input_bytes=random.randint(1, 20), rest=rest)
+    size = random.randint(1, 20)
+    return choosing(block(index, 8, saved), *operators, input_bytes=size, rest=rest, stream_bytes=size)
 
 
 def equal_blocks(random: Random, count: int) -> list[Unit]:
@@ -63,45 +71,51 @@ def test_where_nothing_is_freed_everything_is_kept() -> None:
     assert by_policy(block(0, 8, 100), FULL) == everything(block(0, 8, 100))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_ladder_pays_more_for_every_step_and_no_way_is_better(seed: int) -> None:
+@EVERY
+@pytest.mark.parametrize("seed", range(20))
+def test_a_ladder_pays_more_for_every_step_and_no_way_is_better(seed: int, prices: Prices) -> None:
     unit = random_block(Random(seed))
-    rungs = ladder(unit, pace)
+    rungs = ladder(unit, prices)
     assert rungs[0] == everything(unit)
-    prices = [
-        (pace(after.again) - pace(before.again)) / (before.saved_bytes - after.saved_bytes)
-        for before, after in pairwise(rungs)
-    ]
-    assert prices == sorted(prices)
-    assert unit.choices is not None
-    for kept in product((False, True), repeat=3):  # every set of operators, not prefixes only
-        chosen = [op for op, keep in zip(unit.choices.operators, kept, strict=True) if keep]
-        size = unit.choices.input_bytes + sum(op.num_bytes for op in chosen)
-        seconds = pace(sum((op.work for op in unit.choices.operators if op not in chosen), unit.choices.rest))
-        for before, after in pairwise(rungs):  # never under the line between two rungs
-            if after.saved_bytes <= size <= before.saved_bytes:
-                share = (before.saved_bytes - size) / (before.saved_bytes - after.saved_bytes)
-                line = pace(before.again) + share * (pace(after.again) - pace(before.again))
-                assert seconds >= line - 1e-9
+    steps = [prices.per_byte(before, after) for before, after in pairwise(rungs)]
+    assert steps == sorted(steps)
+    choices = unit.choices
+    assert choices is not None
+    for where in product((None, "device", "host"), repeat=3):  # every set of operators, not prefixes only
+        for input_hosted in (False, True) if prices.link_s is not None else (False,):
+            if "host" in where and prices.link_s is None:
+                continue
+            homes = list(zip(choices.operators, where, strict=True))
+            size = choices.input_bytes * (not input_hosted) + sum(op.num_bytes for op, at in homes if at == "device")
+            hosted = choices.input_bytes * input_hosted + sum(op.num_bytes for op, at in homes if at == "host")
+            again = sum((op.work for op, at in homes if at is None), choices.rest)
+            seconds = pace(again) + (prices.link_s or 0.0) * hosted
+            for before, after in pairwise(rungs):  # never under the line between two rungs
+                if after.saved_bytes <= size <= before.saved_bytes:
+                    share = (before.saved_bytes - size) / (before.saved_bytes - after.saved_bytes)
+                    line = prices.of(before) + share * (prices.of(after) - prices.of(before))
+                    assert seconds >= line - 1e-9
 
 
 # --- all blocks ------------------------------------------------------------------------------------------------------
 
 
-def all_plans(units: Sequence[Unit]) -> list[tuple[Way, ...]]:
+def all_plans(units: Sequence[Unit], prices: Prices = HERE) -> list[tuple[Way, ...]]:
     """Every way of every block; blocks that are alike may swap, so that only the order matters."""
-    return list(product(*(_ways(unit, pace) for unit in units)))
+    last = len(units) - 2
+    return list(product(*(_ways(unit, prices if index < last else HERE) for index, unit in enumerate(units))))
 
 
-def ratio(units: list[Unit], random: Random) -> float:
-    """Time of ours over that of the best plan, for a budget that both can keep."""
-    plans = [(peak(ways), cost(ways)) for ways in all_plans(units)]
-    budget = random.randint(min(size for size, _ in plans), max(size for size, _ in plans))
+def ratio(units: list[Unit], random: Random, prices: Prices = HERE) -> float:
+    """Cost of ours over that of the best plan, for a budget that both can keep."""
+    plans = [(peak(ways), cost(ways, prices)) for ways in all_plans(units, prices)]
+    lowest = peak(cheapest(units, prices, peak, 0))
+    budget = random.randint(lowest, max(size for size, _ in plans))
     best = min(seconds for size, seconds in plans if size <= budget)
-    found = cheapest(units, pace, peak, budget)
+    found = cheapest(units, prices, peak, budget)
     assert peak(found) <= budget
-    assert cost(found) >= best - 1e-9
-    return cost(found) / best if best else 1.0 + (cost(found) > 0)
+    assert cost(found, prices) >= best - 1e-9
+    return cost(found, prices) / best if best else 1.0 + (cost(found, prices) > 0)
 
 
 def test_against_enumeration_of_equal_blocks() -> None:
@@ -121,20 +135,20 @@ def test_against_enumeration_of_blocks_that_differ() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_more_memory_never_costs_time_and_no_budget_is_exceeded(seed: int) -> None:
     units = [*equal_blocks(Random(seed), 6), head(8, 30)]
-    lowest = peak(Line(units, pace).at(len(Line(units, pace).moves)))
+    lowest = peak(Line(units, HERE).at(len(Line(units, HERE).moves)))
     highest = peak([everything(unit) for unit in units])
     costs = []
     for budget in range(lowest, highest + 1, max(1, (highest - lowest) // 15)):
-        found = cheapest(units, pace, peak, budget)
+        found = cheapest(units, HERE, peak, budget)
         assert peak(found) <= budget
         costs.append(cost(found))
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(costs))
-    assert cost(cheapest(units, pace, peak, highest)) == 0
+    assert cost(cheapest(units, HERE, peak, highest)) == 0
 
 
 def test_blocks_are_recomputed_from_the_first() -> None:
     units = equal_blocks(Random(3), 6)
-    line = Line(units, pace)
+    line = Line(units, HERE)
     for place in range(len(line.moves) + 1):
         saved = [way.saved_bytes for way in line.at(place)]
         assert saved == sorted(saved)  # fewer bytes first
@@ -144,12 +158,67 @@ def test_blocks_are_recomputed_from_the_first() -> None:
 
 def test_where_nothing_fits_the_peak_is_lowest() -> None:
     units = equal_blocks(Random(1), 3)
-    assert peak(cheapest(units, pace, peak, 0)) == min(peak(ways) for ways in all_plans(units))
+    assert peak(cheapest(units, HERE, peak, 0)) == min(peak(ways) for ways in all_plans(units))
 
 
 def test_the_order_of_operators_does_not_matter() -> None:
     unit = random_block(Random(5))
     assert unit.choices is not None
     other = replace(unit, choices=replace(unit.choices, operators=unit.choices.operators[::-1]))
-    sizes = [[(way.saved_bytes, way.again) for way in ladder(one, pace)] for one in (unit, other)]
+    sizes = [[(way.saved_bytes, way.again) for way in ladder(one, HERE)] for one in (unit, other)]
     assert sizes[0] == sizes[1]
+
+
+# --- on the host -----------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_with_all_it_keeps_on_the_host() -> None:
+    operators = (Operator("linear 0", 100, Work(flops=1000)), Operator("scores 0", 300, Work(flops=100)))
+    unit = choosing(block(0, 8, 1000), *operators, input_bytes=15, stream_bytes=10)
+    full, some = (by_policy(unit, policy, hosts=True) for policy in (FULL, SELECTIVE))
+    assert (full.saved_bytes, full.hosted, full.hosted_bytes) == (5, (INPUT,), 10)  # the mask is everybody's
+    assert (some.saved_bytes, some.kept) == (5, ("linear 0",))
+    assert (some.hosted, some.hosted_bytes) == ((INPUT, "linear 0"), 110)
+    assert some.again == by_policy(unit, SELECTIVE).again
+
+
+def test_the_peak_has_two_blocks_of_what_travels() -> None:
+    """While a block runs again, what it had on the host is there, and that of the block before it arrives."""
+    sent = Saved(waiting=1, working=50, hosted=20)
+    kept = Saved(waiting=30, working=50)
+    assert backward_peak([sent, sent, kept], [0, 0, 0]) == max(1 + 1 + 50 + 20, 1 + 50 + 20, 50)
+    assert backward_peak([sent, kept, kept], [0, 0, 0]) == max(1 + 30 + 50, 1 + 50 + 20, 50)
+    assert backward_peak([sent, sent], [3, 4]) == max(1 + 50 + 20 + 4, 50 + 3 + 4)
+
+
+def test_the_last_two_blocks_never_go_to_the_host() -> None:
+    units = [*equal_blocks(Random(2), 4), head(8, 30)]
+    ways = Line(units, HOSTED["free link"]).at(10**6)
+    assert [bool(way.hosted) for way in ways] == [True, True, False, False, False]
+    assert all(not way.hosted for way in Line(units, HERE).at(10**6))
+
+
+def test_a_dear_link_recomputes_and_a_free_one_sends() -> None:
+    units = equal_blocks(Random(4), 5)
+    budget = peak(Line(units, HERE).at(10**6)) + 30
+    found = {name: cheapest(units, prices, peak, budget) for name, prices in HOSTED.items()}
+    sent = {name: sum(way.hosted_bytes for way in ways) for name, ways in found.items()}
+    again = {name: sum(pace(way.again) for way in ways) for name, ways in found.items()}
+    assert sent["dear link"] <= sent["link"] <= sent["free link"] and sent["free link"] > 0
+    assert again["free link"] <= again["link"] <= again["dear link"] and again["free link"] < again["dear link"]
+
+
+@pytest.mark.parametrize("prices", [*HOSTED.values(), INPUTS], ids=[*HOSTED, "inputs"])
+def test_against_enumeration_with_a_host(prices: Prices) -> None:
+    """Of budgets that the line reaches; equal blocks, four of them, of which two may send."""
+    ratios = [ratio(equal_blocks(Random(seed), 4), Random(seed), prices) for seed in range(25)]
+    assert sum(ratios) / len(ratios) < 1.15
+    assert max(ratios) < 2
+
+
+def test_inputs_on_the_host_have_the_lowest_peak_of_all() -> None:
+    """So whatever fits in some way fits on that line."""
+    for seed in range(25):
+        units = equal_blocks(Random(seed), 4)
+        lowest = min(peak(ways) for ways in all_plans(units, HOSTED["free link"]))
+        assert peak(cheapest(units, INPUTS, peak, 0)) == lowest
