@@ -3,8 +3,8 @@ by moving weights; and what is moved leaves room to keep.
 
 Where recomputation was left open, each place on its line of plans (``keep.py``) leaves another budget for weights,
 gradients and state; the rule says what moves then (``rule.py``), the simulator how long a step takes. There are several
-lines: nothing goes to the host; inputs of blocks do; and whatever is cheaper there than made again, for some prices of a
-byte on the link. What it really costs depends on all else that crosses the link, so the simulator chooses between lines.
+lines: nothing goes to the host; inputs of blocks do; and whatever is cheaper there than made again, at some prices of a
+byte on the link. What it really costs depends on all else that crosses the link: the simulator chooses between lines.
 
 Places on a grid over all lines are ranked by an estimate, which asks for no layout. The best of them are worked out and
 simulated, then what lies half way to the neighbours of the fastest. The fastest plan is taken; of those that are as

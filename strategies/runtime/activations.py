@@ -17,7 +17,8 @@ Invariant. What comes back has the bits, the shape and the strides of what was s
 [Note: whose memory] Memory on the device is the allocator's: what nobody holds it gives to work that COMPUTE issues
 later. So a tensor on its way down is held until COMPUTE has been told to wait for the copy, and one on its way up until
 COMPUTE waits for it as its reader, or, if its graph is gone and nobody will read it, at the next border. A copy up
-begins after all that COMPUTE was given before, since that may use the memory that it writes to.
+begins after all that COMPUTE was given before, since that may use the memory that it writes to. By then COMPUTE has
+waited for every copy down, so that the host has what comes up.
 
 A place on the host is given back when the last reference to what was sent is gone, that is, with the graph: backward
 may be run again over a graph that was retained. A copy down waits for the last copy up, which may read its place.
@@ -64,7 +65,6 @@ class Sent:
     def __init__(self, room: HostRoom, place: Place, like: Tensor) -> None:
         self.place = place
         self.tensor: Tensor | None = None  # on its way up, or there
-        self.down: Event | None = None
         self.up: Event | None = None
         self._room, self._shape, self._strides, self._dtype = room, like.shape, like.stride(), like.dtype
 
@@ -137,8 +137,7 @@ class HostRoom:
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), self._last_up)
         transfer.copy(Lane.DOWN, self._memory(pages, place, source), source)
         sent = Sent(self, place, tensor)
-        sent.down = transfer.record(Lane.DOWN)
-        self._leaving.append(Leaving(self._block, tensor, tensor._version, sent.down))
+        self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Lane.DOWN)))
         self._sent.setdefault(self._block, []).append(weakref.ref(sent))
         return sent
 
@@ -183,7 +182,7 @@ class HostRoom:
         target = flat(tensor)
         assert target is not None
         transfer.writes(Lane.COMPUTE, target)  # whoever had the memory before
-        transfer.wait(Lane.UP, transfer.record(Lane.COMPUTE), sent.down)
+        transfer.wait(Lane.UP, transfer.record(Lane.COMPUTE))
         transfer.copy(Lane.UP, target, self._memory(self._pages, sent.place, target))
         sent.tensor, sent.up = tensor, transfer.record(Lane.UP)
         self._last_up = sent.up

@@ -27,7 +27,7 @@ Sources: torch.utils.checkpoint; Korthikanti et al., "Reducing Activation Recomp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
@@ -48,6 +48,7 @@ from strategies.runtime.scopes import tensors_in
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
+    from strategies.runtime.transfer import Transfer
 
 aten = torch.ops.aten
 WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm}
@@ -240,7 +241,7 @@ class Checkpointed:
             forward, again = create_selective_checkpoint_contexts(self._policy(kept))
             forwards.append(forward)  # above the others
             agains.append(again)
-        return _all(forwards), _all(agains)
+        return Within(forwards), Within(agains)
 
     def _policy(self, kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
         # Torch before 2.13 asks again when it replays: those calls are counted on their own.
@@ -260,12 +261,18 @@ class Checkpointed:
             self._written = seen.written
 
 
-@contextmanager
-def _all(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class Within(AbstractContextManager[None]):
+    """Several contexts, the first one outermost. May be entered again: a graph that is retained is replayed again."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self._contexts, self._stack = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
 
 def stream_in(args: tuple[Any, ...]) -> Tensor | None:
@@ -273,8 +280,11 @@ def stream_in(args: tuple[Any, ...]) -> Tensor | None:
     return args[0] if args and isinstance(args[0], Tensor) else None
 
 
-def recompute(model: nn.Module, plan: Plan) -> None:
+def recompute(model: nn.Module, plan: Plan, transfer: Transfer | None = None) -> None:
     """Change the blocks of ``model`` as ``plan`` says what forward keeps.
+
+    Args:
+        transfer: moves what waits on the host; None: what suits the device. Tests give one that delays or watches.
 
     Raises:
         ValueError: one of them is recomputed already.
@@ -282,7 +292,7 @@ def recompute(model: nn.Module, plan: Plan) -> None:
     keeps = [plan.keep(unit.name) for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
     room = None
     if any(keep.hosted for keep in keeps):
-        room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], plan.hosted_bytes())
+        room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], plan.hosted_bytes(), transfer)
     kept = {keep.unit: keep.kept for keep in keeps if keep.recomputes}
     checkpoint_blocks(model, kept, {keep.unit: keep.hosted for keep in keeps}, room)
 

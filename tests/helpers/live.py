@@ -1,4 +1,6 @@
-"""What is alive of what forward made: its own storages and those of a replay, not those of backward itself."""
+"""What is alive of what forward made: its own storages, those of a replay and what comes back from the host for it, not
+those of backward itself.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Live(TorchDispatchMode):
         known = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs or {}])}
         out = func(*args, **(kwargs or {}))
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and not torch.is_grad_enabled():
+        if in_backward and not torch.is_grad_enabled() and func is not torch.ops.aten.empty_strided.default:
             if func is torch.ops.aten.detach.default:
                 return out  # a replay saves a tensor: what it works on is there, too, and goes
             self.peak = max(self.peak, self.num_bytes)

@@ -16,7 +16,7 @@ from strategies.core.facts import Facts, Unit
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
 from strategies.planner.keep import by_policy
-from strategies.runtime.recompute import checkpointed
+from strategies.runtime.recompute import checkpointed, room_of
 from tests.helpers.live import Live
 from trainer.counting import Counter, flop_formulas
 from trainer.ledger import count_saved
@@ -29,6 +29,11 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, 
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 4, "vocab_size": 32, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {"llama": LLAMA, "gpt2": {**GPT2, "bos_token_id": 0, "eos_token_id": 0}}
 POLICIES = ("none", "selective", "full", "auto")
+HOSTED = ("selective, on the host", "full, on the host")
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"policy": name} for name in POLICIES},
+    **{name: {"policy": name.partition(",")[0], "activation_offloading": True} for name in HOSTED},
+}
 
 
 def model_of(name: str, attention: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -56,12 +61,12 @@ def plan_of(model: nn.Module, policy: str) -> Plan:
 
 
 def decided(facts: Facts, policy: str) -> Plan:
-    return compose({"recompute": find("recompute")(policy=policy)}, facts)
+    return compose({"recompute": find("recompute")(**OPTIONS[policy])}, facts)
 
 
 def recomputed(model: nn.Module, policy: str) -> Plan:
     plan = plan_of(model, policy)
-    find("recompute")(policy=policy).apply(model, plan)
+    find("recompute")(**OPTIONS[policy]).apply(model, plan)
     model(**batch()).loss.backward()  # the first forward only looks
     return plan
 
@@ -72,7 +77,7 @@ def recomputed(model: nn.Module, policy: str) -> Plan:
 def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dtype: torch.dtype) -> None:
     """Measured by weak references to all storages: nobody's account but the allocator's."""
     kept = {}
-    for policy in POLICIES:
+    for policy in OPTIONS:
         model = model_of(name, attention, dtype)
         plan = recomputed(model, policy)
         with Live() as live:
@@ -83,14 +88,33 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
         assert kept[policy] == pytest.approx(predicted, rel=0.01), policy
         assert live.peak == pytest.approx(plan.saved_peak(), rel=0.01), policy
     assert kept["full"] < kept["auto"] < kept["none"]
-    assert kept["full"] < kept["selective"] < kept["none"]
+    assert kept["full, on the host"] < kept["full"] < kept["selective"] < kept["none"]
+    assert kept["selective, on the host"] < kept["selective"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> None:
+    for policy in HOSTED:
+        model = model_of(name, attention, torch.bfloat16)
+        plan = recomputed(model, policy)
+        room = room_of(model)
+        assert room is not None and room.num_refused == 0
+        keeps = [plan.keep(unit.name) for unit in plan.facts.units]
+        assert [bool(keep.hosted) for keep in keeps] == [False, True, True, True, False, False]  # not the last block
+        model(**batch())
+        sent = sum(keep.hosted_bytes for keep in keeps)
+        assert sent <= max(place.end for place in room._places) <= plan.hosted_bytes()
+        assert plan.hosted_bytes() - sent < 1024 * sum(len(keep.hosted) for keep in keeps) + 1
+        assert plan.peak(Home.HOST) == plan.facts.machine.runtime_host_bytes + plan.hosted_bytes()
+        assert room._pages is not None and room._pages.memory.nbytes == plan.hosted_bytes()
+
+
+@pytest.mark.parametrize("policy", OPTIONS)
 def test_the_ledger_counts_the_same(policy: str) -> None:
     model = model_of("llama", "sdpa")
     plan = plan_of(model, policy)
-    find("recompute")(policy=policy).apply(model, plan)
+    find("recompute")(**OPTIONS[policy]).apply(model, plan)
     predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
     for _ in range(2):  # the first forward keeps nothing, and is counted as if it did
         with count_saved(model) as storages:

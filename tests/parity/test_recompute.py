@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts
-from strategies.core.plan import Home, Plan
+from strategies.core.plan import INPUT, Home, Plan
 from strategies.core.registry import find
+from strategies.runtime.activations import HostRoom
 from strategies.runtime.recompute import checkpoint_blocks, checkpointed, recompute
 from strategies.runtime.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
@@ -41,6 +42,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "full": {"policy": "full"},
     "full, every 2nd": {"policy": "full", "every": 2},
     "auto": {"policy": "auto"},
+    "selective, on the host": {"policy": "selective", "activation_offloading": True},
+    "full, on the host": {"policy": "full", "activation_offloading": True},
 }
 ENDS = ("none", "full")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -170,7 +173,7 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "experts"])
 def test_with_offload(name: str, dtype: torch.dtype) -> None:
     """Weights come and go around a block that runs again; three layouts take turns with the policies."""
-    for number, policy in enumerate(("selective", "full", "full, every 2nd")):
+    for number, policy in enumerate(("selective", "full", "full, every 2nd", "selective, on the host")):
         where = {**LAYOUTS[(number + len(name)) % len(LAYOUTS)]}
         loop = {"accumulation": where.get("accumulation", 1), "max_norm": where.get("max_norm", 0.0)}
         batches = tokens(name, STEPS * loop["accumulation"])
@@ -196,14 +199,18 @@ def test_in_a_plain_loop() -> None:
 
 def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Tensor]) -> None:
     if name == "experts":  # data decide which of them run, so that no fake run can count
-        kept = ["linear 0", "linear 1", "linear 2"] if policy == "selective" else []
-        checkpoint_blocks(model, {f"layers.{i}": kept for i in range(0, 4, POLICIES[policy].get("every", 1))})
+        kept = ["linear 0", "linear 1", "linear 2"] if policy.startswith("selective") else []
+        blocks = [f"layers.{index}" for index in range(0, 4, POLICIES[policy].get("every", 1))]
+        room, hosted = None, dict[str, list[str]]()
+        if POLICIES[policy].get("activation_offloading"):
+            room = HostRoom([model.get_submodule(name) for name in blocks], 1 << 20, Delayed())
+            hosted = {name: [INPUT, *kept] for name in blocks}
+        checkpoint_blocks(model, dict.fromkeys(blocks, kept), hosted, room)
         return
-    plan = decided(plan_for(model, batch=batch, machine=MACHINE).facts, POLICIES[policy])
-    find("recompute")(**POLICIES[policy]).apply(model, plan)
+    recompute(model, decided(plan_for(model, batch=batch, machine=MACHINE).facts, POLICIES[policy]), Delayed())
 
 
-@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("policy", ["selective", "full", "selective, on the host"])
 def test_with_adapters_and_frozen_weights(policy: str) -> None:
     """Adapters train, the base does not, and the embedding's output needs no gradient."""
     from peft import LoraConfig, get_peft_model
@@ -264,8 +271,8 @@ def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> 
 
     zero = {"zero": {"stage": stage}}
     wanted = run_world(2, train_weights, config(zero))
-    for policy in ("selective", "full"):
-        found = run_world(2, train_weights, config({**zero, "recompute": {"policy": policy}}))
+    for policy in ("selective, on the host", "full"):
+        found = run_world(2, train_weights, config({**zero, "recompute": POLICIES[policy]}))
         assert compare(wanted, found) == [], policy
         assert digest(wanted) == digest(found)
 

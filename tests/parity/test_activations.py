@@ -1,0 +1,342 @@
+"""Saved tensors on the host: the same bits whenever copies are made, in order by events alone, and nothing piles up."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from strategies.core.plan import HOSTED_ALIGN, INPUT
+from strategies.runtime.activations import HostRoom, Sent, flat
+from strategies.runtime.recompute import checkpoint_blocks, recompute, room_of
+from strategies.runtime.transfer import Delayed, Event, Lane, Transfer
+from strategies.runtime.watch import Watch
+from tests.parity.test_recompute import MACHINE, POLICIES, decided, made, micro_batches, plainly, steps, unequal
+from trainer.memory import plan_for
+
+HOSTED = ("full, on the host", "selective, on the host")
+TRANSFERS = {"at once": Transfer, "late": Delayed, "watched": Watch}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def quiet(room: HostRoom) -> bool:
+    """Nothing is on its way, nothing was refused, and no place is taken."""
+    return not (room._leaving or room._coming or room.num_refused) and all(place.free for place in room._places)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=TRANSFERS)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_bits_order_and_bytes(name: str, attention: str, transfer: type[Transfer]) -> None:
+    """With dropout and a padded batch; bytes that cross are those that the plan counts, in each direction."""
+    for policy in HOSTED:
+        model = made(name, True, attention, torch.float32)
+        plan = decided(plan_for(model, batch=micro_batches()[0], machine=MACHINE).facts, POLICIES[policy])
+        moves = transfer()
+        recompute(model, plan, moves)
+        room = room_of(model)
+        assert room is not None
+        found = steps(model, micro_batches())
+        assert unequal(plainly(name, True, attention, torch.float32), found) == []
+        assert quiet(room)
+        assert getattr(moves, "races", []) == []
+        once, inputs = (sum(keep.hosted_bytes for keep in keeps_of(plan, only)) for only in (None, "full"))
+        assert once > 0
+        first = once if policy == HOSTED[0] else inputs  # the first forward only looks at what operators make
+        assert room.traffic == (first + once, first + once)
+
+
+def keeps_of(plan: Any, policy: str | None) -> list[Any]:
+    """What blocks keep; with a policy: what they would have on the host under it."""
+    from strategies.planner.keep import by_policy
+
+    keeps = [plan.keep(unit.name) for unit in plan.facts.units]
+    if policy is None:
+        return keeps
+    pairs = zip(plan.facts.units, keeps, strict=True)
+    return [by_policy(unit, policy, hosts=True) for unit, keep in pairs if keep.hosted]
+
+
+class Deaf(Watch):
+    """Forgets one kind of wait."""
+
+    def __init__(self, waiting: Lane, of: Lane) -> None:
+        super().__init__()
+        self._deaf = (waiting, of)
+
+    def wait(self, lane: Lane, *events: Event | None) -> None:
+        super().wait(lane, *(event for event in events if event is None or (lane, event.lane) != self._deaf))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "of"),
+    [(Lane.COMPUTE, Lane.DOWN), (Lane.COMPUTE, Lane.UP), (Lane.DOWN, Lane.COMPUTE), (Lane.UP, Lane.COMPUTE)],
+)
+def test_every_wait_is_needed(waiting: Lane, of: Lane) -> None:
+    model = made("llama", False, "sdpa", torch.float32)
+    plan = decided(plan_for(model, batch=micro_batches()[0], machine=MACHINE).facts, POLICIES[HOSTED[1]])
+    moves = Deaf(waiting, of)
+    recompute(model, plan, moves)
+    steps(model, micro_batches() * 2)
+    assert moves.races
+
+
+# --- one stack of layers ---------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Two products, the second of which is read across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.second(torch.tanh(self.first(x))).transpose(0, 1).tanh().transpose(0, 1), 0.1)
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def hosting(model: Stack, num_bytes: int = 1 << 16, transfer: Transfer | None = None) -> HostRoom:
+    """All of its layers send their inputs and both products."""
+    names = {f"layers.{index}": ("linear 0", "linear 1") for index in range(len(model.layers))}
+    room = HostRoom(list(model.layers), num_bytes, transfer or Watch())
+    checkpoint_blocks(model, names, {name: (INPUT, *kept) for name, kept in names.items()}, room)
+    model(torch.randn(2, 6)).sum().backward()  # looks only
+    model.zero_grad()
+    return room
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+Loop = Callable[[nn.Module], object]
+
+
+def retained(model: nn.Module) -> None:
+    loss = model(rows(4)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_forwards(model: nn.Module) -> None:
+    first, second = model(rows(4)), model(rows(3))
+    (first.sum() * second.mean()).backward()
+
+
+def half(model: nn.Module) -> None:
+    middle: list[Tensor] = []
+    layers: Any = model.layers
+    handle = layers[0].register_forward_hook(lambda module, inputs, output: middle.append(output))
+    loss = model(rows(4)).sum()
+    handle.remove()
+    torch.autograd.grad(loss, middle.pop())
+    del loss
+    model(rows(4)).sum().backward()
+
+
+def abandoned(model: nn.Module) -> None:
+    model(rows(4))
+    model(rows(5)).sum().backward()
+
+
+def evaluated(model: nn.Module) -> None:
+    out = model(rows(4))
+    with torch.no_grad():
+        model(rows(7))
+    out.sum().backward()
+
+
+def partly(model: nn.Module) -> None:
+    x = rows(4)
+    torch.autograd.grad(model(x).sum(), x)[0].sum()
+    model(x).sum().backward()
+
+
+def of_any_length(model: nn.Module) -> None:
+    for number in (3, 9, 1, 0, 4):
+        model(rows(number)).sum().backward()
+
+
+def rows(number: int) -> Tensor:
+    return torch.randn(number, 6, requires_grad=True)
+
+
+@pytest.mark.parametrize("loop", [retained, two_forwards, half, abandoned, evaluated, partly, of_any_length])
+def test_loops(loop: Loop) -> None:
+    """What people do with graphs; the numbers drawn are the same."""
+    plain, model = Stack(), Stack()
+    room = hosting(model)
+    for one in (plain, model):
+        torch.manual_seed(4)
+        loop(one)
+    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
+    assert quiet(room)
+    assert room._transfer is not None and room._transfer.races == []  # type: ignore[attr-defined]  # it is watched
+
+
+def test_the_wait_of_places_is_needed() -> None:
+    """A backward that ends half way: what came up for the rest is not read, and its place is taken again."""
+    for moves, races in ((Watch(), False), (Deaf(Lane.DOWN, Lane.UP), True)):
+        model = Stack()
+        hosting(model, transfer=moves)
+        half(model)
+        assert bool(moves.races) is races
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
+    class Broken(RuntimeError): ...
+
+    def raising(*_: object) -> None:
+        raise Broken
+
+    model = Stack()
+    room = hosting(model)
+    hooks: Sequence[Callable[[], Any]] = (
+        lambda: model.layers[2].first.register_forward_pre_hook(raising),
+        lambda: model.layers[2].first.register_full_backward_hook(raising),
+    )
+    for hook in hooks:
+        handle = hook()
+        with pytest.raises(Broken):
+            model(rows(4)).sum().backward()
+        handle.remove()
+    model.zero_grad()
+    plain = Stack()
+    for one in (plain, model):
+        torch.manual_seed(4)
+        one(torch.ones(2, 6, requires_grad=True)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
+    assert quiet(room)
+
+
+def test_places_do_not_pile_up() -> None:
+    """A hundred steps of other lengths, in just the room that the longest needs, without a garbage collector."""
+    import gc
+
+    model = Stack()
+    room = hosting(model, 5 * 3 * HOSTED_ALIGN)
+    gc.disable()
+    try:
+        for step in range(100):
+            model(rows(1 + step * 7 % 13)).sum().backward()
+            assert quiet(room), step
+    finally:
+        gc.enable()
+
+
+def test_what_finds_no_place_stays(caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = Stack(), Stack()
+    room = hosting(model, 7 * HOSTED_ALIGN)
+    for one in (plain, model):
+        torch.manual_seed(4)
+        one(rows(4)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
+    assert room.num_refused > 0
+    assert sum("stays on the device" in message for message in caplog.messages) == 1
+
+
+def test_a_saved_tensor_may_not_be_written_to() -> None:
+    class Careless(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.first(x)
+            if self.careless:
+                with torch.no_grad():
+                    y += 1  # out of autograd's sight
+            return x + torch.tanh(y)
+
+        careless = False
+
+    model = Stack(2)
+    model.layers = nn.ModuleList(Careless() for _ in range(2))
+    hosting(model)
+    model(rows(4)).sum().backward()
+    Careless.careless = True
+    with pytest.raises(RuntimeError, match="activation_offloading: false"):
+        model(rows(4)).sum().backward()
+
+
+def test_memory_is_given_up_after_the_next_block() -> None:
+    """In forward two blocks' worth is held, in backward two blocks' worth is there."""
+    held = []
+
+    class Looking(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            if looks:
+                held.append((len({one.block for one in room._leaving}), len(room._coming)))
+            return super().forward(x)
+
+    model, looks = Stack(5), False
+    model.layers = nn.ModuleList(Looking() for _ in range(5))
+    room, looks = hosting(model), True
+    loss = model(rows(4)).sum()
+    assert [blocks for blocks, _ in held] == [1, 2, 2, 2, 2]
+    assert {one.block for one in room._leaving} == {4}  # there is no next one
+    held.clear()
+    loss.backward()
+    # A replay has read its input, has two products yet to read, and three tensors of the block before arrive.
+    assert [coming for _, coming in held] == [5, 5, 5, 5, 2]
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+SHAPES: Mapping[str, Callable[[], Tensor]] = {
+    "plain": lambda: torch.randn(3, 4),
+    "transposed": lambda: torch.randn(3, 4, 5).transpose(0, 2),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "one in the middle": lambda: torch.randn(3, 1, 4)[:, :1],
+    "part of a larger one": lambda: torch.randn(8, 4)[2:5],
+    "scalar": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(0, 4),
+    "bfloat16": lambda: torch.randn(3, 5).bfloat16(),
+    "boolean": lambda: torch.rand(7) > 0.5,
+    "nan": lambda: torch.tensor([float("nan"), -0.0]),
+}
+
+
+@pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
+def test_what_comes_back_is_what_was_sent(make: Callable[[], Tensor]) -> None:
+    room = HostRoom([], 1 << 12, Delayed())
+    tensor = make()
+    sent = room.send(tensor.clone(memory_format=torch.preserve_format) if tensor.numel() else tensor)
+    assert isinstance(sent, Sent)
+    for _ in range(2):
+        back = sent.get()
+        assert (back.shape, back.stride(), back.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        bits = [flat(one) for one in (back, tensor)]
+        assert bits[0] is not None and bits[1] is not None
+        assert torch.equal(bits[0].view(torch.uint8), bits[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.randn(4)[::2], lambda: torch.randn(1, 4).expand(3, 4), lambda: torch.randn(3, 4)[:, :2]]
+)
+def test_tensors_with_gaps_or_overlaps_stay(make: Callable[[], Tensor]) -> None:
+    room = HostRoom([], 1 << 12)
+    tensor = make()
+    assert room.send(tensor) is tensor
+    assert room.num_refused == 1 and flat(tensor) is None
