@@ -91,7 +91,8 @@ class Refusal(ValueError):
 
     def __init__(self, key: str, value: object, cure: str) -> None:
         self.key, self.value, self.cure = key, value, cure
-        super().__init__(f"{key} = {value!r}: {cure}")
+        written = str(value).lower() if isinstance(value, bool) else repr(value)
+        super().__init__(f"{key} = {written}: {cure}")
 
 
 class Idle(Exception):

@@ -33,7 +33,7 @@ from strategies.planner.price import price_of
 from strategies.planner.rule import choose, quickest
 
 GRID = 4  # places per line, besides the first
-TRIED = 5  # of all lines, places that are worked out
+TRIED = 3  # places that are worked out: of the line on which nothing goes to the host, and of the others
 SHARES = (0.1, 0.0)  # prices: of the time that a byte takes to the host and back
 SAME = 0.005  # relative difference of simulated times that means nothing
 Point: TypeAlias = tuple[int, int]  # a line, and a place on it
@@ -106,7 +106,11 @@ class _Search:
             for index, line in enumerate(self._lines)
         }
         points = [(0, 0), *((line, place) for line, places in grid.items() for place in places if place)]
-        tried = sorted(points, key=self._estimated)[:TRIED]
+        ranked = sorted(points, key=self._estimated)
+        tried = [
+            *[point for point in ranked if point[0] == 0][:TRIED],
+            *[point for point in ranked if point[0] > 0][:TRIED],
+        ]
         line, place = min(tried, key=self._seconds)
         tried += [(line, (place + other) // 2) for other in _neighbours(grid[line], place)]
         best = min(map(self._seconds, tried))

@@ -8,7 +8,7 @@ are those of any other transfer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,18 @@ class Clocked(Transfer):
         self._wait(Lane.HOST, event)
 
 
-def drive(engine: Engine, clock: Clocked, forward: Mapping[str, float], backward: Mapping[str, float]) -> None:
-    """Let compute take these seconds per unit, each when the first scope of the unit is entered in that direction."""
+def drive(
+    engine: Engine,
+    clock: Clocked,
+    forward: Mapping[str, float],
+    backward: Mapping[str, float],
+    reads: Callable[[str], object] = lambda unit: None,
+) -> None:
+    """Let compute take these seconds per unit, each when the first scope of the unit is entered in that direction.
+
+    Args:
+        reads: makes compute wait for what the backward of a unit reads besides weights.
+    """
     borders: Any = engine.borders
     units = {name: unit for held in engine.held for name in held.bucket.params for unit in held.bucket.units}
     of_scope = {scope.name: _unit(scope, units) for scope in borders._scopes}
@@ -74,9 +84,12 @@ def drive(engine: Engine, clock: Clocked, forward: Mapping[str, float], backward
         last: list[str] = []
 
         def entered(scope: Scope) -> None:
+            again = seconds is forward and borders.recomputing  # its seconds are those of backward
             enter(scope)
             unit = of_scope[scope.name]
-            if last != [unit]:
+            if last != [unit] and not again:
+                if seconds is backward:
+                    reads(unit)
                 clock.work(seconds[unit])
             last[:] = [unit]
 

@@ -1,4 +1,4 @@
-"""The engine on a clock against the simulator: the same plan takes the same seconds, copy by copy.
+"""The runtime on a clock against the simulator: the same plan takes the same seconds, copy by copy.
 
 Weights travel and nothing is updated among them (a frozen base), which is what both can count exactly. Updates are
 different by design: the engine looks for finished ones at borders only, the simulator at once.
@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.facts import Facts, Rates
+from strategies.core.facts import Facts, Rates, UnitKind, Work
 from strategies.core.plan import Plan
 from strategies.planner.price import evictions_of, problem_of
 from strategies.planner.simulate import simulate
 from strategies.planner.tasks import Resource
 from strategies.runtime import AdamW, stow
+from strategies.runtime.recompute import recompute, room_of
 from strategies.runtime.transfer import Lane
 from tests.helpers.clock import Clocked, drive
 from tests.helpers.fakes import GPU
@@ -89,6 +90,52 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
     assert outcome.busy[Resource.UP] == pytest.approx(moved * factor / block)
     optimizer.close()
     assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("factor", [0.2, 0.9, 1.6, 5.0])
+def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, policy: str) -> None:
+    """Weights stay, inputs and products of blocks come and go; a block's copy takes so many times its forward."""
+    model = frozen_base()
+    options = {"policy": policy, "activation_offloading": True}
+    plan = plan_for(model, site="device", weights="resident", batch=(2, 8), recompute=options)
+    block = max(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units)
+    plan = replace(plan, facts=known(plan.facts, slow_link(block / factor)))
+    assert plan.layout is not None
+    kept = plan.facts_as_kept()
+    again = (replace(unit, again=Work(flops=1000 * bool(unit.hosted_bytes))) for unit in kept.units)
+    problem = problem_of(replace(kept, units=tuple(again)), plan.layout, rates_of(plan))
+    outcome = simulate(problem, (), iterations=5)
+
+    clock = Clocked(rates_of(plan))
+    recompute(model, plan, clock)
+    optimizer: Any = stow(model, plan, rule=AdamW(lr=1e-3), device="cpu", transfer=clock, beside=False)
+    room, blocks = room_of(model), [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
+    assert room is not None
+
+    def reads(unit: str) -> None:
+        for ref in room._sent.get(blocks.index(unit), []) if unit in blocks else []:
+            sent = ref()
+            assert sent is None or sent.tensor is not None, "it has not begun to come up"
+            clock.wait(Lane.COMPUTE, sent.up if sent else None)
+
+    seconds = {step.name: step.seconds for step in problem.steps}
+    forward = {name.removeprefix("forward "): s for name, s in seconds.items() if name.startswith("forward")}
+    backward = {name.removeprefix("backward "): s for name, s in seconds.items() if name.startswith("backward")}
+    drive(optimizer.engine, clock, forward, backward, reads)
+    ends, moved = [], []
+    for batch in tokens("llama", STEPS):
+        before = len(clock.log)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(clock.now[Lane.COMPUTE])
+        moved.append({lane: sum(one.num_bytes for one in clock.log[before:] if one.lane is lane) for lane in Lane})
+    assert ends[-1] - ends[-2] == pytest.approx(outcome.period, rel=1e-9)
+    assert (outcome.period > problem.compute_seconds * 1.01) is (factor > 1)
+    sent = sum(step.hosted_bytes for step in problem.steps)
+    assert sent > 0 and moved[-1][Lane.UP] == moved[-1][Lane.DOWN] == sent
+    optimizer.close()
 
 
 def rates_of(plan: Plan) -> Rates:

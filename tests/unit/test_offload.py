@@ -129,9 +129,9 @@ def test_two_engines_are_one_too_many(stage: int, precision: Precision) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(Refusal, match=r"training.fp16 = True: .* write training.bf16: true"):
+    with pytest.raises(Refusal, match=r"training.fp16 = true: .* write training.bf16: true"):
         plan_of(transformer(precision=Precision.FP16))
-    with pytest.raises(Refusal, match=r"update_in_backward = True: the norm is known only after backward"):
+    with pytest.raises(Refusal, match=r"update_in_backward = true: the norm is known only after backward"):
         plan_of(transformer(max_grad_norm=1.0), update_in_backward=True)
     with pytest.raises(AssertionError, match="do not list them"):
         plan_of(facts(block(0, 10)))

@@ -330,6 +330,41 @@ def test_random_updates_add_up() -> None:
         assert found.period >= max(problem.accumulation * problem.compute_seconds, cpu) - 1e-9
 
 
+# What forward saves on the host
+
+
+def saving(num_bytes: int, link: Link = FAST, **changes: Any) -> Problem:
+    """Three blocks, a second forward and two backward; the first one sends so many bytes to the host."""
+    problem = replace(blocks([1, 1, 1], [1.0] * 3, [2.0] * 3, [0] * 3, link, 100), **changes)
+    first, *others = problem.steps
+    return replace(problem, steps=(replace(first, hosted_bytes=num_bytes), *others))
+
+
+def test_what_is_saved_on_the_host_hides() -> None:
+    outcome = simulate(saving(1), ())
+    assert outcome.period == pytest.approx(9)
+    assert spans(outcome, DOWN) == [("saved by FP 0", 1, 2)]
+    assert spans(outcome, UP) == [("saved for BP 0", 5, 6)]  # when backward of the next block begins
+
+
+def test_memory_is_not_used_again_before_it_has_left() -> None:
+    outcome = simulate(saving(3), ())
+    assert outcome.period == pytest.approx(12)
+    assert spans(outcome, COMPUTE) == [
+        ("FP 0", 0, 1), ("FP 1", 1, 2), ("FP 2", 4, 5), ("BP 2", 5, 7), ("BP 1", 7, 9), ("BP 0", 10, 12),
+    ]  # fmt: skip
+    assert (spans(outcome, DOWN), spans(outcome, UP)) == ([("saved by FP 0", 1, 4)], [("saved for BP 0", 7, 10)])
+
+
+def test_it_crosses_in_every_pass_and_shares_the_link() -> None:
+    outcome = simulate(saving(2, accumulation=3), ())
+    assert (outcome.busy[UP], outcome.busy[DOWN]) == (pytest.approx(6), pytest.approx(6))
+    assert outcome.period == pytest.approx(3 * 9 + 3 * 1)  # each pass waits a second for its way down
+    assert not saving(2).moves_weights_only and saving(0).moves_weights_only
+    weights = simulate(saving(0), at_need(saving(0).gaps)).busy[UP]
+    assert simulate(saving(2), at_need(saving(2).gaps)).busy[UP] == pytest.approx(weights + 2)
+
+
 def test_three_iterations_at_least() -> None:
     with pytest.raises(ValueError, match="2 iterations"):
         simulate(two_blocks(), (), iterations=2)

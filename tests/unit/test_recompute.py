@@ -27,7 +27,10 @@ REST = Work(touched_bytes=4 * MIB)
 
 def about(blocks: int = 4, *, rates: Rates | None = None, device_bytes: int = 1 << 40, **run: Any) -> Facts:
     """Blocks that save 9 MiB: one of input, two of a product, three of scores, three of the rest."""
-    made = [choosing(block(i, MIB, 9 * MIB), PRODUCT, SCORES, input_bytes=MIB, rest=REST) for i in range(blocks)]
+    made = [
+        choosing(block(i, MIB, 9 * MIB), PRODUCT, SCORES, input_bytes=MIB, rest=REST, stream_bytes=MIB)
+        for i in range(blocks)
+    ]
     units: list[Unit] = [embedding(MIB), *made, head(MIB, MIB)]
     params = tuple(Param(f"{unit.name}.weight", unit.name, MIB, "float32", 0) for unit in units)
     known = facts(*units, **{"accumulation": 2, "forward_flops": 5 * 10**9, **run})
@@ -87,6 +90,86 @@ def test_refused_and_idle() -> None:
         planned(about(), policy="auto", every=2)
     assert planned(about(), policy="none").idle["recompute"] == "policy: none keeps everything"
     assert "could be made again" in planned(facts(), policy="full").idle["recompute"]
+    for policy, cure in (("none", "write selective or full"), ("auto", "it weighs that itself; write auto")):
+        with pytest.raises(Refusal, match=rf"strategies\.recompute\.activation_offloading = true: .*{cure}"):
+            planned(about(), policy=policy, activation_offloading=True)
+
+
+# --- on the host -----------------------------------------------------------------------------------------------------
+
+
+def hosted(plan: Plan) -> list[int]:
+    return [plan.keep(unit.name).hosted_bytes // MIB for unit in plan.facts.units[1:-1]]
+
+
+def test_all_that_is_kept_waits_on_the_host() -> None:
+    plan = planned(about(), policy="selective", activation_offloading=True)
+    assert hosted(plan) == [3, 3, 3, 0]
+    assert [plan.saved_bytes(unit.name) // MIB for unit in plan.facts.units[1:-1]] == [0, 0, 0, 3]
+    # The last block runs again, and what the one before it has on the host arrives.
+    assert plan.saved_peak() == (9 + 1) * MIB + 3 * MIB
+    places = 3 * 2 * 2 * 512
+    assert plan.hosted_bytes() == 9 * MIB + places
+    assert plan.peak(Home.HOST) == 9 * MIB + places
+    assert hosted(planned(about(5), policy="full", every=2, activation_offloading=True)) == [1, 0, 1, 0, 0]
+    assert hosted(planned(about(), policy="full")) == [0] * 4
+    rows = [row for row in report.to_json(plan, None)["rows"] if row["tensors"] == "saved for backward"]
+    assert [(row["home"], row["count"], row["bytes"] // MIB) for row in rows[:2]] == [("host", 3, 9), ("device", 1, 3)]
+    assert "what is kept waits on the host" in table(plan)
+
+
+def test_auto_sends_what_would_not_fit_otherwise() -> None:
+    """Without offload: the link carries nothing else."""
+    state = Plan.baseline(about()).states(Home.DEVICE)
+    rates = replace(FAST, up_bytes_per_s=1e9, down_bytes_per_s=1e9, device_bytes_per_s=1e9)
+    budget = int((state + 12 * MIB) / 0.9) + 1  # all inputs would take 13 MiB with a block that runs again
+    known = about(rates=rates, device_bytes=budget)
+    assert planned(known, policy="auto", activation_offloading=False).peak(Home.DEVICE) > state + 12 * MIB
+    plan = planned(known, policy="auto")
+    assert plan.peak(Home.DEVICE) <= state + 12 * MIB + 1 and sum(hosted(plan)) > 0
+    without = planned(replace(known, machine=replace(known.machine, rates=None)), policy="auto")
+    assert sum(hosted(without)) == 0  # nobody knows whether the link has room
+
+
+@pytest.mark.parametrize(("link", "sends"), [(1e9, True), (1e5, False)])
+def test_auto_weighs_the_link(link: float, sends: bool) -> None:
+    """Products are dear, so a fast link is worth its while; a slow one is not."""
+    rates = replace(FAST, gemm_fp32_flops_per_s=1e11, up_bytes_per_s=link, down_bytes_per_s=link)
+    state = Plan.baseline(about(8)).states(Home.DEVICE)
+    known = about(8, rates=rates, device_bytes=int((state + 22 * MIB) / 0.9) + 1)
+    plan = planned(known, policy="auto")
+    assert (sum(hosted(plan)) > 0) is sends
+    assert plan.peak(Home.DEVICE) <= state + 22 * MIB + 1
+
+
+@pytest.mark.parametrize(("link", "mib", "sends"), [(1e10, 40, True), (1e8, 60, False)])
+def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, mib: int, sends: bool) -> None:
+    """A fast link carries products and inputs, and saves making them again; a slow one is busy with weights."""
+    rates = replace(FAST, gemm_fp32_flops_per_s=1e11, up_bytes_per_s=link, down_bytes_per_s=link)
+    given: dict[str, Any] = {"host_memory": "1TiB", "gpu_memory": mib * MIB}
+    seconds = {}
+    for allowed in ("auto", False):
+        plan = planned(about(8, rates=rates), policy="auto", activation_offloading=allowed, offload=given)
+        priced = price(plan)
+        assert priced is not None and plan.peak(Home.DEVICE) <= mib * MIB
+        seconds[allowed] = priced.seconds
+        assert (sum(hosted(plan)) > 0) is (sends and allowed == "auto")
+    assert seconds["auto"] <= seconds[False] * (0.9 if sends else 1)
+
+
+def test_the_host_must_hold_it() -> None:
+    plan = planned(about(8, rates=FAST), policy="full", activation_offloading=True, offload={"host_memory": "1TiB"})
+    assert plan.addresses is not None and plan.hosted_bytes() > 7 * MIB
+    assert plan.peak(Home.HOST) == plan.addresses.host_bytes + plan.hosted_bytes()
+    full = {"site": "host", "gpu_memory": "1GiB"}
+    least = planned(about(8), policy="full", activation_offloading=True, offload={**full, "host_memory": "1TiB"})
+    for host_memory in (least.peak(Home.HOST), least.peak(Home.HOST) - MIB):
+        given = {**full, "host_memory": host_memory}
+        if host_memory == least.peak(Home.HOST):
+            planned(about(8), policy="full", activation_offloading=True, offload=given)
+        else:
+            with pytest.raises(Refusal, match="host_memory"):
+                planned(about(8), policy="full", activation_offloading=True, offload=given)
 
 
 # --- together with offload -------------------------------------------------------------------------------------------
@@ -158,6 +241,10 @@ def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
     assert rows["full"]["seconds"] == pytest.approx(2 * 4 * (4 * MIB / 1e9 + 1.01e9 / 1e12))
     lines = report.text(plan, None).splitlines()
     assert [line.split()[:3] for line in lines[-2:]] == [["full", "4", "4.0"], ["this", "plan", "2"]]
+    sent = planned(about(), policy="selective", activation_offloading=True)
+    row = recomputed.to_json(sent)[-1]
+    assert [row[name] // MIB for name in ("kept_bytes", "hosted_bytes", "freed_bytes")] == [3, 9, 33]
+    assert "9.0 MiB" in report.text(sent, None).splitlines()[-1]
     unknown = planned(about(), policy="full")
     assert report.to_json(unknown, None)["recompute"][1]["seconds"] is None
     assert " ? " in report.text(unknown, None)
