@@ -1,7 +1,8 @@
 """The plan against the run: what was predicted and what is there, once, after the second step.
 
 By then every buffer exists and every kernel has had its workspace. Bytes that can be measured exactly: the arenas of a
-memory engine, what autograd saves in one forward, what crosses the link in one step. The process's peak holds
+memory engine, what autograd saves in one forward, what crosses the link in one step. What is saved is predicted for
+micro-batches of full length, on the device and over the link; shorter ones save less. The process's peak holds
 everything, libraries included, and is predicted with a round number for those. Seconds, where the plan has a simulated
 step: forward and backward as blocks are timed (``timing.py``), and the step as a whole.
 

@@ -27,17 +27,19 @@ from strategies.core.plan import INPUT, NONE, Keep
 
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
 EXPENSIVE = ("linear", "attention")  # kinds of operators whose outputs are small for what they cost
+GPU_PROPORTION, CPU_PROPORTION = 100, 5  # floating-point operations in the time of one byte, where nobody measured it
 
 
 Pace = Callable[[Work], float]  # seconds of work on the device
 
 
 def pace_of(facts: Facts) -> Pace:
-    """Where nobody knows the device's rates only their proportion counts: 100 operations per byte, as GPUs have."""
-    rates, precision = facts.machine.rates, facts.run.precision
+    """Where nobody knows the device's rates only their proportion counts: operations in the time of a byte."""
+    machine, precision = facts.machine, facts.run.precision
+    rates, proportion = machine.rates, GPU_PROPORTION if machine.has_accelerator else CPU_PROPORTION
     if rates is not None:
         return lambda work: rates.seconds(work, precision)
-    return lambda work: work.flops / 1e14 + work.touched_bytes / 1e12
+    return lambda work: work.flops / proportion + work.touched_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,32 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainer.bench.subjects import Plain
+from trainer.bench.subjects import Batch, Plain
 from trainer.bench.work import Work
 
 
 class Recomputed(Plain):
-    """``strategies.recompute``; ``auto`` with a budget between the predicted peaks of full (0) and of none (1)."""
+    """``strategies.recompute``; ``auto`` with a budget between the predicted peaks of full (0) and of none (1).
+
+    ``on_host``: what recomputed blocks keep waits on the host.
+    """
 
     def __init__(
-        self, work: Work, model: nn.Module, device: torch.device, *, policy: str, share: float | None = None
+        self,
+        work: Work,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        policy: str,
+        share: float | None = None,
+        on_host: bool = False,
     ) -> None:
         from strategies.core.compose import compose
         from strategies.core.plan import Home
         from strategies.core.registry import find
+        from strategies.core.sizes import SHARE
         from strategies.planner import report
         from trainer.memory import plan_for
 
@@ -34,10 +45,10 @@ class Recomputed(Plain):
         plans = {name: compose({"recompute": options(policy=name)}, facts) for name in ("full", "none")}
         if share is not None:
             least, most = (plans[name].peak(Home.DEVICE) for name in ("full", "none"))
-            # Where there is an accelerator, auto leaves a part of it free.
             budget = least + share * (most - least)
-            facts = replace(facts, machine=replace(facts.machine, name="cpu", device_bytes=int(budget)))
-        strategy = options(policy=policy)
+            left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of a GPU free
+            facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))
+        strategy = options(policy=policy, activation_offloading=on_host)
         plan = compose({"recompute": strategy}, facts)
         print(report.text(plan, None), flush=True)
         strategy.apply(model, plan)
@@ -47,6 +58,7 @@ class Recomputed(Plain):
             "policy": policy,
             "blocks": sum(plan.keep(unit.name).recomputes for unit in facts.units),
             "saved_bytes": sum(plan.saved_bytes(unit.name) for unit in facts.units),
+            "hosted_bytes": plan.hosted_bytes(),
             "saved_peak_bytes": plan.saved_peak(),
             "budget_for_saved_bytes": int(budget - plan.states(Home.DEVICE)) if share is not None else None,
         }
@@ -59,6 +71,15 @@ class HuggingFace(Plain):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         super().__init__(work, model, device)
         self.settings = {**self.settings, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+class OnCpu(HuggingFace):
+    """The same with ``torch.autograd.graph.save_on_cpu`` around forward: whatever is saved goes to pinned memory."""
+
+    def micro_batch(self, batch: Batch) -> Tensor:
+        """Forward under the hooks, then backward."""
+        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
+            return super().micro_batch(batch)
 
 
 class Compiled(Plain):
