@@ -172,6 +172,7 @@ class Line:
     """
 
     def __init__(self, units: Sequence[Unit], prices: Prices) -> None:
+        self._units = units
         known: dict[tuple[object, ...], list[Way]] = {}  # blocks are mostly alike
         self._ladders: list[list[Way]] = []
         last = last_block(units)
@@ -193,8 +194,28 @@ class Line:
 
     def at(self, place: int) -> list[Way]:
         """The ways of all units after ``place`` steps."""
+        return _with_shared(self._units, self.bare(place))
+
+    def bare(self, place: int) -> list[Way]:
+        """The same, each way as its block alone would have it."""
         taken = Counter(self.moves[:place])
         return [rungs[taken[index]] for index, rungs in enumerate(self._ladders)]
+
+
+def _with_shared(units: Sequence[Unit], ways: list[Way]) -> list[Way]:
+    """``ways`` with the inputs that blocks share, such as masks, in the account of the first block that keeps them.
+
+    They are counted with the first block. Where that is not recomputed and does not save them, the first that is does.
+    """
+    first = next((index for index, unit in enumerate(units) if unit.choices), 0)
+    heir = next((index for index, way in enumerate(ways) if way.policy != NONE), 0)
+    choices = units[first].choices
+    if choices is None or heir <= first:
+        return ways
+    shared = min(choices.running_bytes - units[first].saved_bytes, choices.input_bytes - choices.stream_bytes)
+    way = ways[heir]
+    ways[heir] = replace(way, saved_bytes=way.saved_bytes + shared, running_bytes=way.running_bytes + shared)
+    return ways
 
 
 def _likeness(unit: Unit, rungs: Sequence[Way]) -> object:
@@ -236,6 +257,7 @@ def _finished(line: Line, place: int, units: Sequence[Unit], prices: Prices) -> 
     """The plan one step before ``place``, with the block that the step moves kept in any other way."""
     if place == 0:
         return []
-    before, moved = line.at(place - 1), line.moves[place - 1]
+    before, moved = line.bare(place - 1), line.moves[place - 1]
     on_device = replace(prices, link_s=None) if moved >= last_block(units) - 1 else prices
-    return [[*before[:moved], way, *before[moved + 1 :]] for way in _ways(units[moved], on_device)]
+    others = ([*before[:moved], way, *before[moved + 1 :]] for way in _ways(units[moved], on_device))
+    return [_with_shared(units, ways) for ways in others]

@@ -10,7 +10,19 @@ import pytest
 from strategies.core.facts import Operator, Unit, Work
 from strategies.core.peak import Saved, backward_peak
 from strategies.core.plan import INPUT, NONE
-from strategies.planner.keep import FULL, SELECTIVE, Line, Prices, Way, _ways, by_policy, cheapest, everything, ladder
+from strategies.planner.keep import (
+    FULL,
+    SELECTIVE,
+    Line,
+    Prices,
+    Way,
+    _ways,
+    _with_shared,
+    by_policy,
+    cheapest,
+    everything,
+    ladder,
+)
 from tests.helpers.fakes import block, choosing, head
 
 
@@ -154,6 +166,21 @@ def test_blocks_are_recomputed_from_the_first() -> None:
         assert saved == sorted(saved)  # fewer bytes first
         assert len(set(saved)) <= 2
     assert sum(way.saved_bytes for way in line.at(0)) == sum(unit.saved_bytes for unit in units)
+
+
+def test_masks_that_blocks_share_are_counted_with_the_first_that_keeps_them() -> None:
+    """The first block is given them. Plain autograd does not save them; whoever is recomputed keeps them."""
+    alike = choosing(block(1, 8, 100), Operator("linear 0", 20, Work(flops=50)), input_bytes=10, stream_bytes=10)
+    assert alike.choices is not None
+    given = replace(alike.choices, input_bytes=17, running_bytes=alike.choices.running_bytes + 7)
+    units = [replace(alike, name="layers.0", choices=given), alike, replace(alike, name="layers.2")]
+    full, plain = (by_policy(alike, policy) for policy in (FULL, NONE))
+    cases = {(NONE, FULL, FULL): [100, 17, 10], (NONE, NONE, NONE): [100, 100, 100], (NONE, NONE, FULL): [100, 100, 17]}
+    for policies, sizes in cases.items():
+        ways = [full if policy == FULL else plain for policy in policies]
+        assert [way.saved_bytes for way in _with_shared(units, ways)] == sizes
+    ways = [by_policy(unit, FULL) for unit in units]
+    assert [way.saved_bytes for way in _with_shared(units, ways)] == [17, 10, 10]
 
 
 def test_where_nothing_fits_the_peak_is_lowest() -> None:
