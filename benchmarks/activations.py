@@ -1,0 +1,145 @@
+"""Saved tensors on the host, on machines that need not be here: our plans with and without them, simulated.
+
+    python benchmarks/activations.py --out benchmarks/records/NAME [--profiles rtx4090-pcie4,h100-pcie5]
+
+A 7 B Llama in bf16 with AdamW and clipping, rows of 2,048 tokens. In every column weights, gradients and state are
+placed by the same planner; the columns differ in what becomes of saved tensors. Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, Home
+from strategies.core.plan import Plan
+from strategies.core.protocol import Refusal
+from strategies.core.registry import find
+from strategies.planner.price import price
+from trainer.config import load
+from trainer.facts import gather
+from trainer.profiles import profile
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = (1, 2, 4, 8, 16, 32)
+BUDGETS: Mapping[str, tuple[int, ...]] = {"rtx4090-pcie4": (16, 21), "h100-pcie5": (20, 40, 71)}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "all kept": {"policy": "none"},
+    "selective": {"policy": "selective"},
+    "full": {"policy": "full"},
+    "full, inputs on the host": {"policy": "full", "activation_offloading": True},
+    "auto without the host": {"policy": "auto", "activation_offloading": False},
+    "auto": {"policy": "auto"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One machine, tokens per step and budget, with our plan for each way; None, where none fits."""
+
+    machine: str
+    tokens: int
+    budget: int
+    plans: Mapping[str, Plan | None]
+
+    def seconds(self, way: str) -> float | None:
+        """Simulated."""
+        plan = self.plans[way]
+        priced = price(plan) if plan is not None else None
+        return None if priced is None else priced.seconds
+
+    def hosted_bytes(self) -> int:
+        """On the host, as ``auto`` has it."""
+        plan = self.plans["auto"]
+        return plan.hosted_bytes() if plan is not None else 0
+
+
+def planned(known: Facts, options: Mapping[str, Any], budget: int) -> Plan | None:
+    """Our plan; the host has as much as it takes, so that columns differ in nothing else."""
+    strategies = {"recompute": options, "offload": {"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"}}
+    try:
+        return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, known)
+    except Refusal:
+        return None
+
+
+def cases(machines: list[str]) -> Iterator[Case]:
+    """All of them, in order."""
+    for name in machines:
+        for rows in ROWS:
+            size = f"training.per_device_train_batch_size={rows}"
+            known = gather(load(ROOT / "configs" / "recompute.yaml", [size]), 1, 1, profile(name))
+            for budget in BUDGETS[name]:
+                yield Case(name, rows * 2048, budget, {way: planned(known, o, budget) for way, o in WAYS.items()})
+
+
+def row(case: Case) -> list[str]:
+    """Cells of the table."""
+    seconds = [case.seconds(way) for way in WAYS]
+    *others, ours = seconds
+    least = min((value for value in others[:-2] + others[-1:] if value is not None), default=None)
+    gain = "" if ours is None else "fits alone" if least is None else f"{ours / least:.3f}"
+    return [
+        case.machine,
+        f"{case.tokens:,}",
+        f"{case.budget} GiB",
+        *("-" if value is None else f"{value:.3f}" for value in seconds),
+        f"{case.hosted_bytes() / (1 << 30):.1f} GiB",
+        gain,
+    ]
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    """For the record."""
+
+    def of(plan: Plan | None) -> dict[str, Any] | None:
+        priced = price(plan) if plan is not None else None
+        if plan is None or priced is None:
+            return None
+        keeps = [plan.keep(unit.name) for unit in plan.facts.units]
+        return {
+            **priced.to_json(),
+            "blocks_recomputed": sum(keep.recomputes for keep in keeps),
+            "blocks_on_host": sum(bool(keep.hosted) for keep in keeps),
+            "hosted_bytes": plan.hosted_bytes(),
+            "device_peak_bytes": plan.peak(Home.DEVICE),
+            "host_peak_bytes": plan.peak(Home.HOST),
+        }
+
+    return {
+        "machine": case.machine,
+        "tokens_per_step": case.tokens,
+        "budget_gib": case.budget,
+        "ways": {way: of(plan) for way, plan in case.plans.items()},
+    }
+
+
+def main() -> None:
+    """Write table.md and cases.json into the folder, with progress."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--profiles", default=",".join(BUDGETS))
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    done: list[Case] = []
+    began = time.perf_counter()
+    for case in cases(given.profiles.split(",")):
+        done.append(case)
+        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(row(case)), flush=True)
+        (given.out / "cases.json").write_text(json.dumps([as_json(one) for one in done], indent=1))
+    head = ["machine", "tokens per step", "budget", *WAYS, "auto has on the host", "auto / best that sends nothing"]
+    lines = [head, ["---"] * len(head), *map(row, done)]
+    (given.out / "table.md").write_text("\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
