@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from strategies.core.facts import Facts, RunFacts, UnitKind
-from strategies.core.plan import Decision, Plan
+from strategies.core.plan import Decision, Home, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import SHARE
 from strategies.planner.joint import all_prices
@@ -133,18 +133,18 @@ class Recompute(Strategy):
         def peak(ways: Sequence[Way]) -> int:
             return device_peak([way.saved for way in ways])
 
-        tried = [
+        def kept(ways: Sequence[Way]) -> Plan:
+            pairs = zip(facts.units, ways, strict=True)
+            return plan.amend((way.keep(unit.name, "") for unit, way in pairs), by="recompute")
+
+        on_device, *others = (
             cheapest(facts.units, each, peak, budget) for each in all_prices(facts, rates, may_host=self._may_host)
-        ]
-        fitting = [ways for ways in tried if peak(ways) <= budget]
+        )
+        held = [on_device, *(ways for ways in others if kept(ways).peak(Home.HOST) <= machine.host_bytes)]
+        fitting = [ways for ways in held if peak(ways) <= budget]
         if rates is None or not fitting:
-            return min(tried, key=peak) if not fitting else fitting[0]
-        kept = [
-            plan.amend((way.keep(unit.name, "") for unit, way in zip(facts.units, ways, strict=True)), by="recompute")
-            for ways in fitting
-        ]
-        seconds = [alone(each.facts_as_kept(), rates) for each in kept]
-        return fitting[min(range(len(fitting)), key=seconds.__getitem__)]
+            return min(fitting or held, key=peak)
+        return min(fitting, key=lambda ways: alone(kept(ways).facts_as_kept(), rates))
 
 
 def _why(way: Way) -> str:

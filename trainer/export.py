@@ -57,12 +57,13 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     """
     import torch
 
-    model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     probe, logits = probe_logits(trainer, model)
     expected = shapes(model)
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return None
+    state = plainly_named(gathered)
     if hasattr(model, "peft_config"):
         expected = {}  # reloaded adapters are called otherwise than trained ones; their values are compared
         if merge:
@@ -83,6 +84,11 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
     return replace(receipt, folder=folder)
+
+
+def plainly_named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` by the model's own names: a compiled model is the child of another, and shows it."""
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

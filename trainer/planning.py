@@ -49,9 +49,27 @@ def plan_of(
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=timing.read(folder, known, "unit_times" if resumes else "measured"))
     try:
-        return compose(config.strategies, known)
+        plan = compose(config.strategies, known)
     except (Conflict, Refusal) as refused:
         raise ConfigError(str(refused)) from None
+    _refuse_compiled(config, plan)
+    return plan
+
+
+def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
+    """A compiled graph keeps the shapes and strides of the weights that it met; one that is away has none of its own.
+
+    Raises:
+        ConfigError: weights travel, and the model is to be compiled.
+    """
+    keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+    key = next((key for key in keys if getattr(config.training, key)), None)
+    travels = plan.layout is not None and not all(bucket.resident for bucket in plan.layout.buckets)
+    if key is not None and travels:
+        raise ConfigError(
+            f"training.{key} = {str(getattr(config.training, key)).lower()}: weights travel in this plan, which "
+            f"compiled code does not allow; leave it out, or write strategies.offload.weights: resident"
+        )
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
@@ -103,18 +121,25 @@ def refuse_folder(folder: Path) -> None:
 
 
 def refuse_impossible(plan: Plan) -> None:
-    """The training state is certain; saved tensors are an estimate. Only what is certain ends a run.
+    """The training state is certain, and so are places on the host; what is saved on the device is an estimate. Only what
+    is certain ends a run.
 
     Raises:
-        ConfigError: the state alone is larger than the memory there is.
+        ConfigError: that alone is larger than the memory there is.
     """
     machine = plan.facts.machine
     for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
         needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home)
-        if needs > has:
+        waiting = plan.hosted_bytes() if home is Home.HOST else 0  # reserved
+        if needs + waiting > has:
             split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
             cures = f"use {split}training.bf16, or model.lora"
+            who = "the training state needs"
+            if waiting:
+                who = "the training state and what waits for backward need"
+                cures = "write strategies.recompute.activation_offloading: false" if needs <= has else cures
+            needs += waiting
             raise ConfigError(
-                f"the training state needs {human(needs)} on each rank's {home.value}, which has {human(has)}: "
+                f"{who} {human(needs)} on each rank's {home.value}, which has {human(has)}: "
                 f"{human(needs - has)} too much; {cures}"
             )

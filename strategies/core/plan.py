@@ -307,9 +307,9 @@ class Plan:
         return sum(self._places(unit.name) for unit in self.facts.units)
 
     def _places(self, unit: str) -> int:
-        """Room for what ``unit`` has on the host; an operator may have two outputs, each with a place of its own."""
+        """Room for what ``unit`` has on the host. Each output has a place of its own; an operator has up to four."""
         keep = self.keep(unit)
-        return keep.hosted_bytes + 2 * HOSTED_ALIGN * len(keep.hosted)
+        return keep.hosted_bytes + 4 * HOSTED_ALIGN * len(keep.hosted)
 
     def facts_as_kept(self) -> Facts:
         """The facts, with what backward does again and brings back: the price of a step is counted from them."""

@@ -17,9 +17,10 @@ make them fit, and nothing saved goes to the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from math import inf
 from typing import TypeAlias
 
@@ -107,10 +108,9 @@ class _Search:
         }
         points = [(0, 0), *((line, place) for line, places in grid.items() for place in places if place)]
         ranked = sorted(points, key=self._estimated)
-        tried = [
-            *[point for point in ranked if point[0] == 0][:TRIED],
-            *[point for point in ranked if point[0] > 0][:TRIED],
-        ]
+        tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
+        if not tried:
+            return points[-1]
         line, place = min(tried, key=self._seconds)
         tried += [(line, (place + other) // 2) for other in _neighbours(grid[line], place)]
         best = min(map(self._seconds, tried))
@@ -118,6 +118,11 @@ class _Search:
             (point for point in tried if self._seconds(point) <= best * (1 + SAME)),
             key=lambda point: (sum(way.hosted_bytes for way in self.ways(point)), point[1]),
         )
+
+    def _fitting(self, points: Sequence[Point], *, here: bool) -> Iterator[Point]:
+        """The first ``TRIED`` that fit: with all on the device, or on the other lines."""
+        of_line = (point for point in points if (point[0] == 0) is here)
+        return islice((point for point in of_line if isinstance(self._found(point), Layout)), TRIED)
 
     def first(self) -> Point:
         """The first place that fits with all on the device; the last one, where none does."""

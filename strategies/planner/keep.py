@@ -92,7 +92,7 @@ def by_policy(unit: Unit, policy: str, *, hosts: bool = False) -> Way:
     if choices is None or policy == NONE:
         return everything(unit)
     kept = [op for op in choices.operators if policy == SELECTIVE and op.name.split()[0] in EXPENSIVE]
-    way = _way(policy, choices, kept, _all_of(kept) if hosts else ())
+    way = _way(policy, choices, kept, _all_of(kept) if hosts and choices.stream_bytes else ())
     return way if way.saved_bytes < unit.saved_bytes else everything(unit)
 
 

@@ -24,7 +24,12 @@ A place on the host is given back when the last reference to what was sent is go
 may be run again over a graph that was retained. A copy down waits for the last copy up, which may read its place.
 
 Places are a stack: forward puts, backward takes in reverse. A tensor for which there is no place, or which has gaps, is
-not sent: it stays on the device, is counted, and the first time is said.
+not sent; this is counted, and said the first time. The mapping is made when the first tensor comes: by then weights
+have moved to where they rest, and the host no longer has them twice.
+
+[Note: no graph] The room must not hold a graph: through it the graph would hold itself for ever. Outputs are given
+before autograd has seen them, so it is at the end of their block that they are exchanged for aliases without one.
+These share the version, by which a later write is seen.
 
 Refused: a tensor that is written to after it was sent. What came back would be neither its old value nor its new one.
 """
@@ -34,7 +39,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +49,7 @@ from torch import Tensor, nn
 from strategies.core.plan import HOSTED_ALIGN
 from strategies.core.render import human
 from strategies.runtime.arena import Pages
-from strategies.runtime.scopes import Handle, tensors_in
+from strategies.runtime.scopes import tensors_in
 from strategies.runtime.transfer import Event, Lane, Transfer, transfer_for
 
 logger = logging.getLogger(__name__)
@@ -109,10 +114,9 @@ class HostRoom:
         self._leaving: list[Leaving] = []
         self._coming: list[tuple[weakref.ref[Sent], Tensor, Event]] = []
         self._last_up: Event | None = None
-        self._handles: list[Handle] = []
         for index, block in enumerate(blocks):
-            self._handles.append(block.register_forward_pre_hook(partial(self._begin, index)))
-            self._handles.append(block.register_forward_hook(partial(self._end, index)))
+            block.register_forward_pre_hook(partial(self._begin, index))
+            block.register_forward_hook(partial(self._end, index), always_call=True)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -122,27 +126,30 @@ class HostRoom:
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def _begin(self, index: int, module: nn.Module, inputs: Any) -> None:
+        if index <= self._block:
+            self._release(None)  # of an earlier forward
         self._block = index
         self._sent[index] = []
 
-    def send(self, tensor: Tensor) -> Sent | Tensor:
-        """Start to copy ``tensor`` down. The caller keeps what is returned instead: the same, if it cannot go."""
+    def send(self, tensor: Tensor) -> Sent | None:
+        """Start to copy ``tensor`` down. The caller keeps what is returned instead; None: it cannot go."""
         transfer, pages = self._opened(tensor.device)
-        if tensor.device != self._device:
-            return tensor  # the state of random numbers, which a fused attention returns
-        source, place = flat(tensor), self._take(tensor.nbytes)
+        source = flat(tensor)
+        place = None if source is None else self._take(tensor.nbytes)
         if source is None or place is None:
-            return self._refuse(tensor)
+            self._refuse(tensor)
+            return None
+        sent = Sent(self, place, tensor)  # from here on the place is free again if anything fails
         transfer.writes(Lane.COMPUTE, source)
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), self._last_up)
         transfer.copy(Lane.DOWN, self._memory(pages, place, source), source)
-        sent = Sent(self, place, tensor)
         self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Lane.DOWN)))
         self._sent.setdefault(self._block, []).append(weakref.ref(sent))
         return sent
 
     def _end(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._release(index)
+        self._release(index if output is not None else None)  # None: an error
+        self._leaving = [replace(one, tensor=one.tensor.detach()) for one in self._leaving]  # see [Note: no graph]
         if not torch.is_grad_enabled():
             return
         soon = [*self._sent.get(index, []), *self._sent.get(index - 1, [])]
@@ -158,11 +165,7 @@ class HostRoom:
             assert self._transfer is not None
             self._transfer.wait(Lane.COMPUTE, one.event)
             self._transfer.writes(Lane.COMPUTE, flat(one.tensor))  # whoever gets the memory next
-            if one.tensor._version != one.version:
-                raise RuntimeError(
-                    "a saved tensor was written to after it was sent to the host: write "
-                    "strategies.recompute.activation_offloading: false"
-                )
+            unwritten(one.tensor, one.version)
         self._forget()
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -203,11 +206,12 @@ class HostRoom:
 
     def _forget(self) -> None:
         """Give up what came up for a graph that is gone."""
-        for ref, _, event in self._coming:
-            if ref() is None:
-                assert self._transfer is not None
-                self._transfer.wait(Lane.COMPUTE, event)
-        self._coming = [one for one in self._coming if one[0]() is not None]
+        coming, self._coming = self._coming, []
+        for one in coming:
+            if one[0]() is not None:
+                self._coming.append(one)
+            elif self._transfer is not None:
+                self._transfer.wait(Lane.COMPUTE, one[2])
 
     # --- the host's memory -------------------------------------------------------------------------------------------
 
@@ -216,11 +220,11 @@ class HostRoom:
         if self._transfer is None:
             self._transfer = transfer_for(device)
         if self._pages is None:
-            self._device = device
-            self._pages = Pages(self.num_bytes, "what waits on the host for backward")
+            pages = Pages(self.num_bytes, "what waits on the host for backward")
             if device.type == "cuda":
-                self._pages.pin()
-                weakref.finalize(self, self._pages.unpin)
+                pages.pin()
+                weakref.finalize(self, pages.unpin)
+            self._device, self._pages = device, pages
         return self._transfer, self._pages
 
     def _take(self, num_bytes: int) -> Place | None:
@@ -237,18 +241,33 @@ class HostRoom:
     def _memory(self, pages: Pages, place: Place, like: Tensor) -> Tensor:
         return pages.memory[place.start : place.start + like.nbytes].view(like.dtype)
 
-    def _refuse(self, tensor: Tensor) -> Tensor:
+    def _refuse(self, tensor: Tensor) -> None:
         self.num_refused += 1
         if self.num_refused == 1:
             logger.warning(
-                "a saved tensor of %s stays on the device: the host has no place for it, or it has gaps",
+                "a saved tensor of %s does not go to the host, which has no place for it, or it has gaps: inputs stay "
+                "on the device, the rest is made again",
                 human(tensor.nbytes),
             )
-        return tensor
+
+
+def unwritten(tensor: Tensor, version: int) -> Tensor:
+    """``tensor``, if nobody has written to it since it had that version.
+
+    Raises:
+        RuntimeError: somebody has.
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "a saved tensor was written to before backward: write strategies.recompute.activation_offloading: false"
+        )
+    return tensor
 
 
 def flat(tensor: Tensor) -> Tensor | None:
     """All elements of ``tensor`` in the order in which they lie in memory; None, where there are gaps or overlaps."""
+    if tensor.numel() == 0:
+        return tensor.detach().as_strided((0,), (1,))
     order = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     expected = 1
     for stride, size in order:

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT
-from strategies.runtime.activations import HostRoom, Sent
+from strategies.runtime.activations import HostRoom, Sent, unwritten
 from strategies.runtime.scopes import tensors_in
 
 if TYPE_CHECKING:
@@ -144,12 +144,12 @@ class Sending(TorchDispatchMode):
         if name in self._kept:
             return out
         if name in self._hosted:
-            self.sent[func, self._calls[func]] = tree_map(self._send, out)
+            made = [tensor for tensor in tensors_in(out) if tensor.device == args[0].device]
+            sent = {id(tensor): self._room.send(tensor) for tensor in made}
+            if None not in sent.values():  # otherwise it runs again
+                self.sent[func, self._calls[func]] = tree_map(lambda value: sent.get(id(value), value), out)
         self._calls[func] += 1
         return out
-
-    def _send(self, value: Any) -> Any:
-        return self._room.send(value) if isinstance(value, Tensor) else value
 
 
 class Receiving(TorchDispatchMode):
@@ -216,10 +216,14 @@ class Checkpointed:
         room, start = self.room, stream.data_ptr()
         del args, stream
 
-        def pack(tensor: Tensor) -> Sent | Tensor:
-            return room.send(tensor) if tensor.data_ptr() == start else tensor
+        def pack(tensor: Tensor) -> Sent | tuple[Tensor, int]:
+            sent = room.send(tensor) if tensor.data_ptr() == start else None
+            return (tensor, tensor._version) if sent is None else sent  # hooks switch off torch's own look at versions
 
-        with saved_tensors_hooks(pack, _received):
+        def unpack(kept: Sent | tuple[Tensor, int]) -> Tensor:
+            return kept.get() if isinstance(kept, Sent) else unwritten(*kept)
+
+        with saved_tensors_hooks(pack, unpack):
             yield
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -108,7 +108,8 @@ class Transfer:
 class CudaTransfer(Transfer):
     """One stream up, one down; compute is whatever stream the caller runs on.
 
-    A GPU has one copy engine per direction: more streams would add no bandwidth.
+    A GPU has one copy engine per direction: more streams would add no bandwidth. Saved tensors have a transfer of their
+    own all the same (``activations.py``): they would queue behind weights that wait for their places.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -30,7 +30,7 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
     accelerator = SimpleNamespace(
-        unwrap_model=lambda wrapped: wrapped, get_state_dict=lambda wrapped: wrapped.state_dict()
+        unwrap_model=lambda wrapped, keep_torch_compile: wrapped, get_state_dict=lambda wrapped: wrapped.state_dict()
     )
     return SimpleNamespace(
         accelerator=accelerator,
@@ -85,6 +85,21 @@ def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Mapping[str, A
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
     assert (receipt.folder / "tokenizer.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    """Its own names show that it is compiled; nobody who loads it should see that."""
+    from accelerate import Accelerator
+
+    model = built()
+    train = loop(model)
+    train.accelerator = Accelerator(cpu=True)
+    train.model_wrapped = torch.compile(model, backend="eager")
+    assert next(iter(train.model_wrapped.state_dict())).startswith("_orig_mod.")
+    receipt = export(train, _tokenizer(), tmp_path / "export", merge=False)
+    assert receipt is not None and receipt.num_tensors == len(model.state_dict())
+    again = AutoModelForCausalLM.from_pretrained(receipt.folder).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_merged_adapters(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_all_that_is_kept_waits_on_the_host() -> None:
     assert [plan.saved_bytes(unit.name) // MIB for unit in plan.facts.units[1:-1]] == [0, 0, 0, 3]
     # The last block runs again, and what the one before it has on the host arrives.
     assert plan.saved_peak() == (9 + 1) * MIB + 3 * MIB
-    places = 3 * 2 * 2 * 512
+    places = 3 * 2 * 4 * 512
     assert plan.hosted_bytes() == 9 * MIB + places
     assert plan.peak(Home.HOST) == 9 * MIB + places
     assert hosted(planned(about(5), policy="full", every=2, activation_offloading=True)) == [1, 0, 1, 0, 0]
@@ -127,6 +127,8 @@ def test_auto_sends_what_would_not_fit_otherwise() -> None:
     assert planned(known, policy="auto", activation_offloading=False).peak(Home.DEVICE) > state + 12 * MIB
     plan = planned(known, policy="auto")
     assert plan.peak(Home.DEVICE) <= state + 12 * MIB + 1 and sum(hosted(plan)) > 0
+    small = replace(known, machine=replace(known.machine, host_bytes=MIB))
+    assert sum(hosted(planned(small, policy="auto"))) == 0
     without = planned(replace(known, machine=replace(known.machine, rates=None)), policy="auto")
     assert sum(hosted(without)) == 0  # nobody knows whether the link has room
 

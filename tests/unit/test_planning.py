@@ -1,0 +1,43 @@
+"""From a config to a plan: what is refused once the plan is known."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strategies.core.compose import compose
+from strategies.core.plan import INPUT, Keep
+from strategies.core.registry import find
+from tests.helpers.fakes import GPU, block, facts, head
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.errors import ConfigError
+from trainer.machine import probe
+from trainer.planning import plan_of, refuse_impossible
+from trainer.ranks import Ranks
+
+
+@pytest.mark.parametrize("key", ["torch_compile", "torch_compile_backend"])
+def test_weights_that_travel_cannot_be_compiled(tmp_path: Path, key: str) -> None:
+    given = True if key == "torch_compile" else "eager"
+    config = run_config({**LLAMA, "num_hidden_layers": 4}, output_dir=tmp_path, **{key: given})
+    for weights, refused in (("resident", False), ("streamed", True)):
+        options = {"offload": find("offload").model_validate({"weights": weights, "site": "host"})}
+        asked = config.model_copy(update={"strategies": options})
+        if refused:
+            with pytest.raises(ConfigError, match=rf"training\.{key} = .*: weights travel in this plan"):
+                plan_of(asked, Ranks(), probe())
+        else:
+            plan_of(asked, Ranks(), probe())
+
+
+def test_places_on_the_host_are_as_certain_as_the_state() -> None:
+    machine = replace(GPU, host_bytes=1000)
+    plan = compose({}, facts(block(0, 8, 100), head(8), machine=machine))
+    refuse_impossible(plan)
+    sent = Keep(
+        unit="layers.0", reason="", policy="full", saved_bytes=0, hosted=(INPUT,), hosted_bytes=machine.host_bytes
+    )
+    with pytest.raises(
+        ConfigError, match=r"each rank's host.*write strategies\.recompute\.activation_offloading: false"
+    ):
+        refuse_impossible(plan.amend([sent], by="a test"))
