@@ -121,8 +121,8 @@ def refuse_folder(folder: Path) -> None:
 
 
 def refuse_impossible(plan: Plan) -> None:
-    """The training state is certain, and so are places on the host; what is saved on the device is an estimate. Only what
-    is certain ends a run.
+    """The training state is certain, and so are places on the host; what is saved on the device is an estimate. Only
+    what is certain ends a run.
 
     Raises:
         ConfigError: that alone is larger than the memory there is.
