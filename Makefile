@@ -37,7 +37,7 @@ format: $(READY) ## format the code
 docs: $(READY) ## write docs/config.md from the config models
 	python -m trainer.config.doc > docs/config.md
 
-gpu-check: $(READY) ## on a machine with a GPU: parity there; PART=plan, offload-1.3b, offload-6.7b, recompute or linear
+gpu-check: $(READY) ## on a machine with a GPU: parity there; PART=plan, offload-1.3b, offload-6.7b, recompute, linear
 	bash benchmarks/gpu_check.sh $(PART)
 
 bench: $(READY) ## offload against its peers, on this machine; a record under benchmarks/records

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # On a machine with a GPU, in parts of at most nine minutes:
-#   gpu_check.sh parity | plan | offload-1.3b | offload-6.7b | recompute | linear
-# parity: what the machine is, every ZeRO stage and the memory engine against plain training there, the quickstart.
+#   gpu_check.sh parity | plan | offload-1.3b | offload-6.7b | recompute | recompute-eager | linear
+# parity: what the machine is, every ZeRO stage, the memory engine and saved tensors on the host against plain training
+# there, the quickstart.
 # plan: the machine's rates and block times, then predicted against measured peak and step at three budgets.
 # offload-*: our engine against its peers at several tokens per step and budgets.
-# recompute, linear: each against its peers.
+# recompute (fused attention), recompute-eager (explicit), linear: each against its peers.
 # Records go to $OUT (default: runs/gpu-check); the short table is printed last.
 set -uo pipefail
 part=${1:-parity}
@@ -68,12 +69,14 @@ plan)
   ;;
 offload-1.3b) offload 1.3b 2 ;;
 offload-6.7b) offload 6.7b 1 --subjects ours-host,ours-streamed,ours-budget,deepspeed-zero2,deepspeed-zero3 ;;
-recompute)
-  for attention in sdpa eager; do
-    "$python" launch/bench.py recompute --model 1.3b --dtype bf16 --tokens 4096 --attention "$attention" --rounds 3 \
-      --out "$out/recompute-$attention" >"$out/recompute-$attention.txt" 2>&1
-    { echo "== recompute, $attention: exit $?"; tail -n 14 "$out/recompute-$attention.txt"; } >>"$out/summary.txt"
-  done
+recompute | recompute-eager)
+  attention=sdpa
+  [ "$part" = recompute ] || attention=eager
+  "$python" launch/bench.py recompute --model 1.3b --dtype bf16 --tokens 4096 --attention "$attention" --rounds 3 \
+    --subjects plain,ours-selective,ours-selective-host,ours-full,ours-full-host,ours-auto-0,ours-auto-50,\
+hf-checkpointing,hf-checkpointing-host,compile-budget-50 \
+    --out "$out/recompute-$attention" >"$out/recompute-$attention.txt" 2>&1
+  { echo "== recompute, $attention: exit $?"; tail -n 14 "$out/recompute-$attention.txt"; } >>"$out/summary.txt"
   ;;
 linear)
   "$python" launch/bench.py linear --dtypes bf16 --tokens 2048,8192 --seconds 0.5 --steps 8 --out "$out/linear" \
@@ -81,7 +84,7 @@ linear)
   { echo "== linear: exit $?"; tail -n 14 "$out/linear.txt"; } >>"$out/summary.txt"
   ;;
 *)
-  echo "unknown part '$part': parity, plan, offload-1.3b, offload-6.7b, recompute or linear" >&2
+  echo "unknown part '$part': parity, plan, offload-1.3b, offload-6.7b, recompute, recompute-eager or linear" >&2
   exit 2
   ;;
 esac

@@ -1,4 +1,4 @@
-"""The memory engine on a GPU: the exactness grid there, and a race hunt with random pauses on the streams.
+"""The memory engine and saved tensors on the host, on a GPU: exactness there, and races with pauses on the streams.
 
     python -m benchmarks.gpu_engine --out folder [--cases 120] [--device cuda]
 
@@ -14,15 +14,19 @@ import random
 import sys
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strategies.runtime.recompute import recompute, room_of
 from strategies.runtime.transfer import CudaTransfer, Delayed, Lane, Transfer, transfer_for
 from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FP32, both, title
+from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
+from trainer.memory import plan_for
 
 LONGEST_PAUSE = 2_000_000  # clock cycles: about a millisecond, longer than any copy or kernel of these models
 
@@ -61,6 +65,30 @@ def try_case(row: Any, dtype: torch.dtype, device: str, *, pauses: bool) -> dict
     return record | {"seconds": time.perf_counter() - started_s}
 
 
+def saved_on_host(device: str) -> list[dict[str, Any]]:
+    """Gradients with saved tensors on the host and without, against plain training with dropout: bit for bit."""
+    batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches()]
+    found = []
+    for name, attention, dtype, policy in product(
+        ("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES
+    ):
+        record = {"case": f"{name} {attention}: {policy}", "dtype": str(dtype), "site": "device", "error": ""}
+        try:
+            plain, model = (made(name, True, attention, dtype).to(device) for _ in range(2))
+            facts = plan_for(model, batch=micro_batches()[0]).facts
+            recompute(
+                model, decided(facts, POLICIES[policy]), Paused(torch.device(device)) if "cuda" in device else None
+            )
+            pairs = zip(steps(plain, batches * 2), steps(model, batches * 2), strict=True)
+            room = room_of(model)
+            unequal = sum(not torch.equal(one[key], two[key]) for one, two in pairs for key in one)
+            record |= {"worst": float(unequal), "refused": room.num_refused if room else 0}
+        except Exception as error:  # the table shows it, the others still run
+            record |= {"worst": float("inf"), "error": f"{type(error).__name__}: {error}"}
+        found.append(record)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -75,6 +103,7 @@ def main() -> int:
     for number, (row, dtype) in enumerate(cases[: arguments.cases], start=1):
         records.append(try_case(row, dtype, arguments.device, pauses=number % 2 == 0))
         print(f"\r{number}/{min(arguments.cases, len(cases))}", end="", file=sys.stderr, flush=True)
+    records += saved_on_host(arguments.device)
     (arguments.out / "engine.json").write_text(json.dumps(records, indent=1))
     counts: Counter[str] = Counter()
     for record in records:

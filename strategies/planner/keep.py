@@ -11,6 +11,10 @@ plans, on which bytes only fall and seconds only rise: the first plan that fits 
 border may skip to any other way of keeping that fits as well and costs less. The last block is tried both ways: its
 backward begins at once, so that little is freed there.
 
+With a price per byte on the link there are more ways: what a block keeps may wait on the host, its input alone or all
+of it. Whatever is dearer to make again than that price then goes there. What the last block saves is wanted at once,
+and what the one before it sent would arrive beside that, at the peak: these two send nothing.
+
 Compared with the best of all plans, by enumeration, in ``tests/unit/test_planner_keep.py``.
 """
 
@@ -44,9 +48,7 @@ def pace_of(facts: Facts) -> Pace:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to keep a block: bytes from forward on and while backward runs, what is kept, what of that waits on the
-    host, what is done again.
-    """
+    """One way to keep a block: bytes from forward on and in backward, what is kept, done again, and on the host."""
 
     policy: str
     saved_bytes: int
@@ -111,6 +113,7 @@ class Prices:
     inputs_only: bool = False
 
     def of(self, way: Way) -> float:
+        """Seconds per micro-batch."""
         return self.pace(way.again) + (self.link_s or 0.0) * way.hosted_bytes
 
     def per_byte(self, before: Way, after: Way) -> float:
@@ -131,8 +134,9 @@ def ladder(unit: Unit, prices: Prices) -> list[Way]:
 
 
 def _ways(unit: Unit, prices: Prices) -> list[Way]:
-    """Everything; and the input with a prefix of the operators, the dearest per byte first: all of it on the device,
-    or the input on the host, or all of it.
+    """Everything; and the input with a prefix of the operators, the dearest per byte first.
+
+    Each of these with all of it on the device, with the input on the host, and with all of it there.
     """
     if unit.choices is None:
         return [everything(unit)]
@@ -165,22 +169,17 @@ def _way(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Sequen
 
 
 class Line:
-    """The line of plans for ``units``: at place n, n steps down their ladders are taken, the cheapest ones.
-
-    What the last block saves is wanted at once, and what the one before it saves would arrive beside that, at the peak:
-    neither goes to the host.
-    """
+    """The line of plans for ``units``: at place n, n steps down their ladders are taken, the cheapest ones."""
 
     def __init__(self, units: Sequence[Unit], prices: Prices) -> None:
         self._units = units
         known: dict[tuple[object, ...], list[Way]] = {}  # blocks are mostly alike
         self._ladders: list[list[Way]] = []
-        last = last_block(units)
         for index, unit in enumerate(units):
-            stays = index >= last - 1
-            key = (unit.saved_bytes, unit.choices, stays)
+            its = _prices_of(units, index, prices)
+            key = (unit.saved_bytes, unit.choices, its.link_s)
             if key not in known:
-                known[key] = ladder(unit, replace(prices, link_s=None) if stays else prices)
+                known[key] = ladder(unit, its)
             self._ladders.append(known[key])
         # The first block is given the masks that all share, and counts them. It is like the others for all that: who
         # does the same work pays the same price, and the first comes first.
@@ -227,6 +226,11 @@ def _steps(rungs: Sequence[Way], prices: Prices) -> list[float]:
     return [prices.per_byte(before, after) for before, after in pairwise(rungs)]
 
 
+def _prices_of(units: Sequence[Unit], index: int, prices: Prices) -> Prices:
+    """``prices`` for one unit: the last two blocks send nothing."""
+    return replace(prices, link_s=None) if index >= last_block(units) - 1 else prices
+
+
 def last_block(units: Sequence[Unit]) -> int:
     """The place of the last block; what it saves is wanted at once."""
     return max((index for index, unit in enumerate(units) if unit.kind is UnitKind.BLOCK), default=0)
@@ -258,6 +262,6 @@ def _finished(line: Line, place: int, units: Sequence[Unit], prices: Prices) -> 
     if place == 0:
         return []
     before, moved = line.bare(place - 1), line.moves[place - 1]
-    on_device = replace(prices, link_s=None) if moved >= last_block(units) - 1 else prices
-    others = ([*before[:moved], way, *before[moved + 1 :]] for way in _ways(units[moved], on_device))
-    return [_with_shared(units, ways) for ways in others]
+    ways = _ways(units[moved], _prices_of(units, moved, prices))
+    others = ([*before[:moved], way, *before[moved + 1 :]] for way in ways)
+    return [_with_shared(units, each) for each in others]
