@@ -387,6 +387,7 @@ def _answer(decision: Decision) -> tuple[object, ...]:
     return tuple(getattr(decision, name) for name in names if name not in ("reason", "unit"))
 
 
+_NOTHING = (("routes", ()), ("kept", ()), ("hosted", ()), ("hosted_bytes", 0), ("again", NO_WORK))
 _UNSAID = ("reason", "unit", "kind", "open", "may_host")
 
 
@@ -396,4 +397,4 @@ def _words(decision: Decision) -> str:
     names = [name for kind in kinds for name in getattr(kind, "__slots__", ()) if name not in _UNSAID]
     values = ((name, getattr(decision, name)) for name in names)
     said = ((name, value.value if isinstance(value, Enum) else value) for name, value in values)
-    return ", ".join(f"{name}={value}" for name, value in said if value not in ((), NO_WORK))
+    return ", ".join(f"{name}={value}" for name, value in said if (name, value) not in _NOTHING)

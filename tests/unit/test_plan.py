@@ -335,6 +335,7 @@ def test_json_is_json() -> None:
         "saved_bytes": 2000,
         "choices": None,
         "again": {"flops": 0, "touched_bytes": 0},
+        "hosted_bytes": 0,
     }
     assert written["totals"]["device"]["parameters"] == plan.total(Kind.PARAM) == 2 * 50
     assert sum(row["bytes"] for row in written["rows"] if row["tensors"] == "moments") == plan.total(Kind.MOMENT)
