@@ -36,7 +36,7 @@ from strategies.core.plan import Decision, Home, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import SHARE
 from strategies.planner.joint import all_prices
-from strategies.planner.keep import AUTO, Way, by_policy, cheapest, everything, last_block
+from strategies.planner.keep import AUTO, Way, by_policy, cheapest, everything, last_block, within_host
 from strategies.planner.price import alone
 
 if TYPE_CHECKING:
@@ -137,13 +137,12 @@ class Recompute(Strategy):
             pairs = zip(facts.units, ways, strict=True)
             return plan.amend((way.keep(unit.name, "") for unit, way in pairs), by="recompute")
 
-        on_device, *others = (
-            cheapest(facts.units, each, peak, budget) for each in all_prices(facts, rates, may_host=self._may_host)
-        )
-        held = [on_device, *(ways for ways in others if kept(ways).peak(Home.HOST) <= machine.host_bytes)]
-        fitting = [ways for ways in held if peak(ways) <= budget]
+        spare = machine.host_bytes - plan.peak(Home.HOST)
+        prices = all_prices(facts, rates, may_host=self._may_host)
+        tried = [cheapest(facts.units, within_host(facts.units, each, spare), peak, budget) for each in prices]
+        fitting = [ways for ways in tried if peak(ways) <= budget]
         if rates is None or not fitting:
-            return min(fitting or held, key=peak)
+            return min(fitting or tried, key=peak)
         return min(fitting, key=lambda ways: alone(kept(ways).facts_as_kept(), rates))
 
 

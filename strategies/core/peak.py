@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+HOSTED_ALIGN = 512  # places on the host begin on such a boundary
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -39,3 +41,8 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
         arriving = units[index - 1].hosted if index else 0
         highest = max(highest, before + unit.working + arriving + after)
     return highest
+
+
+def places(num_bytes: int, number: int) -> int:
+    """Room on the host for outputs of so many operators. Each output has a place; an operator has up to four."""
+    return num_bytes + 4 * HOSTED_ALIGN * number

@@ -26,12 +26,11 @@ from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
 from strategies.core.linears import Routes
-from strategies.core.peak import Saved, backward_peak
+from strategies.core.peak import Saved, backward_peak, places
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
 INPUT = "input"  # a block's hidden states, among the names of what may wait on the host
-HOSTED_ALIGN = 512  # places on the host begin on such a boundary
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
 Slot: TypeAlias = tuple[str, ...]
 
@@ -304,12 +303,8 @@ class Plan:
 
     def hosted_bytes(self) -> int:
         """Reserved on the host for saved tensors that wait there."""
-        return sum(self._places(unit.name) for unit in self.facts.units)
-
-    def _places(self, unit: str) -> int:
-        """Room for what ``unit`` has on the host. Each output has a place of its own; an operator has up to four."""
-        keep = self.keep(unit)
-        return keep.hosted_bytes + 4 * HOSTED_ALIGN * len(keep.hosted)
+        keeps = (self.keep(unit.name) for unit in self.facts.units)
+        return sum(places(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
 
     def facts_as_kept(self) -> Facts:
         """The facts, with what backward does again and brings back: the price of a step is counted from them."""

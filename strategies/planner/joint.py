@@ -5,6 +5,7 @@ Where recomputation was left open, each place on its line of plans (``keep.py``)
 gradients and state; the rule says what moves then (``rule.py``), the simulator how long a step takes. There are several
 lines: nothing goes to the host; inputs of blocks do; and whatever is cheaper there than made again, at some prices of a
 byte on the link. What it really costs depends on all else that crosses the link: the simulator chooses between lines.
+Where the host is too small for what all blocks would send, the first ones send.
 
 Places on a grid over all lines are ranked by an estimate, which asks for no layout. The best of them are worked out and
 simulated, then what lies half way to the neighbours of the fastest. The fastest plan is taken; of those that are as
@@ -24,12 +25,13 @@ from itertools import islice
 from math import inf
 from typing import TypeAlias
 
-from strategies.core.facts import Facts, Rates
+from strategies.core.facts import Facts, Home, Rates
 from strategies.core.layout import Layout
 from strategies.core.plan import NONE, Keep, Plan
 from strategies.core.protocol import Refusal
+from strategies.planner.addresses import arena_bytes
 from strategies.planner.frames import Wishes
-from strategies.planner.keep import Line, Prices, Way, pace_of
+from strategies.planner.keep import Line, Prices, Way, pace_of, within_host
 from strategies.planner.price import price_of
 from strategies.planner.rule import choose, quickest
 
@@ -83,17 +85,26 @@ class _Search:
         keeps = [plan.keep(unit.name) for unit in facts.units]
         pairs = zip(facts.units, keeps, strict=True)
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
-        prices = all_prices(facts, self._rates, may_host=any(keep.may_host for keep in keeps))
-        self._lines = [Line(units, each) for each in prices]
         self._kept = cache(self._keep)
         self._found = cache(self._try)
         self._seconds = cache(self._time)
         self._estimated = cache(self._estimate)
+        here, *others = all_prices(facts, self._rates, may_host=any(keep.may_host for keep in keeps))
+        self._lines = [Line(units, here)]
+        if others:
+            spare = self._spare_bytes()
+            self._lines += [Line(units, within_host(units, each, spare)) for each in others]
 
     @property
     def knows(self) -> bool:
         """Whether times can be compared."""
         return self._rates is not None
+
+    def _spare_bytes(self) -> int:
+        """Of the host, beside what rests there if all blocks are made again."""
+        least = self._found((0, len(self._lines[0].moves)))
+        taken = arena_bytes(least)[Home.HOST] if isinstance(least, Layout) else 0
+        return self._wishes.host_bytes - taken
 
     def ways(self, point: Point) -> list[Way]:
         """How each unit is kept."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from strategies.core.facts import NO_WORK, Choices, Facts, Operator, Unit, UnitKind, Work
-from strategies.core.peak import Saved
+from strategies.core.peak import Saved, places
 from strategies.core.plan import INPUT, NONE, Keep
 
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
@@ -106,11 +106,13 @@ class Prices:
         pace: seconds of what is done again.
         link_s: seconds per byte that goes to the host and comes back; None: nothing may.
         inputs_only: outputs of operators may not.
+        senders: units before this one may send, the others not: the host may be too small for all.
     """
 
     pace: Pace
     link_s: float | None = None
     inputs_only: bool = False
+    senders: int | None = None
 
     def of(self, way: Way) -> float:
         """Seconds per micro-batch."""
@@ -228,7 +230,18 @@ def _steps(rungs: Sequence[Way], prices: Prices) -> list[float]:
 
 def _prices_of(units: Sequence[Unit], index: int, prices: Prices) -> Prices:
     """``prices`` for one unit: the last two blocks send nothing."""
-    return replace(prices, link_s=None) if index >= last_block(units) - 1 else prices
+    end = last_block(units) - 1 if prices.senders is None else min(last_block(units) - 1, prices.senders)
+    return replace(prices, link_s=None) if index >= end else prices
+
+
+def within_host(units: Sequence[Unit], prices: Prices, spare: int) -> Prices:
+    """``prices`` with as many senders, from the first, as ``spare`` bytes on the host hold."""
+    line, total = Line(units, prices), 0
+    for index, way in enumerate(line.bare(len(line.moves))):
+        total += places(way.hosted_bytes, len(way.hosted))
+        if total > spare:
+            return replace(prices, senders=index)
+    return prices
 
 
 def last_block(units: Sequence[Unit]) -> int:

@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.plan import HOSTED_ALIGN
+from strategies.core.peak import HOSTED_ALIGN
 from strategies.core.render import human
 from strategies.runtime.arena import Pages
 from strategies.runtime.scopes import tensors_in

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from strategies.core.plan import HOSTED_ALIGN, INPUT
+from strategies.core.peak import HOSTED_ALIGN
+from strategies.core.plan import INPUT
 from strategies.runtime.activations import HostRoom, Sent, flat
 from strategies.runtime.recompute import checkpoint_blocks, recompute, room_of
 from strategies.runtime.transfer import Delayed, Event, Lane, Transfer

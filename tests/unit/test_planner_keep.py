@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from strategies.core.facts import Operator, Unit, Work
-from strategies.core.peak import Saved, backward_peak
+from strategies.core.peak import Saved, backward_peak, places
 from strategies.core.plan import INPUT, NONE
 from strategies.planner.keep import (
     FULL,
@@ -22,6 +22,7 @@ from strategies.planner.keep import (
     cheapest,
     everything,
     ladder,
+    within_host,
 )
 from tests.helpers.fakes import block, choosing, head
 
@@ -249,3 +250,14 @@ def test_inputs_on_the_host_have_the_lowest_peak_of_all() -> None:
         units = equal_blocks(Random(seed), 4)
         lowest = min(peak(ways) for ways in all_plans(units, HOSTED["free link"]))
         assert peak(cheapest(units, INPUTS, peak, 0)) == lowest
+
+
+@pytest.mark.parametrize("senders", [0, 1, 3])
+def test_as_many_send_as_the_host_holds(senders: int) -> None:
+    units = equal_blocks(Random(6), 6)
+    ways = Line(units, HOSTED["free link"]).at(10**6)
+    spare = sum(places(way.hosted_bytes, len(way.hosted)) for way in ways[:senders])
+    for more, expected in ((0, senders), (places(10**6, 10), 4)):  # two of six never send
+        prices = within_host(units, HOSTED["free link"], spare + more)
+        assert [bool(way.hosted) for way in Line(units, prices).at(10**6)] == [i < expected for i in range(6)]
+    assert within_host(units, HERE, 0) == HERE

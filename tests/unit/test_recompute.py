@@ -127,8 +127,8 @@ def test_auto_sends_what_would_not_fit_otherwise() -> None:
     assert planned(known, policy="auto", activation_offloading=False).peak(Home.DEVICE) > state + 12 * MIB
     plan = planned(known, policy="auto")
     assert plan.peak(Home.DEVICE) <= state + 12 * MIB + 1 and sum(hosted(plan)) > 0
-    small = replace(known, machine=replace(known.machine, host_bytes=MIB))
-    assert sum(hosted(planned(small, policy="auto"))) == 0
+    small = planned(replace(known, machine=replace(known.machine, host_bytes=MIB)), policy="auto")
+    assert sum(hosted(small)) == 0
     without = planned(replace(known, machine=replace(known.machine, rates=None)), policy="auto")
     assert sum(hosted(without)) == 0  # nobody knows whether the link has room
 
@@ -142,6 +142,10 @@ def test_auto_weighs_the_link(link: float, sends: bool) -> None:
     plan = planned(known, policy="auto")
     assert (sum(hosted(plan)) > 0) is sends
     assert plan.peak(Home.DEVICE) <= state + 22 * MIB + 1
+    room = plan.peak(Home.HOST) // 2
+    half = planned(replace(known, machine=replace(known.machine, host_bytes=room)), policy="auto")
+    assert half.peak(Home.DEVICE) <= state + 22 * MIB + 1 and half.peak(Home.HOST) <= room
+    assert (sum(hosted(half)) > 0) is sends
 
 
 @pytest.mark.parametrize(("link", "mib", "sends"), [(1e10, 40, True), (1e8, 60, False)])
