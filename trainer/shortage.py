@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Kind, Plan
 from strategies.core.render import human
-from strategies.planner.keep import FULL, SELECTIVE, by_policy
+from strategies.planner.keep import FULL, SELECTIVE, by_policy, last_block
 from trainer.callbacks import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:
@@ -90,7 +90,11 @@ def _recompute(plan: Plan) -> Iterator[Edit]:
     """Policies that keep less than the plan does."""
     units = plan.facts.units
     now = plan.saved_peak()
-    for policy in (SELECTIVE, FULL):
-        ways = [by_policy(unit, policy) for unit in units]
+    end = last_block(units)
+    for policy, hosts in ((SELECTIVE, False), (FULL, False), (FULL, True)):
+        ways = [by_policy(unit, policy, hosts=hosts and index < end) for index, unit in enumerate(units)]
+        if hosts and not any(way.hosted for way in ways):
+            continue
         peak = backward_peak([way.saved for way in ways], [0] * len(units))
-        yield Edit(f"strategies: {{recompute: {{policy: {policy}}}}}", now - peak)
+        words = f"policy: {policy}{', activation_offloading: true' * hosts}"
+        yield Edit(f"strategies: {{recompute: {{{words}}}}}", now - peak)

@@ -13,6 +13,7 @@ from torch import nn
 
 from strategies.core.facts import Facts, Rates, UnitKind, Work
 from strategies.core.plan import Plan
+from strategies.planner.model import Problem
 from strategies.planner.price import evictions_of, problem_of
 from strategies.planner.simulate import simulate
 from strategies.planner.tasks import Resource
@@ -72,10 +73,7 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
 
     clock = Clocked(rates_of(plan))
     optimizer: Any = stow(model, plan, rule=AdamW(lr=1e-3), device="cpu", transfer=clock, beside=False)
-    seconds = {step.name: step.seconds for step in problem.steps}
-    forward = {name.removeprefix("forward "): s for name, s in seconds.items() if name.startswith("forward")}
-    backward = {name.removeprefix("backward "): s for name, s in seconds.items() if name.startswith("backward")}
-    drive(optimizer.engine, clock, forward, backward)
+    drive(optimizer.engine, clock, *by_unit(problem))
     ends, copies = [], []
     for batch in tokens("llama", STEPS):
         before = len(clock.log)
@@ -119,10 +117,7 @@ def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, polic
             assert sent is None or sent.tensor is not None, "it has not begun to come up"
             clock.wait(Lane.COMPUTE, sent.up if sent else None)
 
-    seconds = {step.name: step.seconds for step in problem.steps}
-    forward = {name.removeprefix("forward "): s for name, s in seconds.items() if name.startswith("forward")}
-    backward = {name.removeprefix("backward "): s for name, s in seconds.items() if name.startswith("backward")}
-    drive(optimizer.engine, clock, forward, backward, reads)
+    drive(optimizer.engine, clock, *by_unit(problem), reads)
     ends, moved = [], []
     for batch in tokens("llama", STEPS):
         before = len(clock.log)
@@ -136,6 +131,15 @@ def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, polic
     sent = sum(step.hosted_bytes for step in problem.steps)
     assert sent > 0 and moved[-1][Lane.UP] == moved[-1][Lane.DOWN] == sent
     optimizer.close()
+
+
+def by_unit(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of forward and of backward."""
+    forward, backward = dict[str, float](), dict[str, float]()
+    for step in problem.steps:
+        direction, _, unit = step.name.partition(" ")
+        (forward if direction == "forward" else backward)[unit] = step.seconds
+    return forward, backward
 
 
 def rates_of(plan: Plan) -> Rates:

@@ -5,7 +5,7 @@ three levels of the grid meet in one of them; ``test_pairwise.py`` checks that. 
 moments and update counts. Everything runs with the engine's own checks on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -30,17 +30,11 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "streamed, travelling": {"site": "streamed", "weights": "travelling", "prefetch": 0, "park": "host"},
     "mixed": {"site": "mixed", "weights": "some", "park": "host"},
 }
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+]
 layouts = pytest.mark.parametrize("where", LAYOUTS.values(), ids=LAYOUTS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rows(table: Table) -> list[Any]:

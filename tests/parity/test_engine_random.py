@@ -3,7 +3,6 @@
 Valid layouts train with the bits of plain training; broken ones are refused before anything is touched.
 """
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,15 +32,7 @@ loops = st.fixed_dictionaries(
         "groups": st.sampled_from([1, 2]),
     }
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainable(spec: Spec) -> bool:

@@ -48,16 +48,10 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 ENDS = ("none", "full")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MACHINE = probe()
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+]
 
 
 def made(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Any:
