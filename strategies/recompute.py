@@ -94,6 +94,11 @@ class Recompute(Strategy):
         blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]
         if not any(unit.choices for unit in blocks):
             raise Idle("no block saves anything that could be made again")
+        if self.activation_offloading is True and not any(
+            unit.choices and unit.choices.stream_bytes for unit in blocks
+        ):
+            cure = "blocks of this model are not given their hidden states as first argument; leave it out"
+            raise Refusal(f"{KEY}.activation_offloading", True, cure)
         ways = self._fitting(facts, plan) if self.policy == AUTO else self._fixed(facts)
         is_open = self.policy == AUTO
         for unit, way in zip(facts.units, ways, strict=True):

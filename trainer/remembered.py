@@ -72,7 +72,9 @@ def name_of(config: RunConfig) -> str | None:
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.packing],
         "strategies": [name for name in COUNTED if name in config.strategies],
-        "recompute": config.strategies["recompute"].model_dump() if "recompute" in config.strategies else None,
+        "recompute": config.strategies["recompute"].model_dump(include={"policy", "every"})
+        if "recompute" in config.strategies
+        else None,
         "versions": [_version(name) for name in PACKAGES],
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }

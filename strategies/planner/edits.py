@@ -55,7 +55,9 @@ def _speed(facts: Facts, wishes: Wishes, saved_bytes: int) -> float | None:
 def _edits(facts: Facts, wishes: Wishes, saved: int) -> Iterator[tuple[str, Facts, Wishes, int]]:
     run, machine = facts.run, facts.machine
     larger = replace(run, micro_batch=2 * run.micro_batch, forward_flops=2 * run.forward_flops)
-    units = tuple(replace(unit, again=unit.again + unit.again) for unit in facts.units)
+    units = tuple(
+        replace(unit, again=unit.again + unit.again, hosted_bytes=2 * unit.hosted_bytes) for unit in facts.units
+    )
     yield (
         f"training.per_device_train_batch_size: {larger.micro_batch} (a batch of twice as many)",
         replace(facts, run=larger, units=units),

@@ -1,5 +1,4 @@
-"""Three ways to fit, one plan: what is not kept for backward, or waits on the host meanwhile, need not be made room for
-by moving weights; and what is moved leaves room to keep.
+"""Three ways to fit, one plan: a saved tensor is made again, or waits on the host, or weights make room for it.
 
 Where recomputation was left open, each place on its line of plans (``keep.py``) leaves another budget for weights,
 gradients and state; the rule says what moves then (``rule.py``), the simulator how long a step takes. There are several
@@ -50,7 +49,7 @@ def decide(plan: Plan, wishes: Wishes) -> tuple[list[Keep], Layout]:
     """
     keeps = [plan.keep(unit.name) for unit in plan.facts.units]
     if not any(keep.open for keep in keeps):
-        return [], choose(*_asked(plan, wishes))
+        return [], _chosen(plan, wishes)
     search = _Search(plan, wishes)
     point = search.fastest() if search.knows else search.first()
     reason = f"with offload, {'the fastest' if search.knows else 'the least recomputation'} that fits"
@@ -69,10 +68,8 @@ def all_prices(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Pri
     return [on_device, inputs, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
 
 
-def _asked(plan: Plan, wishes: Wishes) -> tuple[Facts, Wishes, int]:
-    """What the rule is asked: tensors that are saved take room in both homes."""
-    left = replace(wishes, host_bytes=wishes.host_bytes - plan.hosted_bytes())
-    return plan.facts_as_kept(), left, plan.saved_peak()
+def _chosen(plan: Plan, wishes: Wishes) -> Layout:
+    return choose(plan.facts_as_kept(), wishes, plan.saved_peak(), plan.hosted_bytes())
 
 
 class _Search:
@@ -100,8 +97,14 @@ class _Search:
         """Whether times can be compared."""
         return self._rates is not None
 
+    @property
+    def _smallest(self) -> Point:
+        """What takes the least of the device: all made again, with inputs on the host if they may be."""
+        line = min(1, len(self._lines) - 1)
+        return (line, len(self._lines[line].moves))
+
     def _spare_bytes(self) -> int:
-        """Of the host, beside what rests there if all blocks are made again."""
+        """Of the host, beside what rests there if all blocks are made again; all of it, where that does not fit."""
         least = self._found((0, len(self._lines[0].moves)))
         taken = arena_bytes(least)[Home.HOST] if isinstance(least, Layout) else 0
         return self._wishes.host_bytes - taken
@@ -121,7 +124,7 @@ class _Search:
         ranked = sorted(points, key=self._estimated)
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
         if not tried:
-            return points[-1]
+            return self._smallest
         line, place = min(tried, key=self._seconds)
         tried += [(line, (place + other) // 2) for other in _neighbours(grid[line], place)]
         best = min(map(self._seconds, tried))
@@ -160,7 +163,7 @@ class _Search:
 
     def _try(self, point: Point) -> Layout | Refusal:
         try:
-            return choose(*_asked(self._kept(point), self._wishes))
+            return _chosen(self._kept(point), self._wishes)
         except Refusal as refused:
             return refused
 
@@ -172,8 +175,9 @@ class _Search:
         return price_of(self._kept(point).facts_as_kept(), found, self._rates).seconds
 
     def _estimate(self, point: Point) -> float:
+        kept = self._kept(point)
         try:
-            return quickest(*_asked(self._kept(point), self._wishes), sure=False) or 0.0
+            return quickest(kept.facts_as_kept(), self._wishes, kept.saved_peak(), sure=False) or 0.0
         except Refusal:
             return inf
 

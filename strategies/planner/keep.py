@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from strategies.core.facts import NO_WORK, Choices, Facts, Operator, Unit, UnitKind, Work
 from strategies.core.peak import Saved, places
@@ -177,8 +177,9 @@ class Line:
         self._units = units
         known: dict[tuple[object, ...], list[Way]] = {}  # blocks are mostly alike
         self._ladders: list[list[Way]] = []
+        end = _end_of_senders(units, prices)
         for index, unit in enumerate(units):
-            its = _prices_of(units, index, prices)
+            its = prices if index < end else replace(prices, link_s=None)
             key = (unit.saved_bytes, unit.choices, its.link_s)
             if key not in known:
                 known[key] = ladder(unit, its)
@@ -201,6 +202,10 @@ class Line:
         """The same, each way as its block alone would have it."""
         taken = Counter(self.moves[:place])
         return [rungs[taken[index]] for index, rungs in enumerate(self._ladders)]
+
+    def most_hosted(self) -> list[int]:
+        """Room on the host for what each unit sends at most, at any place."""
+        return [max(places(way.hosted_bytes, len(way.hosted)) for way in rungs) for rungs in self._ladders]
 
 
 def _with_shared(units: Sequence[Unit], ways: list[Way]) -> list[Way]:
@@ -228,20 +233,18 @@ def _steps(rungs: Sequence[Way], prices: Prices) -> list[float]:
     return [prices.per_byte(before, after) for before, after in pairwise(rungs)]
 
 
-def _prices_of(units: Sequence[Unit], index: int, prices: Prices) -> Prices:
-    """``prices`` for one unit: the last two blocks send nothing."""
-    end = last_block(units) - 1 if prices.senders is None else min(last_block(units) - 1, prices.senders)
-    return replace(prices, link_s=None) if index >= end else prices
+def _end_of_senders(units: Sequence[Unit], prices: Prices) -> int:
+    """Units before this one may send: of all blocks the last two never do."""
+    end = last_block(units) - 1
+    return end if prices.senders is None else min(end, prices.senders)
 
 
 def within_host(units: Sequence[Unit], prices: Prices, spare: int) -> Prices:
     """``prices`` with as many senders, from the first, as ``spare`` bytes on the host hold."""
-    line, total = Line(units, prices), 0
-    for index, way in enumerate(line.bare(len(line.moves))):
-        total += places(way.hosted_bytes, len(way.hosted))
-        if total > spare:
-            return replace(prices, senders=index)
-    return prices
+    if prices.link_s is None:
+        return prices
+    totals = accumulate(Line(units, prices).most_hosted())
+    return replace(prices, senders=next((index for index, total in enumerate(totals) if total > spare), None))
 
 
 def last_block(units: Sequence[Unit]) -> int:
@@ -260,10 +263,10 @@ def cheapest(units: Sequence[Unit], prices: Prices, peak: Callable[[Sequence[Way
     tried: list[list[Way]] = []
     for some in (units, spared):
         line = Line(some, prices)
-        places = range(len(line.moves) + 1)
-        first = next((place for place in places if peak(line.at(place)) <= budget), None)
+        along = range(len(line.moves) + 1)
+        first = next((place for place in along if peak(line.at(place)) <= budget), None)
         if first is None:
-            tried.append(min(map(line.at, places), key=peak))
+            tried.append(min(map(line.at, along), key=peak))
         else:
             tried += [line.at(first), *_finished(line, first, some, prices)]
     fitting = [ways for ways in tried if peak(ways) <= budget]
@@ -275,6 +278,7 @@ def _finished(line: Line, place: int, units: Sequence[Unit], prices: Prices) -> 
     if place == 0:
         return []
     before, moved = line.bare(place - 1), line.moves[place - 1]
-    ways = _ways(units[moved], _prices_of(units, moved, prices))
+    may_send = moved < _end_of_senders(units, prices)
+    ways = _ways(units[moved], prices if may_send else replace(prices, link_s=None))
     others = ([*before[:moved], way, *before[moved + 1 :]] for way in ways)
     return [_with_shared(units, each) for each in others]

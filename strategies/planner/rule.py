@@ -43,13 +43,16 @@ class _Candidate:
     seconds: float
 
 
-def choose(facts: Facts, wishes: Wishes, saved_bytes: int) -> Layout:
-    """The layout that is simulated to be the fastest, with ``saved_bytes`` kept on the device for backward.
+def choose(facts: Facts, wishes: Wishes, saved_bytes: int, hosted_bytes: int = 0) -> Layout:
+    """The layout that is simulated to be the fastest.
+
+    Args:
+        saved_bytes: kept on the device for backward; ``hosted_bytes`` on the host.
 
     Raises:
         Refusal: nothing fits.
     """
-    return _Search(facts, wishes, wishes.device_bytes - saved_bytes).best(saved_bytes)
+    return _Search(facts, wishes, wishes.device_bytes - saved_bytes).best(saved_bytes, hosted_bytes)
 
 
 def quickest(facts: Facts, wishes: Wishes, saved_bytes: int, *, sure: bool = True) -> float | None:
@@ -74,7 +77,7 @@ class _Search:
         self._knows = facts.machine.rates is not None and facts.run.forward_flops > 0
         self._priced: dict[int, tuple[Layout, float]] = {}  # by identity; to compare layouts costs as much as to price
 
-    def best(self, saved_bytes: int) -> Layout:
+    def best(self, saved_bytes: int, hosted_bytes: int) -> Layout:
         """The fastest layout that fits.
 
         Raises:
@@ -91,15 +94,12 @@ class _Search:
                 fitting += self._others(self._all[: len(self._all) if first is None else first + 1])
         if not fitting:
             raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
-        within = [layout for layout in fitting if self._host_bytes(layout) <= self._wishes.host_bytes]
+        within = [layout for layout in fitting if hosted_bytes + _host_bytes(layout) <= self._wishes.host_bytes]
         if not within:
-            raise _no_host(self._wishes, min(map(self._host_bytes, fitting)))
+            raise _no_host(self._wishes, hosted_bytes + min(map(_host_bytes, fitting)), hosted_bytes)
         seconds = [self._seconds(layout) for layout in within]
         best = min(range(len(within)), key=seconds.__getitem__)
         return within[best] if seconds[best] < seconds[0] * (1 - GAIN) else within[0]
-
-    def _host_bytes(self, layout: Layout) -> int:
-        return arena_bytes(layout)[Home.HOST]
 
     def _seconds(self, layout: Layout) -> float:
         """Simulated, once for each layout; 0 where nobody knows the rates."""
@@ -191,6 +191,10 @@ class _Search:
         )
 
 
+def _host_bytes(layout: Layout) -> int:
+    return arena_bytes(layout)[Home.HOST]
+
+
 def sizes(layout: Layout) -> dict[Home, int]:
     """Bytes of both arenas."""
     total = arena_bytes(layout)
@@ -219,9 +223,10 @@ def _no_device(wishes: Wishes, smallest: int, saved_bytes: int) -> Refusal:
     return Refusal(f"{KEY}.gpu_memory", wishes.gpu_memory, cure)
 
 
-def _no_host(wishes: Wishes, needed: int) -> Refusal:
+def _no_host(wishes: Wishes, needed: int, hosted_bytes: int) -> Refusal:
+    part = f", {human(hosted_bytes)} of them for what waits for backward" if hosted_bytes else ""
     cure = (
-        f"{human(needed)} of host memory are needed: {human(needed - wishes.host_bytes)} too much for "
+        f"{human(needed)} of host memory are needed{part}: {human(needed - wishes.host_bytes)} too much for "
         f"{human(wishes.host_bytes)}; write {written(needed)} or more if the machine has it, or a larger gpu_memory"
         f"{_forced(wishes)}"
     )
