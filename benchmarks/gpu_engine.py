@@ -75,7 +75,7 @@ def saved_on_host(device: str) -> list[dict[str, Any]]:
         record = {"case": f"{name} {attention}: {policy}", "dtype": str(dtype), "site": "device", "error": ""}
         try:
             plain, model = (made(name, True, attention, dtype).to(device) for _ in range(2))
-            facts = plan_for(model, batch=micro_batches()[0]).facts
+            facts = plan_for(model, batch=micro_batches()[0], max_grad_norm=None).facts
             recompute(
                 model, decided(facts, POLICIES[policy]), Paused(torch.device(device)) if "cuda" in device else None
             )

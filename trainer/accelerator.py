@@ -36,18 +36,24 @@ class StowAccelerator(Accelerator):
 
     driver: DrivesModel | None = None
     max_grad_norm: float | None = None  # set: clip here, with torch's arithmetic, before the engine steps
+    last_norm: Any = None  # of the newest clipping, by whoever has done it
     _norm: Tensor | None = None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, but a model whose optimizer drives it is returned as it is; data are dealt out as ever."""
+        """As Accelerate's, but a model whose optimizer drives it gets its autocast and is neither wrapped nor moved."""
+        self.driver = next((arg for arg in args if isinstance(arg, DrivesModel)), self.driver)
+        if self.driver is None:
+            return super().prepare(*args, **kwargs)
+        made = tuple(self._prepare_driven(arg, kwargs) for arg in args)
+        return made if len(made) > 1 else made[0]
+
+    def _prepare_driven(self, arg: Any, kwargs: dict[str, Any]) -> Any:
+        from torch import nn
         from torch.utils.data import DataLoader
 
-        self.driver = next((arg for arg in args if isinstance(arg, DrivesModel)), self.driver)
-        prepare = super().prepare
-        if self.driver is None:
-            return prepare(*args, **kwargs)
-        made = tuple(prepare(arg, **kwargs) if isinstance(arg, DataLoader) else arg for arg in args)
-        return made if len(made) > 1 else made[0]
+        if isinstance(arg, nn.Module):
+            return self.prepare_model(arg, device_placement=False, evaluation_mode=True)
+        return super().prepare(arg, **kwargs) if isinstance(arg, DataLoader) else arg
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward; under DeepSpeed also the step, when gradients are complete."""
@@ -66,8 +72,13 @@ class StowAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         """The norm before clipping; clips unless the driver has clipped already."""
+        self.last_norm = self._clip(parameters, max_norm, norm_type)
+        return self.last_norm
+
+    def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Any:
         if self.driver is not None:
-            assert norm_type == 2, "a memory engine clips by the Euclidean norm"
+            if norm_type != 2:
+                raise ValueError(f"norm_type={norm_type}: a stowed model clips by the Euclidean norm, 2")
             return self.driver.clip_grad_norm_(max_norm)
         if self._norm is not None:
             return self._norm

@@ -230,12 +230,12 @@ def make_trainer(run: Run) -> Trainer:
     trainer = Trainer(
         model=make_model(run),
         args=run.arguments,
-        maker=None if run.plan.layout is None else stowing.maker(run.plan, run.arguments),
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,
         data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=packing and uses_flash(run.config)),
         meter=meter,
+        plan=run.plan,
         own_clipping=run.config.training.max_grad_norm if engine.clips_itself(run.plan) else None,
         ledger=ledger,
         callbacks=[

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from strategies.core.facts import Choices, Operator, Unit, UnitKind, Work
+from strategies.runtime.nested import tensors_in
 from strategies.runtime.recompute import Names, stream_in
-from strategies.runtime.scopes import tensors_in
 from trainer.params import EMBEDDING, HEAD, units_by_name
+from trainer.readers import Readers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,11 +104,11 @@ class Forward:
 
 
 class _Operators(TorchDispatchMode):
-    """Adds every operator to the block that is running."""
+    """Adds every operator to the block that is running, and shows what it reads."""
 
-    def __init__(self, running: Callable[[], Forward | None]) -> None:
+    def __init__(self, running: Callable[[], Forward | None], look: Callable[[Iterable[Tensor]], None]) -> None:
         super().__init__()
-        self._running = running
+        self._running, self._look = running, look
         self._flops = {**flop_registry}
         for packet, formula in flop_formulas().items():
             self._flops[packet] = _on_shapes(formula)
@@ -115,6 +116,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self._look(tensors_in((args, kwargs)))
         forward = self._running()
         if forward is not None:
             name = forward.names.of(func, args, kwargs)
@@ -146,11 +148,12 @@ def _on_shapes(formula: Callable[..., int]) -> Callable[..., int]:
 class Counter:
     """Context manager around one forward of ``model``: counts what is saved, and the operators of blocks."""
 
-    def __init__(self, model: nn.Module, weights: Iterable[Tensor] | None = None) -> None:
-        """``weights`` stand in for the model's own in the run."""
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
+        """``weights`` stand in for the model's own tensors of these names in the run."""
         self._model = model
         self._blocks = find_blocks(model)
-        self._parameters = {p.untyped_storage()._cdata for p in weights or model.parameters()}
+        self._parameters = {p.untyped_storage()._cdata for p in (weights or dict(model.named_parameters())).values()}
+        self._readers = Readers(model, weights)
         self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address comes twice
         self._inputs: dict[int, object] = {}
         self._bytes: dict[str, int] = {}
@@ -174,7 +177,8 @@ class Counter:
         self._within = ExitStack()
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing)
         self._within.enter_context(saving)
-        self._within.enter_context(_Operators(self._forward))
+        self._within.enter_context(self._readers.watching())
+        self._within.enter_context(_Operators(self._forward, self._readers.look))
 
     def __exit__(self, *error: object) -> None:
         self._within.close()
@@ -225,6 +229,11 @@ class Counter:
             self._seen[storage._cdata] = storage
             unit = self._running[-1] if self._running else self._outside
             self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Names of parameters that were read outside of the modules that own them."""
+        return frozenset(self._readers.elsewhere)
 
     def units(self) -> tuple[Unit, ...]:
         """The embedding, the blocks and the head, in this order, with what was counted; empty ones left out."""

@@ -8,20 +8,29 @@ worth more than the file that holds it.
 Under ZeRO stage 3 the weights are gathered to the first rank. Adapters (LoRA) are exported as adapters when their
 base can be loaded again by name; on a base with random weights they are merged into it.
 
-Refused: calling an export done that does not reload.
+Invariant. A tied weight is in the file once, under every strategy. The config says what the model came with and not
+what training sets (``use_cache``). Python files that came with the model are in the folder; they are run for the check
+only if ``model.trust_remote_code`` allowed it for the run. The live model is as it was, unless adapters were merged.
+
+Refused: calling an export done that does not reload; exporting weights that are not finite.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.model import set_use_cache
+
 if TYPE_CHECKING:
     import torch
+    from huggingface_hub import ModelCard
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from trainer.trainer import Trainer
@@ -46,14 +55,24 @@ class ExportError(RuntimeError):
     """The export does not hold what was trained."""
 
 
-def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *, merge: bool) -> Receipt | None:
+def export(
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    merge: bool,
+    trust_remote_code: bool = False,
+    card: ModelCard | None = None,
+) -> Receipt | None:
     """Write the model to ``folder`` and check it; a collective. The receipt is on the first rank only.
 
     Args:
         merge: fold adapters into the weights; for a base that cannot be loaded by name.
+        trust_remote_code: run Python code that came with the model when it is reloaded.
+        card: written as README.md.
 
     Raises:
-        ExportError: a name, a shape, a value or a logit differs after reloading.
+        ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
     """
     import torch
 
@@ -63,7 +82,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return None
-    state = plainly_named(gathered)
+    state = tied_again(model, plainly_named(gathered))
     if hasattr(model, "peft_config"):
         expected = {}  # reloaded adapters are called otherwise than trained ones; their values are compared
         if merge:
@@ -74,13 +93,18 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
                     parameter.data = state[name]
             model = model.merge_and_unload()
             expected, state = shapes(model), model.state_dict()
+    refuse_not_finite(model, state)
     draft = folder.with_name(folder.name + ".partial")
     shutil.rmtree(draft, ignore_errors=True)
-    model.save_pretrained(draft, state_dict=dict(state))  # it empties what it is given
+    with config_as_it_came(model):
+        model.save_pretrained(draft, state_dict=dict(state))  # it empties what it is given
     tokenizer.save_pretrained(draft)
+    if card is not None:
+        card.save(draft / "README.md")
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
-    receipt = check(draft, expected, state, probe, logits, tolerance)
+    with as_a_user(trainer):
+        receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
     return replace(receipt, folder=folder)
@@ -89,6 +113,69 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, *
 def plainly_named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``state`` by the model's own names: a compiled model is the child of another, and shows it."""
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+
+def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` with one tensor under all the names that are one tensor in ``model``.
+
+    ``save_pretrained`` leaves out a tied weight when it sees the same memory twice. DeepSpeed's stages 0 to 2 hand over
+    a copy for each name, and it would write every one of them.
+    """
+    live = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    return {name: state[first.setdefault(id(live[name]), name)] for name in state}
+
+
+def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Nothing, if every weight is a finite number. Buffers may hold an infinity, as masks do.
+
+    Raises:
+        ExportError: naming the first tensor that is not.
+    """
+    for name, _ in model.named_parameters():
+        tensor = state[name]
+        num_bad = tensor.numel() - int(tensor.isfinite().sum())
+        if num_bad:
+            raise ExportError(
+                f"{name}: {num_bad} of {tensor.numel()} values are not finite (NaN or infinity), so nothing is "
+                f"exported; look in metrics.jsonl for the step at which the loss went wrong, and resume from an "
+                f"earlier checkpoint with a smaller training.learning_rate"
+            )
+
+
+@contextmanager
+def config_as_it_came(model: Any) -> Iterator[None]:
+    """Inside, the config is a copy that has the model's own ``use_cache``; ``save_pretrained`` changes it further.
+
+    Adapters have no config file of the model.
+    """
+    if hasattr(model, "peft_config"):
+        yield
+        return
+    live = model.config
+    model.config = deepcopy(live)
+    set_use_cache(model.config, model.own_use_cache)
+    try:
+        yield
+    finally:
+        model.config = live
+
+
+@contextmanager
+def as_a_user(trainer: Trainer) -> Iterator[None]:
+    """Inside, Transformers does not know of ZeRO stage 3, and loads models whole.
+
+    It would split the copy over ranks that are not here.
+    """
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    config = getattr(trainer.args, "hf_deepspeed_config", None)  # there only where DeepSpeed is
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            set_hf_deepspeed_config(config)
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -120,7 +207,9 @@ def check(
     state: Mapping[str, torch.Tensor],
     probe: torch.Tensor,
     logits: torch.Tensor,
-    tolerance: float = FP32_TOLERANCE,
+    tolerance: float,
+    *,
+    trust_remote_code: bool,
 ) -> Receipt:
     """Open ``folder`` as a user would and compare.
 
@@ -135,12 +224,13 @@ def check(
     """
     import torch
 
-    model, wrong = reload(folder)
+    model, wrong = reload(folder, trust_remote_code=trust_remote_code)
     wrong += _different_names(expected, shapes(model)) if expected else []
     wrong = wrong or _different_values(state, model.state_dict())
     if wrong:
         raise ExportError(f"{folder}: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
     model.eval()
+    model.config.use_cache = False  # as when the first logits were made
     with torch.no_grad():
         again = model(input_ids=probe).logits.float()
         difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
@@ -150,7 +240,7 @@ def check(
     return Receipt(folder, len(model.state_dict()), num_bytes, difference, tolerance)
 
 
-def reload(folder: Path) -> tuple[PreTrainedModel, list[str]]:
+def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
     """The model in ``folder``, and what Transformers missed there and has filled with random numbers.
 
     Raises:
@@ -158,13 +248,11 @@ def reload(folder: Path) -> tuple[PreTrainedModel, list[str]]:
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # under stage 3 from_pretrained would split the copy over ranks that are not here
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=trust_remote_code
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"{folder}: cannot be opened: {' '.join(str(error).split())}") from error

@@ -175,7 +175,9 @@ def count_model(config: RunConfig) -> ModelCount:
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
-        params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype) if offloads else (),
+        params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype, counter.elsewhere)
+        if offloads
+        else (),
         linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=products_again(config))
         if linears
         else (),
@@ -196,21 +198,24 @@ def describe(
             what backward needs counts as nothing.
         groups: names of the optimizer's parameters, group by group; the others are frozen.
     """
+    import torch
     from torch.func import functional_call
+    from torch.utils._pytree import tree_map_only
 
     from trainer.counting import Counter, find_blocks
 
     named = [*model.named_parameters(), *model.named_buffers()]
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    params = list_params(model, find_blocks(model), group_of, lambda param: str(param.dtype).removeprefix("torch."))
     counter = Counter(model)
     if batch is not None:
         with _fake_run(model) as mode:
             fakes = {name: mode.from_tensor(tensor) for name, tensor in named}
-            counter = Counter(model, fakes.values())
-            inputs = {name: mode.from_tensor(value) for name, value in _inputs(model, batch).items()}
+            counter = Counter(model, fakes)
+            inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
             with counter:
                 functional_call(model, fakes, kwargs=inputs)
+    dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
+    params = list_params(model, find_blocks(model), group_of, dtype_of.__getitem__, counter.elsewhere)
     largest = max((param.num_elements for param in params), default=0)
     return Facts(counter.units(), replace(run, largest_param=largest), machine, params)
 

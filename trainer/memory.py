@@ -1,7 +1,10 @@
 """Plans for a live PyTorch model, without a config file: what ``stow`` takes.
 
-plan = plan_for(model, gpu_memory="20GiB", batch=(4, 2048))
+plan = plan_for(model, gpu_memory="20GiB", batch=(4, 2048), max_grad_norm=1.0)
 optimizer = stow(model, plan)
+
+How large gradients may be has no default: it decides when updates may begin, and a loop that clips where the plan does
+not, or the other way round, would train otherwise than it says.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from strategies.core.plan import Plan
 from strategies.core.registry import find
 from trainer.facts import describe, machine_facts
 from trainer.machine import Machine, probe
+from trainer.ranks import from_environment
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,11 +31,12 @@ def plan_for(
     model: nn.Module,
     params: Groups | None = None,
     *,
+    max_grad_norm: float | None,
     gpu_memory: str | float = "auto",
     host_memory: str | float = "auto",
     batch: tuple[int, int] | Mapping[str, Any] | None = None,
     accumulation: int = 1,
-    max_grad_norm: float = 0.0,
+    world_size: int | None = None,
     moments: int = 2,
     machine: Machine | None = None,
     debug: bool = False,
@@ -42,10 +47,11 @@ def plan_for(
 
     Args:
         params: what a torch optimizer takes: parameters, or groups of them. None: all that require a gradient.
+        max_grad_norm: what gradients are clipped to in each step; None or 0: they are not.
         gpu_memory: "20GiB", a share such as 0.8, bytes, or "auto".
         batch: keyword arguments of forward, or (rows, tokens): counts what backward keeps. None counts nothing.
         accumulation: micro-batches per update.
-        max_grad_norm: what ``clip_grad_norm_`` will be called with; 0: it will not be called.
+        world_size: ranks that train together; by default those of the default process group.
         moments: fp32 numbers of optimizer state per parameter; AdamW keeps two.
         debug: the runtime checks every use of a shared place.
         recompute: options of ``strategies.recompute``; the model then goes through ``recompute(model, plan)``, too.
@@ -61,21 +67,30 @@ def plan_for(
             f"parameters of dtype {', '.join(sorted(dtypes - ITEM_BYTES.keys()))}: use float32 or bfloat16"
         )
     rows, tokens = _shape(batch)
+    ranks = world_size or _ranks()
     run = RunFacts(
         micro_batch=rows,
         sequence=tokens,
         accumulation=accumulation,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=max_grad_norm or 0.0,
         precision=Precision.BF16 if "bfloat16" in dtypes else Precision.FP32,
-        world_size=1,
+        world_size=ranks,
         moments=moments,
     )
-    facts = describe(model, batch, groups, run, machine_facts(machine or probe(), 1))
+    here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
+    facts = describe(model, batch, groups, run, machine_facts(machine or probe(), here))
     options = {"gpu_memory": gpu_memory, "host_memory": host_memory, **offload}
     strategies: dict[str, Mapping[str, Any]] = {"offload": options, "buffers": {"debug": debug}}
     if recompute is not None:
         strategies["recompute"] = recompute
     return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, facts)
+
+
+def _ranks() -> int:
+    """Of the default process group; 1 where there is none."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:

@@ -8,6 +8,9 @@ made, and filled while it is gathered, one module at a time.
 Invariant. Random weights depend on the seed alone, not on the strategy: construction draws no random numbers, so
 the one place that does (``initialize_weights``) starts from the seed under every stage.
 
+A key-value cache is of no use in training and costs its size, so ``config.use_cache`` is False on every config and
+model from here. What it was without us goes with the model as ``own_use_cache``, and into its export.
+
 Refused: remote code, unless ``model.trust_remote_code`` is set; a tokenizer that knows more tokens than the
 embedding has rows.
 """
@@ -15,7 +18,9 @@ embedding has rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,11 +39,18 @@ REMOTE_CODE = (
 
 
 def load_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
-    """The Hugging Face config of the model; ``vocab_size`` fills in the embedding rows where the user gave none.
+    """The Hugging Face config of the model, for training; ``vocab_size`` fills in the embedding rows if need be.
 
     Raises:
         ConfigError: unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
     """
+    config = _own_config(section, vocab_size)
+    config.use_cache = False
+    return config
+
+
+def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConfig:
+    """The config as the user and the architecture, or the saved model, have it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -54,8 +66,15 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
             config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         raise ConfigError(_refused(section, error)) from None
-    config.use_cache = False  # a key-value cache is of no use in training and costs its size
     return config
+
+
+def set_use_cache(config: PretrainedConfig, value: bool | None) -> None:
+    """Set ``use_cache``; None takes the key out of a config whose architecture has no such key."""
+    if value is None:
+        vars(config).pop("use_cache", None)
+    else:
+        config.use_cache = value
 
 
 def refuse_missing_folder(section: ModelSection) -> None:
@@ -123,18 +142,22 @@ def build(
     dtype = getattr(torch, section.dtype)
     attention = {"attn_implementation": section.attn_implementation} if section.attn_implementation else {}
     torch.manual_seed(seed)
+    model: Any
     if section.name_or_path is not None:
         if section.trust_remote_code:
             logger.warning(REMOTE_CODE)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             section.name_or_path, dtype=dtype, trust_remote_code=section.trust_remote_code, **attention
         )
-        model.config.use_cache = False
-    elif partitioned:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
     else:
-        model = _random_weights(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, **attention), seed)
-    return with_lora(model, section.lora) if section.lora is not None else model
+        own = deepcopy(config)  # Transformers derives the model's generation config from this one
+        as_given = _own_config(section, config.get_text_config().vocab_size)
+        set_use_cache(own, getattr(as_given, "use_cache", None))
+        make = partial(AutoModelForCausalLM.from_config, own, dtype=dtype, **attention)
+        model = make() if partitioned else _random_weights(make, seed)
+    model.own_use_cache = getattr(model.config, "use_cache", None)
+    model.config.use_cache = False
+    return with_lora(model, section.lora) if section.lora is not None else cast("PreTrainedModel", model)
 
 
 def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
@@ -144,6 +167,7 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
     with torch.device("meta"):
         model = make()
     model.to_empty(device="cpu")
+    versions = {name: tensor._version for name, tensor in _tensors(model)}
     torch.manual_seed(seed)
     # Modules were marked as initialised on the meta device, where nothing was drawn.
     for module in model.modules():
@@ -155,8 +179,19 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
     # to_empty gave tied parameters storage of their own. They are tied after the draws, as Transformers does it, so
     # that the embedding keeps its own draw (with a zero row for padding) and not the head's.
     model.initialize_weights()
+    left = [name for name, tensor in _tensors(model) if tensor._version == versions[name]]
+    if left:
+        raise ConfigError(
+            f"model.config.model_type = {model.config.model_type!r}: Transformers gives {len(left)} of its tensors no "
+            f"initial values ({left[0]}, ...); start from saved weights with model.name_or_path"
+        )
     model.tie_weights()
     return model
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:

@@ -6,7 +6,7 @@ parameter with several names is tied: it is listed under the first, with the uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from strategies.core.facts import Param
@@ -35,11 +35,13 @@ def list_params(
     blocks: Iterable[str],
     group_of: Mapping[str, int],
     dtype_of: Callable[[nn.Parameter], str],
+    elsewhere: Container[str] = (),
 ) -> tuple[Param, ...]:
     """All parameters in order of registration.
 
     Args:
         group_of: the optimizer's group by name; frozen ones, and those without a group, are in none.
+        elsewhere: names of those that are read outside of the modules that own them.
     """
     unit_of = units_by_name(model, blocks)
     names: dict[nn.Parameter, list[str]] = {}
@@ -53,6 +55,7 @@ def list_params(
             dtype=dtype_of(parameter),
             group=group_of.get(first) if parameter.requires_grad else None,
             users=tuple(dict.fromkeys(unit_of[name] for name in others if unit_of[name] != unit_of[first])),
+            elsewhere=first in elsewhere,
         )
         for parameter, (first, *others) in names.items()
     )

@@ -95,9 +95,8 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         for name in PER_LAYER:
             if getattr(text, name, None):
                 setattr(text, name, getattr(text, name)[:blocks])
-        fresh = section.model_copy(
-            update={"name_or_path": None, "config": {}}
-        )  # of the same shape, without its weights
+        # Of the same shape, without its weights.
+        fresh = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
         return model.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
 
     found = timing.measure(make, known, device, say)

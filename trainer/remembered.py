@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 SOURCES = (
-    *(HERE / f"{name}.py" for name in ("facts", "counting", "linears", "params", "model")),
+    *(HERE / f"{name}.py" for name in ("facts", "counting", "readers", "linears", "params", "model")),
     HERE.parent / "strategies" / "runtime" / "recompute.py",
     *(HERE.parent / "strategies" / "core" / f"{name}.py" for name in ("facts", "linears")),
 )

@@ -10,16 +10,19 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from strategies.core.render import human
 from trainer import build, shortage
 from trainer.callbacks import write_line
+from trainer.card import model_card
 from trainer.errors import ExitCode, UserError
 from trainer.export import export
 from trainer.ranks import GRACE_S, Ranks, process_group
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from trainer.build import Run
     from trainer.config.sections import RunConfig
     from trainer.trainer import Trainer
@@ -126,8 +129,15 @@ def finish(run: Run, trainer: Trainer) -> None:
     if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
         trainer.evaluate()
         history = [record for record in trainer.state.log_history if "eval_loss" in record]
-    merge = run.config.model.lora is not None and run.config.model.name_or_path is None
-    receipt = export(trainer, run.tokenizer, run.folder / "export", merge=merge)
+    section, hf_config = run.config.model, cast("PreTrainedModel", trainer.model).config
+    receipt = export(
+        trainer,
+        run.tokenizer,
+        run.folder / "export",
+        merge=section.lora is not None and section.name_or_path is None,
+        trust_remote_code=section.trust_remote_code,
+        card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
+    )
     if not run.ranks.is_first:
         return
     if len(history) > 1:

@@ -1,12 +1,12 @@
-"""From a config to the memory engine: the update rule, the dtype of the weights, and who builds the optimizer.
+"""From Hugging Face's optimizer to the memory engine's: update rule, parameter groups, dtype of the weights.
 
-Parameters are grouped as Hugging Face's Trainer does it, with weight decay and without; the plan was made with the same
-groups.
+Whatever made the optimizer of a Trainer (its arguments, a subclass, the user) has decided how parameters are grouped
+and with which numbers they are updated. Torch's optimizers hold no state before their first step, so it is made as
+ever, read, and thrown away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Precision
@@ -14,17 +14,19 @@ from strategies.core.plan import Plan
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
-    from transformers import TrainingArguments
 
-    from strategies.runtime import Rule, StowOptimizer
+    from strategies.runtime import Rule
     from trainer.config.arguments import TrainingSection
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+# What the engine's rules do not do; ``None`` and the value here are fine.
+PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False}
 
 
 def refuse_optimizer(training: TrainingSection) -> None:
-    """Nothing, if the engine can update as ``training.optim`` says.
+    """Raise unless the engine can update as ``training.optim`` says.
 
     Raises:
         ConfigError: it cannot.
@@ -35,18 +37,34 @@ def refuse_optimizer(training: TrainingSection) -> None:
         )
 
 
-def rule_of(arguments: TrainingArguments) -> Rule:
-    """The update rule and its hyperparameters, as Hugging Face sets them."""
+def adopt(optimizer: torch.optim.Optimizer) -> tuple[Rule, list[dict[str, Any]]]:
+    """The update rule and the parameter groups of a torch optimizer that has not been used yet.
+
+    Raises:
+        ValueError: the engine has no such rule.
+    """
+    import torch
+
     from strategies.runtime import SGD, AdamW
 
-    if arguments.optim == "sgd":
-        return SGD(lr=arguments.learning_rate)
-    return AdamW(
-        lr=arguments.learning_rate,
-        betas=(arguments.adam_beta1, arguments.adam_beta2),
-        eps=arguments.adam_epsilon,
-        fused=arguments.optim == "adamw_torch_fused",
-    )
+    kind, defaults = type(optimizer), optimizer.defaults
+    rules: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+    if kind not in rules:
+        raise ValueError(
+            f"a stowed trainer updates with torch.optim.AdamW or torch.optim.SGD, not with {kind.__name__}: write "
+            f"optim='adamw_torch_fused', or hand over no other optimizer"
+        )
+    for group in optimizer.param_groups:
+        for name, plain in PLAIN.items():
+            if group.get(name, plain) not in (plain, None):
+                raise ValueError(f"a stowed trainer has no {kind.__name__} with {name}={group[name]}: leave it out")
+    if optimizer.state:
+        raise ValueError("this optimizer has made steps already, and a stowed trainer begins with none")
+    fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
+    names = rules[kind]().defaults().keys()
+    rule: Rule = rules[kind](**{name: defaults[name] for name in names}, **fused)
+    groups = [{name: group[name] for name in ("params", *names)} for group in optimizer.param_groups]
+    return rule, groups
 
 
 def to_compute_dtype(model: nn.Module, plan: Plan) -> None:
@@ -56,22 +74,3 @@ def to_compute_dtype(model: nn.Module, plan: Plan) -> None:
     if plan.facts.run.precision is Precision.BF16:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def maker(plan: Plan, arguments: TrainingArguments) -> Callable[[nn.Module, Collection[str]], StowOptimizer]:
-    """Makes the optimizer of a model, given the names of its parameters that decay."""
-
-    def make(model: nn.Module, decaying: Collection[str]) -> StowOptimizer:
-        import torch.distributed as dist
-
-        from strategies.runtime import stow
-
-        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        groups: list[dict[str, Any]] = [
-            {"params": [param for name, param in trained if name in decaying], "weight_decay": arguments.weight_decay},
-            {"params": [param for name, param in trained if name not in decaying], "weight_decay": 0.0},
-        ]
-        ranks = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-        return stow(model, plan, groups, rule_of(arguments), process_group=ranks)
-
-    return make

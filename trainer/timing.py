@@ -77,7 +77,7 @@ class UnitClock:
                 handle.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        from strategies.runtime.scopes import tensors_in
+        from strategies.runtime.nested import tensors_in
 
         if self._in_forward:
             for tensor in tensors_in((args, kwargs)):
@@ -87,7 +87,7 @@ class UnitClock:
             self.mark("in", name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        from strategies.runtime.scopes import tensors_in
+        from strategies.runtime.nested import tensors_in
 
         if self._in_forward:
             self.mark("out", name)

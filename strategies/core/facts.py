@@ -117,6 +117,7 @@ class Param:
         dtype: what it is computed in when the engine holds it, as torch calls it: "float32" or "bfloat16".
         group: index of the optimizer's parameter group; None where it is frozen.
         users: further units that use it, as a tied head does.
+        elsewhere: it is read outside of the modules that own it, as by a loss that multiplies by the head's weight.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Param:
     dtype: str
     group: int | None
     users: tuple[str, ...] = ()
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ bytes per second,
 (the criterion of Elixir, Huang et al. 2022, for buckets that all move; its best C is about sqrt(U a b bytes)). Smaller
 buckets also make slots for gradients and visiting state smaller.
 
-A bucket holds parameters of one dtype and one optimizer group, in order of first use. It takes whole blocks while they
+A bucket holds parameters of one dtype and one optimizer group, in order of first use. Those that are read outside of
+the modules that own them have buckets of their own, which never travel. It takes whole blocks while they
 fit into the capacity; a block that does not fit is cut. Embedding and head are not cut and never share a bucket with a
 block: they are used once per step, at its ends. A tied parameter lies where it is used first.
 """
@@ -25,7 +26,7 @@ from strategies.core.facts import Facts, Param, UnitKind
 from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
 
 PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
-Like: TypeAlias = tuple[str, int | None]  # dtype and group: what a bucket has one of
+Like: TypeAlias = tuple[str, int | None, bool]  # dtype, group, read elsewhere: what a bucket has one of
 
 
 def form(facts: Facts, capacity: int | None = None) -> tuple[Bucket, ...]:
@@ -75,7 +76,7 @@ def block_bytes(facts: Facts, dtype: str | None = None) -> int:
 
 
 def _like(param: Param) -> Like:
-    return (param.dtype, param.group)
+    return (param.dtype, param.group, param.elsewhere)
 
 
 def _bytes(param: Param) -> int:
@@ -125,14 +126,14 @@ def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str]) -> list[str]
     likes = [_like(piece[0]) for piece in pieces]
     groups: dict[str, set[int | None]] = {}
     dtypes: dict[str, set[str]] = {}
-    for base, (dtype, group) in zip(bases, likes, strict=True):
+    for base, (dtype, group, _) in zip(bases, likes, strict=True):
         groups.setdefault(base, set()).add(group)
         dtypes.setdefault(base, set()).add(dtype)
     parts = Counter(zip(bases, likes, strict=True))
     seen: Counter[tuple[str, Like]] = Counter()
     names: list[str] = []
     for base, like in zip(bases, likes, strict=True):
-        (dtype, group), name = like, base
+        (dtype, group, _), name = like, f"{base}:elsewhere" if like[2] else base
         if len(groups[base]) > 1:
             name += ":frozen" if group is None else f":group{group}"
         if len(dtypes[base]) > 1:
@@ -153,7 +154,7 @@ def _span(units: Sequence[str]) -> str:
 
 
 def _bucket(name: str, params: Sequence[Param], place: dict[str, int]) -> Bucket:
-    dtype, group = _like(params[0])
+    dtype, group, _ = _like(params[0])
     step = ALIGN_BYTES // ITEM_BYTES[dtype]
     offsets, end = [], 0
     for param in params:

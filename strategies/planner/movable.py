@@ -2,7 +2,7 @@
 
 Not worth a copy are weights of buckets that are small: a copy costs its latency and saves nothing. Those that more than
 half of the blocks use would come back for every block. A parameter of a module that contains the blocks is in use as
-long as they are.
+long as they are. One that is read outside of the modules that own it may be read at any time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Movable:
 
     def __init__(self, facts: Facts, bucket_bytes: int | None) -> None:
         self._kinds = {unit.name: unit.kind for unit in facts.units}
+        self._elsewhere = {param.name for param in facts.params if param.elsewhere}
         self._num_blocks = sum(kind is UnitKind.BLOCK for kind in self._kinds.values())
         largest = block_bytes(facts)
         self._worth = min(largest, bucket_bytes or largest) / SMALL
@@ -31,7 +32,11 @@ class Movable:
 
     def blocks(self, buckets: Sequence[Bucket]) -> list[int]:
         """Indices of buckets that only blocks use, large enough, and used by few."""
-        return [index for index, bucket in enumerate(buckets) if self._is_large(bucket) and self._by_few_blocks(bucket)]
+        return [
+            index
+            for index, bucket in enumerate(buckets)
+            if self._is_large(bucket) and self._by_few_blocks(bucket) and not self._is_read_elsewhere(bucket)
+        ]
 
     def passing(self, buckets: Sequence[Bucket]) -> list[int]:
         """Indices of buckets whose gradients may go down as they are made: large, and complete within a few blocks.
@@ -54,7 +59,11 @@ class Movable:
             if not any(map(self._is_block, bucket.units))
             and self._is_large(bucket)
             and not any(map(self._is_around_blocks, bucket.params))
+            and not self._is_read_elsewhere(bucket)
         ]
+
+    def _is_read_elsewhere(self, bucket: Bucket) -> bool:
+        return not self._elsewhere.isdisjoint(bucket.params)
 
     def _is_around_blocks(self, param: str) -> bool:
         """Whether the module that owns the parameter contains the blocks, so that it is in use while they are."""

@@ -2,5 +2,6 @@
 
 from strategies.runtime.optimizer import StowOptimizer, stow
 from strategies.runtime.rules import SGD, AdamW, Rule
+from strategies.runtime.verdicts import NonFiniteError
 
-__all__ = ["SGD", "AdamW", "Rule", "StowOptimizer", "stow"]
+__all__ = ["SGD", "AdamW", "NonFiniteError", "Rule", "StowOptimizer", "stow"]

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from strategies.core.peak import HOSTED_ALIGN
 from strategies.core.render import human
 from strategies.runtime.arena import Pages
-from strategies.runtime.scopes import tensors_in
+from strategies.runtime.nested import tensors_in
 from strategies.runtime.transfer import Event, Lane, Transfer, transfer_for
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,7 @@
 
     forward enters a scope     settle its updates, fetch what is absent, fetch ahead
     backward enters a scope    the scopes after it are left; the same in the other direction
+    a weight is read           where no border announced it: settled and brought at once (``guard.py``, ``surface.py``)
     a gradient lands           into its slot, and on to where it parks (``gradients.py``)
     norm, step                 jobs in forward order (``update.py``), settled when their buckets are next used
 
@@ -11,7 +12,6 @@ takes its work decide how long that takes, never what is found.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,22 +21,23 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout, Site
 from strategies.runtime.arena import Arena
+from strategies.runtime.clipping import Clipping
 from strategies.runtime.gradients import Gradients
-from strategies.runtime.held import Held, Pending, hold, rivals_of
+from strategies.runtime.held import Held, Pending, Presence, hold, rivals_of
 from strategies.runtime.homes import Homes
+from strategies.runtime.parameters import Copied, set_data
 from strategies.runtime.rules import Rule
 from strategies.runtime.scopes import Borders, Itinerary, Scope, Visit, find_scopes
-from strategies.runtime.transfer import Lane, Transfer
+from strategies.runtime.transfer import Transfer
 from strategies.runtime.update import Job, Scale, Updates
+from strategies.runtime.verdicts import Verdicts
 from strategies.runtime.worker import Worker, spare_cores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-logger = logging.getLogger(__name__)
 
-
-class Engine:
+class Engine(Copied):
     """Drives ``model`` as ``layout`` and ``addresses`` say. Built by ``stow``, which has checked that they fit.
 
     Args:
@@ -65,24 +66,29 @@ class Engine:
         self.arena = Arena(addresses, device)
         dtypes = {param.dtype for param in model.parameters()}
         self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
+        if group is not None:
+            share_start(model, device, group)
         self.held = list(self._hold(dict(model.named_parameters())))
         self.arena.pin()
         rivals_of(self.held, self.arena)
         held_of = {id(param): held for held in self.held for param in held.params}
         scopes = find_scopes(model, held_of)
-        self.borders = Borders(scopes, self._enter_forward, self._enter_backward, self._left)
+        self.homes = Homes(transfer, debug=debug)
+        self.borders = Borders(
+            scopes, self._enter_forward, self._enter_backward, self.homes.left, self._bring_unannounced
+        )
         self.worker = Worker(spare_cores() if beside else None)
-        self.homes = Homes(transfer, self.borders.pinned, debug=debug)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
         self.updates = Updates(rule, self.homes, transfer, self.worker, scratch)
         self.place_of = {id(param): (held, i) for held in self.held for i, param in enumerate(held.params)}
         order = [self.place_of[id(param)] for param in model.parameters() if param.requires_grad]
+        self.trained = {id(held.params[index]) for held, index in order}
         self.gradients = Gradients(layout, order, transfer, self.worker, self.updates, self._completed, group)
         self._itinerary = Itinerary(scopes)
         self._ready: list[Held] = []  # complete buckets whose update starts in backward
-        self._scale: Scale | None = None
-        self._verdicts: list[Scale] = []
-        self.skipped = 0
+        self.clipping = Clipping(layout, self.gradients, transfer, device)
+        self.verdicts = Verdicts(transfer)
+        self.unannounced = 0  # reads in backward that no border announced and that had to bring their weights
         self._handles = [model.register_forward_pre_hook(self._begin_forward)]
         self._handles += [*self.borders.attach(), *self.gradients.attach()]
 
@@ -102,21 +108,21 @@ class Engine:
             held.part(held.rest(), index).copy_(param.detach().reshape(-1))
             if held.master is not None:
                 held.part(held.master, index).copy_(param.detach().reshape(-1))
-            param.data = held.nan.expand(param.shape)
+            set_data(param, held.nan.expand(param.shape))
         if held.bucket.site is Site.DEVICE:
             for moment in held.moments:
                 moment.zero_()  # the host's pages are zero as they come
         if held.steps is not None:
             held.steps.zero_()
+        held.hide()
         if held.bucket.resident:
-            held.bind()
+            held.presence = Presence.PRESENT
+            held.show()
 
     # --- borders -----------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         self.borders.close_all()
-        for nan in self._nans.values():
-            nan.fill_(math.nan)
         self._itinerary.begin()
         if torch.is_grad_enabled():
             self.gradients.new_pass()
@@ -141,8 +147,16 @@ class Engine:
         self._ensure(scope)
         self._fetch_ahead(self._itinerary.ahead_in_backward())
 
-    def _left(self, scope: Scope) -> None:
-        self.homes.left(scope.held)
+    @torch.no_grad()
+    def _bring_unannounced(self, held: Held) -> None:
+        self.unannounced += not held.present
+        self.ensure(held)
+
+    @torch.no_grad()
+    def reads_along(self, held: Held) -> None:
+        """A resident bucket is read outside of the modules that own it; from now on the scope that did has it ready."""
+        self.ensure(held)
+        self.borders.joins(held)
 
     def ensure(self, held: Held) -> None:
         """The newest weights of ``held`` are in its home, for COMPUTE."""
@@ -190,9 +204,7 @@ class Engine:
             self.updates.settle(held)
         if not held.present or held.pending is Pending.DEVICE:
             for rival in held.rivals:
-                if rival.pending is Pending.VISITING or (
-                    rival.present and (self.borders.pinned(rival) or rival.index in soon)
-                ):
+                if rival.pending is Pending.VISITING or (rival.present and (rival.open or rival.index in soon)):
                     return False
         if held.pending is Pending.DEVICE:
             if not self.updates.may_begin(held):
@@ -210,81 +222,48 @@ class Engine:
 
     def _update_ready(self) -> None:
         """Without clipping: update what is complete and no longer used in this backward."""
-        waiting = [held for held in self._ready if self.borders.pinned(held)]
+        waiting = [held for held in self._ready if held.open]
         for held in self._ready:
-            if not self.borders.pinned(held):
-                self._submit(held, self._scale_so_far(held))
+            if not held.open:
+                self._submit(held, self.clipping.in_backward(held))
         self._ready = waiting
-
-    def _scale_so_far(self, held: Held) -> Scale:
-        # A gradient that is not finite stops the update of its bucket and of all that come after it in this step.
-        # Where the loss itself is not finite that is all of them.
-        norms = self.gradients.norms_in(held, self.device)
-        bad = torch.logical_not(torch.stack(norms).isfinite().all()).float()
-        if self._scale is not None and self._scale.bad is not None:
-            bad = torch.maximum(bad, self._scale.bad)
-        self._scale = self._make_scale(None, bad)
-        return self._scale
-
-    def _make_scale(self, factor: Tensor | None, bad: Tensor) -> Scale:
-        on_host = torch.empty(2, pin_memory=self.device.type == "cuda")
-        on_host.copy_(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]), non_blocking=True)
-        return Scale(factor, bad, on_host, self.transfer.record(Lane.COMPUTE))
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of all gradients; the update will multiply them with torch's factor for ``max_norm``.
-
-        0 and infinity clip nothing.
-        """
-        if self.layout.in_backward and max_norm != math.inf:
-            raise RuntimeError("the plan updates in backward, before the norm is known: plan with max_grad_norm > 0")
+        """The norm of all gradients, which the update will clip; see ``clipping.py``."""
         self.borders.close_all()
-        norm = self.gradients.norm(self.device)
-        if self.layout.in_backward:
-            return norm
-        bad = torch.logical_not(norm.isfinite()).float()
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) if 0 < max_norm < math.inf else None
-        self._scale = self._make_scale(factor, bad)
-        return norm
+        return self.clipping.clip(max_norm)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Give every bucket with gradients its job, in the order in which forward will need them."""
+        """Give every bucket with gradients its job, in the order in which forward will need them.
+
+        Raises:
+            NonFiniteError: nothing has changed for several steps.
+        """
         self.borders.close_all()
-        self._report()
         self.gradients.finish()
         if self.gradients.empty:
             return
         if self.layout.in_backward:
             self._update_ready()
         else:
-            if self._scale is None:
-                self.clip(self.layout.max_grad_norm)
-            assert self._scale is not None
-            for held in self.held:
-                if held.touched:
-                    self._submit(held, self._scale)
-        if self._scale is not None:
-            self._verdicts.append(self._scale)
-        self._scale = None
+            touched = [held for held in self.held if held.touched]
+            scale = self.clipping.of_step(touched)
+            for held in touched:
+                self._submit(held, scale)
+        if self.clipping.scale is not None:
+            self.verdicts.add(self.clipping.scale, self.gradients.norms())
+        self.clipping.clear()
         self.gradients.clear()
-        self._report()
         self._fetch_ahead(self._itinerary.from_start())
+        self.verdicts.refuse()
 
     def _submit(self, held: Held, scale: Scale) -> None:
         assert held.bucket.group is not None
         group = self._groups()[held.bucket.group]
         hyperparameters = {name: value for name, value in group.items() if name != "params"}
         self.updates.submit(held, Job(tuple(sorted(held.touched)), hyperparameters, scale))
-
-    def _report(self) -> None:
-        """Say which steps were skipped, as soon as it is known without waiting."""
-        while self._verdicts and self.transfer.done(self._verdicts[0].known):
-            scale = self._verdicts.pop(0)
-            if scale.on_host is not None and bool(scale.on_host[1]):
-                self.skipped += 1
-                logger.warning("a gradient was not finite: this step was skipped (%d so far)", self.skipped)
 
     def discard(self) -> None:
         """Forget the gradients since the last step.
@@ -296,7 +275,14 @@ class Engine:
             raise RuntimeError("the plan updates in backward: these gradients have been applied; call step()")
         self.borders.close_all()
         self.gradients.discard()
-        self._scale = None
+        self.clipping.clear()
+
+    def forget(self, held: Held, index: int) -> None:
+        """A gradient that waits is not wanted; when it was the last one, all that waited are discarded."""
+        if not self.layout.in_backward:
+            self.clipping.forget(held, index)
+        if self.layout.in_backward or not any(each.touched for each in self.held):
+            self.discard()
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -306,11 +292,38 @@ class Engine:
             self.settle(held)
         for held in self.held:
             self.transfer.host_wait(held.stored, held.arrived, held.used)
-        self._report()
+            if held.bucket.resident:
+                self.homes.use(held)
+        self.verdicts.look()
 
     def close(self) -> None:
         """Take all hooks off, end the worker and unpin the host's memory. The caller has taken the weights out."""
         for handle in self._handles:
             handle.remove()
+        self.borders.detach()
         self.worker.close()
         self.arena.close()
+
+
+def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> None:
+    """Give all ranks the first one's parameters and buffers, as torch's data parallelism does. A collective.
+
+    Raises:
+        ValueError: the ranks have different models.
+    """
+    import torch.distributed as dist
+
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
+    models: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(models, mine, group=group)
+    if any(other != mine for other in models):
+        raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
+    for _, tensor in _tensors(model):
+        value = tensor.detach().to(device)
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+        tensor.detach().copy_(value)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

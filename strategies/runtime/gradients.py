@@ -32,8 +32,10 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.runtime.held import Held
+from strategies.runtime.parameters import take_grad
 from strategies.runtime.transfer import Event, Lane, Transfer
 from strategies.runtime.update import Updates
+from strategies.runtime.verdicts import Norms
 from strategies.runtime.worker import Worker
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class Gradients:
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
         self._to_reduce: list[Held] = []  # buckets whose turn has not come yet, last of forward first
         self._done: set[int] = set()  # buckets finished for this update
+        self._landed_in: list[tuple[Held, int]] = []  # in the order of backward
         self.passes = 0  # backward passes since the last update
         self._fresh = True  # the next gradient belongs to a new pass
 
@@ -90,8 +93,7 @@ class Gradients:
 
     @torch.no_grad()
     def _land(self, held: Held, index: int, param: nn.Parameter) -> None:
-        grad = param.grad
-        param.grad = None
+        grad = take_grad(param)
         assert grad is not None and held.grad is not None
         if grad.layout is not torch.strided:
             raise RuntimeError(
@@ -112,6 +114,8 @@ class Gradients:
             place.add_(grad)
         else:
             place.copy_(grad)
+        if index not in held.touched:
+            self._landed_in.append((held, index))
         held.landed.add(index)
         held.unsent.add(index)
         held.touched.add(index)
@@ -297,6 +301,30 @@ class Gradients:
         total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
         return total
 
+    def norms(self) -> Norms:
+        """What is known of single norms, in the order in which backward came by."""
+        known = [(held, index) for held, index in self._landed_in if index in held.norms]
+        return Norms([held.bucket.params[index] for held, index in known], [held.norms[index] for held, index in known])
+
+    def value(self, held: Held, index: int, device: torch.device) -> Tensor:
+        """A copy of one gradient of this update."""
+        self.finish()
+        if not held.parks_down:
+            assert held.grad is not None
+            return held.shaped(held.grad, index).clone()
+        assert held.parked is not None
+        if held.added is not None:
+            self._transfer.host_wait(held.added.result())
+        self._transfer.host_wait(held.sent)
+        return held.shaped(held.parked, index).to(device, copy=True)
+
+    def forget(self, held: Held, index: int) -> None:
+        """As if parameter ``index`` had got no gradient for this update."""
+        self.finish()
+        held.touched.discard(index)
+        held.unsent.discard(index)
+        held.norms.pop(index, None)
+
     def discard(self) -> None:
         """As ``clear``, when nobody has taken the gradients: what the worker still adds is awaited."""
         for former in self._arrivals.values():
@@ -312,6 +340,7 @@ class Gradients:
             held.summed.clear()
             held.norms, held.norms_later = {}, None
         self._done.clear()
+        self._landed_in.clear()
         self.passes, self._fresh = 0, True
 
 

@@ -1,9 +1,9 @@
 """One bucket at run time: its parameters, the views of its memory, and who holds what at this moment.
 
-Invariant. ``param.data`` is a view of the bucket's home exactly while the bucket is PRESENT and no update of it is
-pending. Otherwise every parameter shows one NaN expanded to its shape: right shape, dtype and count, an unmistakable
-value. So a parameter never shows another bucket's bytes, nor a weight that is being replaced. Torch refuses most writes
-into it; a few (``zero_``, ``fill_``) it lets through, to the one NaN, which the next forward restores.
+Invariant. A parameter is *shown* (``parameters.py``: a ``PresentParameter``, its memory a view of the home) only while
+COMPUTE may read the home: the newest weights have arrived there, and nobody may take the address away. Those that stay
+are shown until their next update begins; those that travel while a scope that uses them is open. Otherwise it is an
+``AbsentParameter``, whose own memory is one NaN expanded to its shape as soon as the home is not its own.
 
 Events that the bucket remembers, each the last of its kind:
     arrived   UP wrote the home, or read PARKED or COPY for it
@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from strategies.core.layout import Bucket, Item, Layout, leads
 from strategies.core.plan import Home
 from strategies.runtime.arena import Arena
+from strategies.runtime.parameters import WRITE, AbsentParameter, PresentParameter, set_data
 from strategies.runtime.transfer import Event
 
 if TYPE_CHECKING:
@@ -65,9 +67,14 @@ class Held:
     steps: Tensor | None
     visit: Tensor | None
     nan: Tensor
+    shapes: list[torch.Size]
+    versions: list[int]  # of the parameters, by torch's count of writes, as the engine left them
     leads: tuple[int, int] = (1, 1)  # steps ahead of its use that its weight may come, in forward and in backward
 
     presence: Presence = Presence.ABSENT
+    bound: bool = False  # the parameters' memory is the home
+    shown: bool = False  # see the invariant
+    open: int = 0  # scopes that use it now
     pending: Pending = Pending.NOTHING
     job: Job | None = None
     future: Future[tuple[bool, Event]] | None = None
@@ -109,28 +116,70 @@ class Held:
 
     def shaped(self, flat: Tensor, index: int) -> Tensor:
         """The same, in the parameter's shape."""
-        return self.part(flat, index).view(self.params[index].shape)
+        return self.part(flat, index).view(self.shapes[index])
 
     def gradients(self, indices: Iterable[int]) -> list[Tensor]:
         """The gradients of these parameters in the bucket's slot, in their shapes."""
         assert self.grad is not None, f"{self.name} is frozen"
         return [self.shaped(self.grad, index) for index in indices]
 
-    def bind(self) -> None:
-        """Let the parameters show the home."""
+    def show(self) -> None:
+        """COMPUTE may read the home, until ``cover`` or ``hide``."""
+        if self.shown:
+            return
         for index, param in enumerate(self.params):
-            param.data = self.shaped(self.weight, index)
-        self.presence = Presence.PRESENT
+            param.__class__ = PresentParameter
+            if not self.bound:
+                set_data(param, self.shaped(self.weight, index))
+        self.bound = self.shown = True
 
-    def unbind(self) -> None:
+    def cover(self) -> None:
+        """Nobody uses it now: its address may be taken."""
+        if not self.shown:
+            return
+        for index, param in enumerate(self.params):
+            self.refuse_writes(index)
+            param.__class__ = AbsentParameter
+        self.shown = False
+
+    def hide(self) -> None:
+        """What its parameters' memory holds is not theirs any more, or about to be replaced."""
+        self.bound = self.shown = False
+        for index in range(len(self.params)):
+            self.restore(index)
+
+    def restore(self, index: int) -> None:
+        """Let one parameter be what the bucket is."""
+        param = self.params[index]
+        param.__class__ = PresentParameter  # whose attributes are set without a detour
+        set_data(param, self.shaped(self.weight, index) if self.bound else self.nan.expand(self.shapes[index]))
+        self.versions[index] = param._version
+        if not self.shown:
+            param.__class__ = AbsentParameter
+
+    def refuse_writes(self, index: int) -> None:
+        """Do nothing where parameter ``index``, which is shown, has only been read.
+
+        Raises:
+            RuntimeError: it was written to, which the host's copy or the master does not know.
+        """
+        if self.params[index]._version != self.versions[index]:
+            raise RuntimeError(f"{self.bucket.params[index]} was written to in place; {WRITE}")
+
+    def updated(self, indices: Iterable[int]) -> None:
+        """An update of these begins: a graph that holds their old values may not be used any more."""
+        indices = list(indices)
+        if self.shown:
+            for index in indices:
+                self.refuse_writes(index)
+        increment_version([self.params[index] for index in indices])
+        for index in indices:
+            self.versions[index] += 1
+
+    def leave(self) -> None:
         """The home belongs to somebody else from now on."""
         self.hide()
         self.presence = Presence.ABSENT
-
-    def hide(self) -> None:
-        """Let the parameters show NaN, though the bucket stays the tenant of its home."""
-        for param in self.params:
-            param.data = self.nan.expand(param.shape)
 
     def rest(self) -> Tensor:
         """Where the weights rest between uses: the host's copy where they travel, else the home."""
@@ -169,6 +218,8 @@ def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, n
         steps=None if steps is None else steps[: len(params)],
         visit=flat(Item.VISIT, torch.float32, visitors),
         nan=nan,
+        shapes=[param.shape for param in params],
+        versions=[param._version for param in params],
         leads=leads(bucket, layout),
     )
 

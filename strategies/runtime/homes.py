@@ -11,7 +11,7 @@ are asked, not only the last tenant, since homes may overlap in part; waits alre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -23,12 +23,11 @@ class Homes:
     """Moves buckets in and out of their homes.
 
     Args:
-        pinned: says whether a bucket is in use at this moment and may not leave.
         debug: homes are filled with NaN before a bucket moves in, and every use checks who lives there.
     """
 
-    def __init__(self, transfer: Transfer, pinned: Callable[[Held], bool], *, debug: bool) -> None:
-        self.transfer, self.pinned, self.debug = transfer, pinned, debug
+    def __init__(self, transfer: Transfer, *, debug: bool) -> None:
+        self.transfer, self.debug = transfer, debug
         self._stamps: dict[int, tuple[str, int]] = {}
 
     def claim(self, held: Held, lane: Lane) -> None:
@@ -39,7 +38,7 @@ class Homes:
         """
         for rival in held.rivals:
             if rival.present:
-                self.evict(rival, held)
+                self._evict(rival, held)
         for former in (held, *held.rivals):
             self.transfer.wait(lane, former.used, former.stored, former.arrived)
         held.presence = Presence.PRESENT
@@ -47,16 +46,16 @@ class Homes:
         if self.debug:
             self._stamp(held)
 
-    def evict(self, held: Held, wanted_by: Held) -> None:
+    def _evict(self, held: Held, wanted_by: Held) -> None:
         """Hide the parameters; their bytes are on the host already."""
-        if self.pinned(held):
+        if held.open:
             raise RuntimeError(
                 f"{wanted_by.name} needs the address of {held.name}, which is in use: write a higher "
                 f"strategies.offload.prefetch with weights: streamed (recomputing several blocks at once needs an "
                 f"address for each of them)"
             )
         assert held.pending is not Pending.VISITING, f"{held.name} is being updated"
-        held.unbind()
+        self._vacate(held)
 
     def fetch(self, held: Held) -> None:
         """Copy the weights up from the host into their home."""
@@ -75,11 +74,12 @@ class Homes:
             self.transfer.poison(Lane.UP, held.weight)
         self.transfer.copy(Lane.UP, held.weight, source)
         held.arrived = self.transfer.record(Lane.UP)
-        held.bind()
+        held.presence = Presence.PRESENT
 
     def use(self, held: Held) -> None:
-        """COMPUTE is about to use the home."""
+        """COMPUTE is about to use the home, and the parameters show it."""
         self.transfer.wait(Lane.COMPUTE, held.arrived)
+        held.show()
         if self.debug:
             self._check(held)
             self.transfer.reads(Lane.COMPUTE, held.weight)
@@ -90,6 +90,14 @@ class Homes:
         for held in several:
             event = event or self.transfer.record(Lane.COMPUTE)
             held.used = event
+            if not held.open and not held.bucket.resident:
+                held.cover()
+                if self.transfer.eager and held.present and held.settled:
+                    self._vacate(held)
+
+    def _vacate(self, held: Held) -> None:
+        held.leave()
+        self.transfer.vacated(held.weight, held.used, held.stored, held.arrived)
 
     def _stamp(self, held: Held) -> None:
         for rival in held.rivals:

@@ -5,14 +5,17 @@
     optimizer.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
 
 What differs from a plain optimizer, and why:
-    gradients   are taken off the parameters as they land: ``param.grad`` is None. ``step`` consumes them
-    weights     of buckets that are away, or whose update is under way, read as NaN. ``present`` shows chosen ones,
-                ``drain`` completes all updates, ``state_dict`` and forward need neither
-    clipping    by ``optimizer.clip_grad_norm_``. If it is not called, ``step`` clips to what the plan says
-    skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them. A plan that updates in
-                backward (only without clipping) skips from the first such bucket on
+    gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` consumes them.
+                It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``
+    weights     can be read anywhere (``parameters.py``); written under ``present`` or by ``load_state_dict`` only
+    clipping    by ``optimizer.clip_grad_norm_`` or torch's function. If neither is called, ``step`` clips to what the
+                plan says
+    skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
+                is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
+    ranks       gradients are averaged here: over the default process group, where there is one, or the one given
 
-Refused: a plan made for another model, dtype or grouping; stowing a model twice; closures.
+Refused: a plan made for another model, dtype, grouping or number of ranks; stowing a model twice; closures; trainable
+parameters that the optimizer does not hold; DistributedDataParallel and DataParallel around a stowed model.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from strategies.core.layout import Layout
 from strategies.planner.validate import check
 from strategies.runtime import saving
 from strategies.runtime.engine import Engine
+from strategies.runtime.parameters import STOWED
 from strategies.runtime.rules import AdamW, Rule
 from strategies.runtime.surface import Surface
 from strategies.runtime.transfer import Transfer, transfer_for
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
 
     from strategies.core.plan import Plan
 
-STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -62,24 +65,52 @@ def stow(
         params: as for any torch optimizer, parameters or groups; the same as the plan was made with.
         rule: the update rule and its hyperparameters; AdamW with torch's defaults.
         device: the one to train on; by default CUDA where there is one.
-        process_group: ranks that train together, each holding everything.
+        process_group: ranks that train together, each holding everything; by default all there are. They start with
+            the weights of the first.
         transfer: how bytes move; for tests.
         beside: host updates run in a worker; None: where the device is not the CPU itself.
 
     Raises:
-        ValueError: the plan does not fit the model, or the model is stowed already.
+        ValueError: the plan does not fit the model or the ranks, or the model is stowed already.
         OutOfMemoryError: the memory that the plan counts on is not there.
     """
+    import torch.distributed as dist
+
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     rule = rule or AdamW()
     if STOWED in model.__dict__:
         raise ValueError("this model is stowed already; close() its optimizer first")
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    ranks = 1 if process_group is None else dist.get_world_size(process_group)
+    if ranks != plan.facts.run.world_size:
+        raise ValueError(
+            f"the plan is for {plan.facts.run.world_size} ranks, and {ranks} train together: give plan_for their "
+            f"number as world_size, or stow a process_group of those that do"
+        )
+    group = process_group if ranks > 1 else None
     beside = where.type != "cpu" if beside is None else beside
-    optimizer = StowOptimizer(model, plan, params, rule, where, process_group, transfer or transfer_for(where), beside)
+    optimizer = StowOptimizer(model, plan, params, rule, where, group, transfer or transfer_for(where), beside)
     model.__dict__[STOWED] = True
+    model.__dict__[DDP_ASKS] = _NotForDdp()
     return optimizer
+
+
+# DistributedDataParallel reads this attribute of the module that it is to wrap, first of all, and goes through it.
+DDP_ASKS = "_ddp_params_and_buffers_to_ignore"
+
+
+class _NotForDdp:
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(NOT_FOR_DDP)
+
+
+NOT_FOR_DDP = (
+    "this model is stowed, and its optimizer averages gradients over the ranks itself: do not wrap it in "
+    "DistributedDataParallel"
+)
 
 
 class StowOptimizer(torch.optim.Optimizer):
@@ -117,6 +148,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self._name_of = {id(param): name for name, param in model.named_parameters()}
         self._surface = Surface(model, self.engine)
         self._model = model
+        self._first_look = model.register_forward_pre_hook(self._look_once)
         self._ready = True
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -134,6 +166,7 @@ class StowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
         self._refuse_closed()
+        self._refuse_strangers()
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -145,6 +178,30 @@ class StowOptimizer(torch.optim.Optimizer):
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError("this optimizer is closed; stow the model again to go on training")
+
+    def _look_once(self, module: nn.Module, inputs: Any) -> None:
+        active = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if active is not None and active.module is module:  # wrapped before it was stowed
+            raise ValueError(NOT_FOR_DDP)
+        if module is not self._model:
+            raise RuntimeError("a stowed model cannot be replicated by DataParallel: start one process for each GPU")
+        self._refuse_strangers()
+        self._first_look.remove()
+
+    def _refuse_strangers(self) -> None:
+        """Do nothing while the model's trainable parameters are those that were stowed.
+
+        Raises:
+            RuntimeError: an adapter was added, an embedding was resized, something was unfrozen.
+        """
+        trained = self.engine.trained
+        for param in self._model.parameters():
+            if param.requires_grad and id(param) not in trained:
+                name = next(name for name, other in self._model.named_parameters() if other is param)
+                raise RuntimeError(
+                    f"{name} requires a gradient and is not in the optimizer: what changes a model (adapters, "
+                    f"resizing, freezing) has to be done before it is planned and stowed"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, during construction.
@@ -171,7 +228,7 @@ class StowOptimizer(torch.optim.Optimizer):
     @property
     def skipped(self) -> int:
         """Steps left out because a gradient was not finite, as far as known without waiting."""
-        return self.engine.skipped
+        return self.engine.verdicts.skipped
 
     @property
     def device_bytes(self) -> int:
@@ -271,7 +328,9 @@ class StowOptimizer(torch.optim.Optimizer):
         self.drain()
         self._surface.take_out()
         self.engine.close()
-        del self._model.__dict__[STOWED]
+        self._first_look.remove()
+        for name in (STOWED, DDP_ASKS):
+            del self._model.__dict__[name]
         self._closed = True
 
 
@@ -279,6 +338,9 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], m
     """Where ``layout`` does not fit, one line each."""
     params = dict(model.named_parameters())
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    for name, own in params.items():
+        if type(own) is not nn.Parameter:
+            yield f"{name}: a {type(own).__name__}, which keeps its memory in a way of its own"
     if layout.moments != moments:
         yield f"the plan has room for {layout.moments} moments per parameter, the update rule keeps {moments}"
     planned: set[str] = set()

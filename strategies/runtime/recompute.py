@@ -2,7 +2,8 @@
 
 The mechanism is torch's: non-reentrant checkpoints, with their selective contexts where something is kept. A checkpoint
 stands in for a block's ``forward``, inside all hooks of the block, so that whoever fetches the block's weights at its
-borders (the memory engine, ZeRO) has them there when backward runs it again. No module is renamed or wrapped.
+borders (the memory engine, ZeRO) has them there when backward runs it again. No module is renamed or wrapped. The
+engine also stands ``around`` each run, for backward may begin one before it has met a border (``guard.py``).
 
 Names. What is kept is named by kind and number within one forward of a block: "linear 3" is its fourth product with a
 weight. Names come from what an operator does, not from the model's class, and are the same on every device:
@@ -44,7 +45,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT
 from strategies.runtime.activations import HostRoom, Sent, unwritten
-from strategies.runtime.scopes import tensors_in
+from strategies.runtime.nested import tensors_in
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -186,6 +187,7 @@ class Checkpointed:
     def __init__(
         self, block: nn.Module, kept: Collection[str], hosted: Collection[str] = (), room: HostRoom | None = None
     ) -> None:
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the first forward, and each time again
         self.watch: Callable[[Tensor], object] | None = None  # is shown what is kept on the device; for the ledger
         self.forward = block.forward
         self.room = room if hosted else None
@@ -228,7 +230,8 @@ class Checkpointed:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, on caches of its own each time: a replay must find them as the first run did."""
-        return self.forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
+        with self.around():
+            return self.forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
 
     def _contexts(self, seen: Seen | None) -> Contexts:
         if self._written is None:

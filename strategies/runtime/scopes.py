@@ -6,10 +6,13 @@ Hooks stand at the borders of scopes only.
 [Note: order of sums] A hook that puts an autograd node inside a block changes the order in which gradient contributions
 are added, and the last bits differ. Ours puts none anywhere: it is attached to the node that made the scope's output.
 
-[Note: order of backward] Autograd runs the ready node that was made last. When the node that made the output of block
-i - 1 runs, every node made after it has run, all of block i among them: a node made later can only wait for nodes made
-later still. So when backward enters a scope, it has left every scope whose forward came later, and nothing will read
-their weights again in this pass. Weights whose gradients have all landed are likewise not read again.
+[Note: order of backward] Autograd runs the ready node that was made last, and every node waits only for nodes that
+were made later. So nodes run in the reverse of the order in which they were made: when a node of a scope runs, all
+scopes that were entered later are over, and no scope that was entered earlier has begun. Two kinds of tensor in a
+scope's output say nothing about that scope: those that were made before it and are handed on (T5's position bias),
+which is why only nodes made inside are hooked, and those that the loss does not use. A node that was made after the
+output, or where no output can be hooked, runs unannounced; its weights are brought when it reads them (``guard.py``).
+Weights whose gradients have all landed are not read again.
 
 Recomputation runs a scope's forward inside its backward, and may stop in the middle, so that the end of that forward is
 never seen; a forward that raised has no end either. Therefore a scope is left when another one is entered that is not
@@ -20,14 +23,18 @@ backward of the last of them, which is left by that and entered again before its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from strategies.runtime.guard import guard, refuse_compiler
 from strategies.runtime.held import Held
+from strategies.runtime.nested import tensors_in
+from strategies.runtime.recompute import checkpointed
 
 Handle = torch.utils.hooks.RemovableHandle
 
@@ -46,6 +53,9 @@ class Scope:
     def saves_weights(self) -> bool:
         """Whether its backward reads weights. A table of embeddings is read by forward alone."""
         return not isinstance(self.module, nn.Embedding)
+
+    def contains(self, other: Scope) -> bool:
+        return self is other or self.name in other.outer
 
 
 def find_scopes(model: nn.Module, held_of: dict[int, Held]) -> list[Scope]:
@@ -136,12 +146,22 @@ def _visits(scopes: Iterable[Scope], here: Scope | None, steps: int = 0, *, back
         yield Visit(scope, steps, back)
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward of a scope that is running: the first autograd node that will be made in it, and its guard."""
+
+    scope: Scope
+    first_node: int
+    guard: AbstractContextManager[Any] | None
+
+
 class Borders:
     """Hooks the borders of all scopes and tells the engine what happens there.
 
     Args:
         enter_forward, enter_backward: called when a scope's weights are needed.
-        left: called when what was launched so far includes every use of a scope's weights for now.
+        left: called with buckets; what was launched so far includes every use of them for now, but by open scopes.
+        bring: called with a bucket that a node of backward reads unannounced.
     """
 
     def __init__(
@@ -149,74 +169,151 @@ class Borders:
         scopes: list[Scope],
         enter_forward: Callable[[Scope], None],
         enter_backward: Callable[[Scope], None],
-        left: Callable[[Scope], None],
+        left: Callable[[Iterable[Held]], None],
+        bring: Callable[[Held], None],
     ) -> None:
-        self._enter_forward, self._enter_backward, self._left = enter_forward, enter_backward, left
+        self._enter_forward, self._enter_backward, self._left, self._bring = enter_forward, enter_backward, left, bring
         self._scopes = scopes
+        self._calls: list[Call] = []
         self._in_forward: list[Scope] = []
         self._in_backward: list[Scope] = []
+        self._partly: Scope | None = None  # open in backward because of an unannounced read, not entered
+        self._over: list[Scope] = []  # left by an unannounced read, whose node may have read their weights, too
         self._backward = False  # backward has begun
 
     def attach(self) -> list[Handle]:
         handles: list[Handle] = []
         for scope in self._scopes:
             handles.append(scope.module.register_forward_pre_hook(partial(self._before, scope)))
-            handles.append(scope.module.register_forward_hook(partial(self._after, scope)))
+            handles.append(scope.module.register_forward_hook(partial(self._after, scope), always_call=True))
+            own = checkpointed(scope.module)
+            if own is not None:
+                own.around = partial(self._run_again, scope)
         return handles
+
+    def detach(self) -> None:
+        """Undo what handles do not."""
+        for scope in self._scopes:
+            own = checkpointed(scope.module)
+            if own is not None:
+                own.around = nullcontext
 
     @property
     def recomputing(self) -> bool:
         """Whether a forward now would be part of a backward."""
         return self._backward
 
-    def pinned(self, held: Held) -> bool:
-        """Whether a scope that is open uses the bucket."""
-        return any(held in scope.held for scope in (*self._in_forward, *self._in_backward))
+    def joins(self, held: Held) -> None:
+        """The scope whose forward runs, if one does, uses this bucket, too."""
+        scope = self._in_forward[-1] if self._in_forward and not self._backward else None
+        if scope is not None and held not in scope.held:
+            scope.held.append(held)
+            held.open += self._in_forward.count(scope)
 
     def close_all(self) -> None:
         """Forward and backward are over, regularly or by an error."""
+        self._leave_again()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
-        self._backward = False
+        self._backward, self._partly = False, None
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
+        self._leave_again()
         self._close(self._in_forward, scope)
         self._close(self._in_backward, scope)
-        self._in_forward.append(scope)
+        self._open(self._in_forward, scope)
+        self._calls.append(Call(scope, torch._C._autograd._get_sequence_nr(), self._guarded(scope)))
         self._enter_forward(scope)
 
+    def _guarded(self, scope: Scope) -> AbstractContextManager[Any] | None:
+        travelling = [held for held in scope.held if not held.bucket.resident] if torch.is_grad_enabled() else []
+        if not travelling:
+            return None
+        refuse_compiler()
+        hooks = guard(travelling, partial(self._unannounced, scope))
+        hooks.__enter__()
+        return hooks
+
     def _after(self, scope: Scope, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._calls or self._calls[-1].scope is not scope:
+            return  # somebody's hook has raised before ours
+        call = self._calls.pop()
+        if call.guard is not None:
+            call.guard.__exit__(None, None, None)
+        if output is None:
+            return  # an error, perhaps; see above
         self._close(self._in_forward, scope)
         if scope in self._in_forward:
             self._in_forward.remove(scope)
-            self._left(scope)
+            self._shut(scope)
         if torch.is_grad_enabled() and scope.saves_weights:
-            for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
-                node.register_prehook(partial(self._before_backward, scope))
+            made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+            for node in made:
+                if node._sequence_nr() >= call.first_node:
+                    node.register_prehook(partial(self._before_backward, scope))
 
     def _before_backward(self, scope: Scope, grads: Any) -> None:
-        if self._in_backward and self._in_backward[-1] is scope:
+        self._leave_again()
+        if self._in_backward and self._in_backward[-1] is scope and self._partly is not scope:
             return  # another output of it
+        if self._partly is not scope:
+            self._turn_to(scope)
+        self._partly = None
+        self._enter_backward(scope)
+
+    @contextmanager
+    def _run_again(self, scope: Scope) -> Iterator[None]:
+        """Around the forward of a checkpointed block, the first time inside its borders, later wherever it begins."""
+        if self._backward and (scope not in self._in_backward or scope is self._partly):
+            self._unannounced(scope, *scope.held)
+        hooks = self._guarded(scope)
+        try:
+            yield
+        finally:
+            if hooks is not None:
+                hooks.__exit__(None, None, None)
+
+    def _unannounced(self, scope: Scope, *several: Held) -> None:
+        """A node of ``scope`` reads buckets in backward that are not there for it.
+
+        Scopes that do not contain this one are over, but for this very node, which may have read their weights before.
+        So they are left once more when it is done; until then nobody but ``several`` takes an address, and what one
+        node reads was present together in forward: it does not overlap.
+        """
+        self._leave_again()
+        if not (self._in_backward and self._in_backward[-1] is scope):
+            opened = (*self._in_forward, *self._in_backward)
+            self._over = [other for other in opened if not other.contains(scope)]
+            self._turn_to(scope)
+            self._partly = scope
+        for held in several:
+            self._bring(held)
+
+    def _turn_to(self, scope: Scope) -> None:
         if self._backward:
             self._close(self._in_forward, scope)  # what was recomputed
         self._close(self._in_backward, scope)
         self._backward = True
-        self._in_backward.append(scope)
-        self._enter_backward(scope)
+        self._open(self._in_backward, scope)
+
+    def _open(self, opened: list[Scope], scope: Scope) -> None:
+        opened.append(scope)
+        for held in scope.held:
+            held.open += 1
+
+    def _shut(self, scope: Scope) -> None:
+        if scope is self._partly:
+            self._partly = None
+        for held in scope.held:
+            held.open -= 1
+        self._left(scope.held)
+
+    def _leave_again(self) -> None:
+        for scope in self._over:
+            self._left(scope.held)
+        self._over.clear()
 
     def _close(self, opened: list[Scope], entered: Scope | None) -> None:
         """Leave every scope that does not contain ``entered``."""
-        while opened and (entered is None or (opened[-1].name not in entered.outer and opened[-1] is not entered)):
-            self._left(opened.pop())
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from tensors_in(value)
+        while opened and (entered is None or not opened[-1].contains(entered)):
+            self._shut(opened.pop())

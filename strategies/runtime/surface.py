@@ -1,17 +1,19 @@
 """The model stays a model: state dicts, chosen parameters, optimizer state, whatever is on the device at the moment.
 
-Problem. Libraries read ``param.data`` at any time. A bucket that is away shows NaN there; these are the doors through
-which right values come out and new ones go in.
+Problem. Libraries read and write parameters at any time; these are the doors through which right values come out and
+new ones go in. ``parameters.py`` sees to it that there are no others.
 
     state_dict          each module that owns parameters replaces its entries by where the weights rest: the host's copy
                         of what travels, the home of what does not. Views with storages of their own, no copies
     load_state_dict     before a module is loaded its parameters show where they rest; afterwards masters and homes
                         follow
     present             chosen parameters show copies on the device; if those were changed, the change is kept
+    reading             a function that reads a parameter outside of the modules that own it asks its keeper
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,21 +22,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.core.render import human
 from strategies.runtime.arena import alone
+from strategies.runtime.clipping import Clipping
 from strategies.runtime.engine import Engine
-from strategies.runtime.held import Held, Presence
+from strategies.runtime.held import Held
+from strategies.runtime.parameters import Copied, Elsewhere, parked
 from strategies.runtime.transfer import Lane
 
+logger = logging.getLogger(__name__)
 
-class Surface:
+
+class Surface(Copied):
     """Doors into a stowed model."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
         self._handles: list[Any] = []
+        self._read: set[int] = set()  # parameters that travel and were read outside of the modules that own them
+        for name, param in model.named_parameters():
+            held, index = engine.place_of[id(param)]
+            param._keeper = Keeper(self, held, index, name)  # type: ignore[attr-defined]
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 # torch marks these hooks with an attribute, which a bound method cannot have
+                self._handles.append(module.register_state_dict_pre_hook(partial(self._lend)))
                 self._handles.append(module.register_state_dict_post_hook(partial(self._show)))
                 self._handles.append(module.register_load_state_dict_pre_hook(self._open))
                 self._handles.append(module.register_load_state_dict_post_hook(self._shut))
@@ -46,14 +58,45 @@ class Surface:
         held, index = self._settled(param)
         return held.shaped(held.rest(), index)
 
+    def copy_of(self, held: Held, index: int) -> Tensor:
+        """A copy of the newest weight, for COMPUTE."""
+        with torch.no_grad():
+            self._engine.settle(held)
+            self._engine.transfer.host_wait(held.stored)
+            self._engine.transfer.wait(Lane.COMPUTE, held.stored, held.arrived)
+            return held.shaped(held.rest(), index).to(self._engine.device, copy=True)
+
+    def read(self, held: Held, index: int, name: str) -> Tensor:
+        """The parameter, present from now on if it stays, or a copy through which gradients flow."""
+        param = held.params[index]
+        if held.bucket.resident:
+            self._engine.reads_along(held)
+            return param
+        if id(param) not in self._read:
+            self._read.add(id(param))
+            logger.warning(
+                "%s travels and is read outside of the module that owns it: %s are copied for that each time. Plan "
+                "with a batch, so that this is seen, or with weights='resident'",
+                name,
+                human(held.bucket.sizes[index] * held.weight.element_size()),
+            )
+        value = self.copy_of(held, index)
+        return Elsewhere.apply(param, value) if torch.is_grad_enabled() and param.requires_grad else value
+
     def _settled(self, param: nn.Parameter) -> tuple[Held, int]:
         held, index = self._engine.place_of[id(param)]
         self._engine.settle(held)
         self._engine.transfer.host_wait(held.stored, held.arrived)
         return held, index
 
+    def _lend(self, module: nn.Module, *rest: Any) -> None:
+        """Before a state dict is made: plain parameters, which nobody is asked for."""
+        for param in module.parameters(recurse=False):
+            param.__class__ = nn.Parameter
+
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, param in module.named_parameters(recurse=False):
+            self._show_again(param)
             key = prefix + name
             if key in state and not isinstance(state[key], nn.Parameter):
                 state[key] = alone(self.weight_of(param))
@@ -61,7 +104,9 @@ class Surface:
     def _open(self, module: nn.Module, *rest: Any) -> None:
         self._engine.drain()  # everything: an update of another bucket, settled before ``_shut``, would hide these
         for param in module.parameters(recurse=False):
-            param.data = self.weight_of(param)
+            value = self.weight_of(param)
+            param.__class__ = nn.Parameter
+            param.data = value
 
     def _shut(self, module: nn.Module, *rest: Any) -> None:
         for param in module.parameters(recurse=False):
@@ -76,12 +121,11 @@ class Surface:
             if place is not None and held.part(place, index).data_ptr() != value.data_ptr():
                 held.part(place, index).copy_(value.reshape(-1))
         held.used = self._engine.transfer.record(Lane.COMPUTE)
-        self._show_again(held, index)
+        self._show_again(param)
 
-    def _show_again(self, held: Held, index: int) -> None:
-        param = held.params[index]
-        visible = held.presence is Presence.PRESENT and held.settled
-        param.data = held.shaped(held.weight, index) if visible else held.nan.expand(param.shape)
+    def _show_again(self, param: nn.Parameter) -> None:
+        held, index = self._engine.place_of[id(param)]
+        held.restore(index)
 
     @contextmanager
     def present(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -90,8 +134,8 @@ class Surface:
         with torch.no_grad():
             places = [self._settled(param) for param in params]  # all first: settling one bucket may hide another
             for param, (held, index) in zip(params, places, strict=True):
-                self._engine.transfer.wait(Lane.COMPUTE, held.stored, held.arrived)
-                value = held.shaped(held.rest(), index).to(self._engine.device, copy=True)
+                value = self.copy_of(held, index)
+                param.__class__ = nn.Parameter
                 param.data = value
                 shown.append((param, value))
         try:
@@ -100,7 +144,7 @@ class Surface:
             for param, value in shown:
                 held, index = self._settled(param)
                 if _same_bits(value.cpu(), held.shaped(held.rest(), index).cpu()):
-                    self._show_again(held, index)
+                    self._show_again(param)
                 else:
                     self._adopt(param, value)
 
@@ -108,9 +152,23 @@ class Surface:
         """Ordinary tensors on the CPU for every parameter; the doors are removed."""
         for held in self._engine.held:
             for index, param in enumerate(held.params):
+                del param._keeper  # type: ignore[attr-defined]
+                param.__class__ = nn.Parameter
                 param.data = held.shaped(held.rest(), index).to("cpu", copy=True)
         for handle in self._handles:
             handle.remove()
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def clipping(self) -> Clipping:
+        """For whoever handles gradients; backward is over then."""
+        self._engine.borders.close_all()
+        return self._engine.clipping
+
+    def gradient(self, held: Held, index: int, keeper: Keeper) -> Tensor | None:
+        """What stands for the gradient that waits, if one does."""
+        return parked(keeper, held.nan.expand(held.shapes[index])) if index in held.touched else None
 
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
@@ -141,6 +199,42 @@ class Surface:
         for name, place in self.state_of(param).items():
             if name != "master":
                 place.zero_()
+
+
+class Keeper(Copied):
+    """Answers for one parameter; see ``parameters.py``."""
+
+    def __init__(self, surface: Surface, held: Held, index: int, name: str) -> None:
+        self._surface, self._held, self._index, self.name = surface, held, index, name
+
+    def read(self) -> Tensor:
+        return self._surface.read(self._held, self._index, self.name)
+
+    def value(self) -> Tensor:
+        return self._surface.copy_of(self._held, self._index)
+
+    def require_present(self, what: str) -> None:
+        if not self._held.bucket.resident:
+            raise RuntimeError(f"{self.name}: {what} of a parameter that travels; plan with weights='resident'")
+        self.read()
+
+    def gradient(self) -> Tensor | None:
+        return self._surface.gradient(self._held, self._index, self)
+
+    def forget_gradient(self) -> None:
+        self._surface._engine.forget(self._held, self._index)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        return self._surface.clipping.norm_of(self._held, self._index)
+
+    @torch.no_grad()
+    def gradient_value(self) -> Tensor:
+        return self._surface.clipping.value_of(self._held, self._index)
+
+    @torch.no_grad()
+    def scale_gradient(self, factor: Tensor) -> None:
+        self._surface.clipping.multiply(self._held, self._index, factor)
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

@@ -45,7 +45,12 @@ class Event:
 
 
 class Transfer:
-    """Copies made at once: for machines whose device is their memory. Also the interface of the others."""
+    """Copies made at once: for machines whose device is their memory. Also the interface of the others.
+
+    ``eager``: homes are given up as soon as they are left, not when somebody wants their address. For test doubles.
+    """
+
+    eager = False
 
     def __init__(self) -> None:
         self._count: dict[Lane, int] = defaultdict(int)
@@ -93,6 +98,9 @@ class Transfer:
     def reads(self, lane: Lane, *regions: Tensor | None) -> None: ...
 
     def writes(self, lane: Lane, *regions: Tensor | None) -> None: ...
+
+    def vacated(self, home: Tensor, *after: Event | None) -> None:
+        """Nobody uses this home any more, once these events have passed. For test doubles."""
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         target.copy_(source)

@@ -129,15 +129,16 @@ class Updates:
         self.slots: dict[int, Held] = {}  # by address of a gradient slot that several buckets pass through
 
     def submit(self, held: Held, job: Job) -> None:
-        """Take a job. The parameters show NaN until it is settled."""
+        """Take a job. The parameters are absent until it is settled."""
         assert held.settled, f"{held.name} has an update that was not settled"
         held.job = job
+        held.updated(job.touched)
         if held.bucket.site is Site.HOST:
             held.pending = Pending.HOST
             if held.bucket.resident:
                 held.hide()
             else:
-                held.unbind()
+                held.leave()
             waits = (held.sent, held.arrived, held.stored, job.scale.known)
             held.future = self._worker.submit(held.index, lambda: self._on_host(held, job, waits))
             return
@@ -239,7 +240,9 @@ class Updates:
             _round(held, held.weight, ground.master)
         held.pending = Pending.NOTHING
         held.used = transfer.record(Lane.COMPUTE)
-        held.bind()
+        held.presence = Presence.PRESENT
+        if held.bucket.resident:
+            held.show()
         if held.visit is not None or held.copy is not None:
             self._write_back(held, state)
 
@@ -301,8 +304,6 @@ class Updates:
             source = held.parked if held.bucket.mixed else held.master
             assert source is not None
             self._homes.receive(held, source)
-        else:
-            held.bind()
 
     # --- both ------------------------------------------------------------------------------------------------------
 

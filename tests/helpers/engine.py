@@ -194,13 +194,15 @@ class Made:
 
     layout: Layout
     place: Any
+    facts: Any
 
     @classmethod
-    def of(cls, layout: Layout, params: Iterable[Param]) -> Made:
+    def of(cls, layout: Layout, params: Iterable[Param], ranks: int = 1) -> Made:
         """``layout`` at its addresses, if it is valid."""
         addresses = place(layout)
         check(layout, addresses, params)
-        return cls(layout, SimpleNamespace(addresses=addresses, debug=True))
+        here = SimpleNamespace(addresses=addresses, debug=True)
+        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(world_size=ranks)))
 
 
 def plan_of(
@@ -229,7 +231,7 @@ def plan_of(
         _machines.append(probe())
     params = groups_of(model, groups)
     share = {"half": 0.5, "one": 1, "several": 2}[bucket]
-    facts = plan_for(model, params, machine=_machines[0]).facts
+    facts = plan_for(model, params, max_grad_norm=max_norm, machine=_machines[0]).facts
     made = plan_for(
         model,
         params,

@@ -73,6 +73,7 @@ def run_config(
     *,
     output_dir: object = "unused",
     stage: int | None = None,
+    strategies: Mapping[str, Mapping[str, Any]] | None = None,
     model: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
     **training: Any,
@@ -80,15 +81,15 @@ def run_config(
     """A run of ``config`` with random weights (None: ``model`` names a folder).
 
     Args:
-        stage: switches ZeRO on.
+        stage: switches ZeRO on; ``strategies`` does so with any, by name and options.
         training: options of that section.
     """
-    zero = {} if stage is None else {"zero": find("zero").model_validate({"stage": stage})}
+    given = strategies or ({} if stage is None else {"zero": {"stage": stage}})
     return RunConfig.model_validate(
         {
             "model": {"config": None if config is None else dict(config), "tokenizer": "none", **(model or {})},
             "data": {"path": "random tokens", "max_length": 16, **(data or {})},
             "training": {"output_dir": str(output_dir), "save_strategy": "no", "report_to": ["none"], **training},
-            "strategies": zero,
+            "strategies": {name: find(name).model_validate(options) for name, options in given.items()},
         }
     )

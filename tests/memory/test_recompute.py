@@ -53,7 +53,7 @@ def batch() -> dict[str, Tensor]:
 
 def plan_of(model: nn.Module, policy: str) -> Plan:
     """``auto`` under a budget half way between everything and nothing."""
-    facts = plan_for(model, batch=batch(), accumulation=2, machine=MACHINE).facts
+    facts = plan_for(model, batch=batch(), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
     if policy == "auto":
         low, high = (decided(facts, name).peak(Home.DEVICE) for name in ("full", "none"))
         facts = replace(facts, machine=replace(facts.machine, device_bytes=(low + high) // 2))

@@ -39,7 +39,9 @@ def test_bits_order_and_bytes(name: str, attention: str, transfer: type[Transfer
     """With dropout and a padded batch; bytes that cross are those that the plan counts, in each direction."""
     for policy in HOSTED:
         model = made(name, True, attention, torch.float32)
-        plan = decided(plan_for(model, batch=micro_batches()[0], machine=MACHINE).facts, POLICIES[policy])
+        plan = decided(
+            plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts, POLICIES[policy]
+        )
         moves = transfer()
         recompute(model, plan, moves)
         room = room_of(model)
@@ -82,7 +84,9 @@ class Deaf(Watch):
 )
 def test_every_wait_is_needed(waiting: Lane, of: Lane) -> None:
     model = made("llama", False, "sdpa", torch.float32)
-    plan = decided(plan_for(model, batch=micro_batches()[0], machine=MACHINE).facts, POLICIES[HOSTED[1]])
+    plan = decided(
+        plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts, POLICIES[HOSTED[1]]
+    )
     moves = Deaf(waiting, of)
     recompute(model, plan, moves)
     steps(model, micro_batches() * 2)

@@ -43,7 +43,7 @@ def frozen_base() -> nn.Module:
 
 
 def plan_in(model: nn.Module, rates: Rates, budget: int, prefetch: int | str) -> Plan:
-    plan = plan_for(model, gpu_memory=budget, prefetch=prefetch, site="device", batch=(2, 8))
+    plan = plan_for(model, gpu_memory=budget, prefetch=prefetch, site="device", batch=(2, 8), max_grad_norm=None)
     return replace(plan, facts=known(plan.facts, rates))
 
 
@@ -61,7 +61,7 @@ def known(facts: Facts, rates: Rates) -> Facts:
 @pytest.mark.parametrize("spare_blocks", [0, 1, 2])
 def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, spare_blocks: int) -> None:
     model = frozen_base()
-    probe = plan_for(model, site="device", weights="streamed", prefetch=0, batch=(2, 8))
+    probe = plan_for(model, site="device", weights="streamed", prefetch=0, batch=(2, 8), max_grad_norm=None)
     assert probe.layout is not None and probe.addresses is not None
     block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
     saved = sum(unit.saved_bytes for unit in probe.facts.units)
@@ -96,7 +96,7 @@ def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, polic
     """Weights stay, inputs and products of blocks come and go; a block's copy takes so many times its forward."""
     model = frozen_base()
     options = {"policy": policy, "activation_offloading": True}
-    plan = plan_for(model, site="device", weights="resident", batch=(2, 8), recompute=options)
+    plan = plan_for(model, site="device", weights="resident", batch=(2, 8), max_grad_norm=None, recompute=options)
     block = max(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units)
     plan = replace(plan, facts=known(plan.facts, slow_link(block / factor)))
     assert plan.layout is not None

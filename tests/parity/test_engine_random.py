@@ -3,6 +3,7 @@
 Valid layouts train with the bits of plain training; broken ones are refused before anything is touched.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +88,8 @@ def test_every_broken_layout_is_refused(name: str, spec: Spec, data: st.DataObje
     assert validate(broken, addresses, params) != []
     with pytest.raises(ValueError, match="cannot be carried out"):
         check(broken, addresses, params)
-    plan: Any = SimpleNamespace(layout=broken, place=SimpleNamespace(addresses=addresses, debug=True))
+    plan: Any = replace(Made.of(layout, params), layout=broken)
+    plan = replace(plan, place=SimpleNamespace(addresses=addresses, debug=True))
     groups, weights = groups_of(model, 2), [param.data_ptr() for param in model.parameters()]
     with pytest.raises(ValueError, match=r"cannot be carried out|made for something else"):
         stow(model, plan, groups, AdamW(lr=LR, weight_decay=DECAY), device="cpu")

@@ -1,5 +1,7 @@
 """The model stays a model: what libraries read from it and write to it is right at any moment, stowed or not."""
 
+import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strategies.runtime.held import Held
+from strategies.runtime.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import LAYOUTS, TWO, both_sides, everything, stowed, train, unequal
@@ -39,67 +42,138 @@ def held_of(optimizer: Any, name: str) -> Held:
 
 
 @layouts
-def test_absent_is_nan_and_refuses_writes(layout: str) -> None:
-    """At every border of a step each parameter is its own weight or NaN, never another bucket's bytes."""
+def test_whoever_reads_gets_the_newest_weight(layout: str) -> None:
+    """At every border of a step, by functions and by ``data``; what travels is copied for that, no home is taken."""
     model = llama()
-    shapes = {name: param.shape for name, param in model.named_parameters()}
     optimizer = stowed(model, layout)
     absent = 0
 
     def look(*_: object) -> None:
         nonlocal absent
         for name, param in model.named_parameters():
-            assert param.shape == shapes[name] and param.dtype == torch.float32
-            held = held_of(optimizer, name)
-            if held.present and held.settled:
-                assert param.data_ptr() >= held.weight.data_ptr()
-                continue
-            absent += 1
-            assert param.isnan().all()
-            with pytest.raises(RuntimeError), torch.no_grad():
-                param.mul_(2.0)
-            with pytest.raises(RuntimeError):
-                param.data.copy_(torch.ones(param.shape))
+            assert param.shape == expected[name].shape and param.dtype == torch.float32
+            absent += isinstance(param, AbsentParameter)
+            with torch.no_grad():
+                assert torch.equal(param, expected[name]), name
+                assert torch.equal(param.data[None], expected[name][None]), name
 
     for block in model.model.layers:  # type: ignore[union-attr]
         block.register_forward_hook(look)
         block.register_full_backward_hook(look)
-    train(model, optimizer, BATCHES[:2])
+    for batch in BATCHES[:2]:
+        expected = weights_of(model)
+        train(model, optimizer, [batch])
+    expected = weights_of(model)
     look()
     assert absent > 0
 
 
-def test_an_absent_parameter_shows_itself_or_nan() -> None:
-    """Without updates in between, what is visible has the values that the model had."""
-    model = llama()
-    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = stowed(model, "host, one ahead")
-    for batch in BATCHES[:2]:
-        with torch.no_grad():
-            model(**batch)
-        optimizer.drain()
-        for name, param in model.named_parameters():
-            assert param.isnan().all() or torch.equal(param, expected[name])
+def test_a_regularizer_reads_every_parameter() -> None:
+    """Gradients flow through what is read outside of modules, and add up with those of the model."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for batch in BATCHES[:3]:
+            loss = model(**batch).loss + 1e-2 * sum((param**2).sum() for param in model.parameters())
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    both_sides(llama, script, LAYOUTS)
+    both_sides(lambda: build("llama", tied=True), script, TWO, max_norm=0.5)
 
 
-def test_a_write_that_torch_lets_through_is_undone_by_the_next_forward() -> None:
-    """``zero_`` reaches the one NaN behind all absent parameters; nobody else's bytes, and only until then."""
+WRITES: Mapping[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": lambda param: param.mul_(2.0),
+    "zero_": nn.Parameter.zero_,
+    "index": lambda param: param.__setitem__(0, 1.0),
+    "+=": lambda param: param.__iadd__(1.0),
+    "out": lambda param: torch.add(param, 1.0, out=param),
+    "init": lambda param: nn.init.normal_(param),
+    "foreach": lambda param: torch._foreach_add_([param], 1.0),
+    "data": lambda param: param.data.mul_(2.0),
+    "view of data": lambda param: param.data.view(-1)[:2].fill_(1.0),
+    "data =": lambda param: setattr(param, "data", torch.zeros_like(param)),
+    "detach": lambda param: param.detach().mul_(2.0),
+    "grad =": lambda param: setattr(param, "grad", torch.zeros_like(param)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_are_refused(write: Callable[[nn.Parameter], Any]) -> None:
+    """On what is away at once, with a line that says how to write; and nothing has changed."""
     model = llama()
     optimizer = stowed(model, "host, one ahead")
     train(model, optimizer, BATCHES[:1])
-    absent = next(p for p in model.parameters() if p.isnan().all())
-    with torch.no_grad():
-        absent.zero_()
-    assert not absent.isnan().any()
-    seen: list[bool] = []
-
-    def look(*_: object) -> None:
-        away = [p for held in optimizer.engine.held if not held.present for p in held.params]
-        seen.append(bool(away) and all(p.isnan().all() for p in away))
-
-    model.get_submodule("model.layers.3").register_forward_hook(look)
+    before = everything(model, optimizer)
+    param = next(p for p in model.parameters() if isinstance(p, AbsentParameter))
+    with pytest.raises(RuntimeError, match=r"optimizer\.present|come from backward only") as refused, torch.no_grad():
+        write(param)
+    assert "\n" not in str(refused.value)
+    assert unequal(before, everything(model, optimizer)) == []
     train(model, optimizer, BATCHES[1:2])
-    assert seen == [True]
+
+
+@pytest.mark.parametrize("where", ["forward", "between"])
+@layouts
+def test_a_write_into_what_is_here_is_found(layout: str, where: str) -> None:
+    """Torch's count of writes shows it; the host's copy or the master would not know of it."""
+    model = llama()
+    optimizer = stowed(model, layout)
+    train(model, optimizer, BATCHES[:1])
+    inner = model.get_submodule("model.layers.1.mlp" if where == "forward" else "model.norm")
+    param = next(inner.parameters())
+
+    def write(*_: object) -> None:
+        with torch.no_grad():
+            param.mul_(2.0)
+
+    inner.register_forward_hook(write if where == "forward" else lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"(layers.1.mlp|norm).*was written to in place; write under `with"):
+        model(**BATCHES[1]).loss.backward()
+        write()
+        optimizer.step()
+
+
+@layouts
+def test_a_graph_from_before_the_step(layout: str) -> None:
+    """As in plain training: what it saved has been replaced."""
+    model = llama()
+    optimizer = stowed(model, layout)
+    loss = model(**BATCHES[0]).loss
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"was updated since the forward|modified by an inplace operation"):
+        loss.backward()
+
+
+@layouts
+def test_copies_and_pickles(layout: str, tmp_path: Path) -> None:
+    model = llama()
+    optimizer = stowed(model, layout)
+    for copied in (model, model.model, model.model.layers[1], model.model.layers[1].mlp, model.lm_head.weight):  # type: ignore[union-attr, index]
+        with pytest.raises(TypeError, match=r"this model is stowed.*save_pretrained"):
+            copy.deepcopy(copied)
+        with pytest.raises(TypeError, match=r"this model is stowed.*save_pretrained"):
+            torch.save(copied, tmp_path / "file")
+    with pytest.raises(TypeError, match="this model is stowed"):
+        torch.optim.swa_utils.AveragedModel(model)
+    optimizer.close()
+    copy.deepcopy(model)
+
+
+def test_moving_a_stowed_model() -> None:
+    model = llama()
+    optimizer = stowed(model, "host, one ahead")
+    train(model, optimizer, BATCHES[:1])
+    model.to("cpu")
+    model.float()
+    with pytest.raises(RuntimeError, match="the memory of a stowed model is planned"):
+        model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="planned"):
+        model.resize_token_embeddings(80)  # type: ignore[operator]
 
 
 def test_present_shows_and_keeps() -> None:

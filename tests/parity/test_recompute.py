@@ -79,7 +79,9 @@ def micro_batches() -> list[dict[str, Tensor]]:
 
 @cache
 def facts_of(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> Facts:
-    return plan_for(made(name, dropout, attention, dtype), batch=micro_batches()[0], machine=MACHINE).facts
+    return plan_for(
+        made(name, dropout, attention, dtype), batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE
+    ).facts
 
 
 def decided(facts: Facts, options: Mapping[str, Any]) -> Plan:
@@ -183,7 +185,13 @@ def test_in_a_plain_loop() -> None:
     batches = tokens("gpt2", STEPS)
     wanted = plain(build("gpt2"), batches)
     model = build("gpt2")
-    given: dict[str, Any] = {"batch": batches[0], "machine": MACHINE, "site": "host", "weights": "resident"}
+    given: dict[str, Any] = {
+        "batch": batches[0],
+        "machine": MACHINE,
+        "site": "host",
+        "weights": "resident",
+        "max_grad_norm": None,
+    }
     least = plan_for(model, recompute={"policy": "full"}, **given).peak(Home.DEVICE)
     plan = plan_for(model, gpu_memory=least + 10_000, recompute={"policy": "auto"}, **given)  # nothing else can leave
     recompute(model, plan)
@@ -201,7 +209,11 @@ def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Ten
             hosted = {name: [INPUT, *kept] for name in blocks}
         checkpoint_blocks(model, dict.fromkeys(blocks, kept), hosted, room)
         return
-    recompute(model, decided(plan_for(model, batch=batch, machine=MACHINE).facts, POLICIES[policy]), Delayed())
+    recompute(
+        model,
+        decided(plan_for(model, batch=batch, max_grad_norm=None, machine=MACHINE).facts, POLICIES[policy]),
+        Delayed(),
+    )
 
 
 @pytest.mark.parametrize("policy", ["selective", "full", "selective, on the host"])
@@ -215,7 +227,9 @@ def test_with_adapters_and_frozen_weights(policy: str) -> None:
         return get_peft_model(made("llama", True, "sdpa", torch.float32), lora)
 
     model = adapted()
-    plan = decided(plan_for(model, batch=micro_batches()[0], machine=MACHINE).facts, POLICIES[policy])
+    plan = decided(
+        plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts, POLICIES[policy]
+    )
     find("recompute")(**POLICIES[policy]).apply(model, plan)
     assert sum(checkpointed(module) is not None for module in model.modules()) == 3
     assert unequal(steps(adapted(), micro_batches()), steps(model, micro_batches())) == []

@@ -1,6 +1,8 @@
 """Export: what comes back is what was trained, and what does not is refused by name. The old one stays until then."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainerState
 
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from trainer import export as export_module
+from trainer.card import model_card
 from trainer.config.sections import RunConfig
 from trainer.export import ExportError, export
 from trainer.model import build, load_config
@@ -29,9 +32,7 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones hide mistakes
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
-    accelerator = SimpleNamespace(
-        unwrap_model=lambda wrapped, keep_torch_compile: wrapped, get_state_dict=lambda wrapped: wrapped.state_dict()
-    )
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped, keep_torch_compile: wrapped, get_state_dict=copies)
     return SimpleNamespace(
         accelerator=accelerator,
         model_wrapped=model,
@@ -40,6 +41,11 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
         compute_loss_context_manager=torch.enable_grad,
         is_world_process_zero=lambda: is_first,
     )
+
+
+def copies(model: Any) -> dict[str, torch.Tensor]:
+    """A tensor of its own for every name, tied or not, as DeepSpeed's stages 0 to 2 hand it over."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def built(config: Mapping[str, Any] = LLAMA, **model: Any) -> Any:
@@ -51,11 +57,11 @@ def damage(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, torch.Te
     """Let ``change`` at the tensors in the file between writing and checking, as a bad disk would."""
     reload = export_module.reload
 
-    def after_damage(folder: Path) -> Any:
+    def after_damage(folder: Path, **options: Any) -> Any:
         tensors = load_file(folder / WEIGHTS)
         change(tensors)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        return reload(folder)
+        return reload(folder, **options)
 
     monkeypatch.setattr(export_module, "reload", after_damage)
 
@@ -144,12 +150,12 @@ def test_adapters_with_other_values_are_refused(tmp_path: Path, monkeypatch: pyt
     model = build(section, load_config(section), seed=0, partitioned=False)
     reload = export_module.reload
 
-    def after_damage(folder: Path) -> Any:
+    def after_damage(folder: Path, **options: Any) -> Any:
         file = folder / "adapter_model.safetensors"
         tensors = load_file(file)
         tensors[min(tensors)][0, 0] += 1
         save_file(tensors, file, metadata={"format": "pt"})
-        return reload(folder)
+        return reload(folder, **options)
 
     monkeypatch.setattr(export_module, "reload", after_damage)
     with pytest.raises(ExportError, match=r"layers\.0\.mlp\.down_proj\.lora_A\.default\.weight has other values"):
@@ -166,6 +172,67 @@ def _untouched(model: Any) -> Any:
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert export(loop(built(), is_first=False), _tokenizer(), tmp_path / "export", merge=False) is None
     assert list(tmp_path.iterdir()) == []
+
+
+# As it came
+
+XLM: Mapping[str, Any] = {  # an architecture without the key
+    "model_type": "xlm",
+    "emb_dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "vocab_size": VOCAB,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["random", "named"])
+@pytest.mark.parametrize(
+    ("base", "own"),
+    [(LLAMA, True), ({**LLAMA, "use_cache": False}, False), (XLM, None)],
+    ids=["default", "given", "unknown"],
+)
+def test_the_cache_is_as_the_model_came(tmp_path: Path, base: Mapping[str, Any], own: bool | None, named: bool) -> None:
+    model = built(base)
+    if named:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**base)).save_pretrained(tmp_path / "base")
+        section = run_config(None, model={"config": None, "name_or_path": str(tmp_path / "base")}).model
+        model = build(section, load_config(section), seed=0, partitioned=False)
+    model.train()
+    config, values = model.config, model.config.to_dict()
+    assert values["use_cache"] is False  # in training
+    receipt = export(loop(model), _tokenizer(), tmp_path / "export", merge=False)
+    assert receipt is not None
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((receipt.folder / name).read_text()).get("use_cache") is own
+    assert model.config is config and config.to_dict() == values and model.training  # training may go on
+
+
+def test_the_card_says_what_the_run_knows(tmp_path: Path) -> None:
+    history: list[Any] = [{"loss": 3.0, "step": 7}, {"eval_loss": 2.0, "step": 7}, {"loss": 1.5, "step": 14}]
+    state = TrainerState(global_step=14, log_history=history)
+    config = run_config(
+        None, output_dir="runs/mine", stage=2, data={"path": "my.jsonl"},
+        model={"config": None, "name_or_path": "owner/base", "lora": {**LORA, "r": 5}},
+    )  # fmt: skip
+    card = model_card(config, LlamaConfig(), state, ["launch/train.py", "--config", "my file.yaml"], 2)
+    assert len(str(card).splitlines()) <= 30
+    header = card.data.to_dict()
+    assert header["base_model"] == "owner/base" and header["library_name"] == "peft" and "license" not in header
+    text = card.text
+    for part in (
+        "adapters (rank 5) for `owner/base`", "on `my.jsonl`", "for 14 steps",
+        "training loss, at step 14, was 1.5000 (perplexity 4.5)",
+        "evaluation loss, at step 7, was 2.0000 (perplexity 7.4)",
+        "zero (stage 2)", "on 2 processes", "launch/train.py --config 'my file.yaml'", f"torch {version('torch')}",
+    ):  # fmt: skip
+        assert part in text
+
+    unlogged = model_card(run_config(LLAMA), LlamaConfig(), TrainerState(), ["train.py"], 1)
+    assert unlogged.data.to_dict()["library_name"] == "transformers" and "base_model" not in unlogged.data.to_dict()
+    assert "type llama" in unlogged.text and "random weights" in unlogged.text and "Strategies: none" in unlogged.text
+    assert "loss" not in unlogged.text
 
 
 # Damage
@@ -201,9 +268,9 @@ def test_a_changed_value_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_truncated_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reload = export_module.reload
 
-    def after_cut(folder: Path) -> Any:
+    def after_cut(folder: Path, **options: Any) -> Any:
         (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
-        return reload(folder)
+        return reload(folder, **options)
 
     monkeypatch.setattr(export_module, "reload", after_cut)
     assert "cannot be opened" in refused(tmp_path / "export", built())
@@ -213,23 +280,28 @@ def test_a_config_that_computes_something_else_is_refused(tmp_path: Path, monkey
     """All tensors are right, and the model is wrong: the probe's part."""
     reload = export_module.reload
 
-    def after_change(folder: Path) -> Any:
+    def after_change(folder: Path, **options: Any) -> Any:
         text = (folder / "config.json").read_text()
         assert '"silu"' in text
         (folder / "config.json").write_text(text.replace('"silu"', '"relu"'))
-        return reload(folder)
+        return reload(folder, **options)
 
     monkeypatch.setattr(export_module, "reload", after_change)
     assert "logits differ by" in refused(tmp_path / "export", built())
 
 
-def test_nan_is_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model = built()
     train = loop(model)
     with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[1, :3] = float("inf")
         model.model.norm.weight[0] = float("nan")
-    with pytest.raises(ExportError):
+    with pytest.raises(ExportError) as caught:
         export(train, _tokenizer(), tmp_path / "export", merge=False)
+    line = str(caught.value)
+    assert line.startswith("model.layers.0.mlp.up_proj.weight: 3 of 2048 values are not finite (NaN or infinity), ")
+    assert "\n" not in line
+    assert list(tmp_path.iterdir()) == []
 
 
 # The old one
@@ -272,12 +344,16 @@ def test_an_old_export_stays_if_writing_fails(old: Path, monkeypatch: pytest.Mon
 
 
 def train_and_export(ranks: Ranks, config: RunConfig, folder: Path, merge: bool) -> dict[str, float]:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
     from trainer import build
 
     trainer = build.make_trainer(random_run(config, ranks))
     try:
         trainer.train()
+        splits = is_deepspeed_zero3_enabled()
         receipt = export(trainer, _tokenizer(), folder, merge=merge)
+        assert is_deepspeed_zero3_enabled() is splits  # else a sample after this export would hang
         return {"difference": receipt.largest_difference, "tensors": receipt.num_tensors} if receipt else {}
     finally:
         trainer.accelerator.free_memory()
@@ -305,3 +381,4 @@ def test_export_after_training_on_two_ranks(tmp_path: Path, stage: int | None, b
     found = run_world(2, train_and_export, config, tmp_path / "export", False)
     assert found["difference"] < 1e-5
     assert found["tensors"] == len(built(base).state_dict())
+    assert len(load_file(tmp_path / "export" / WEIGHTS)) == len(list(built(base).named_parameters()))  # tied: once

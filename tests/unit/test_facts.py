@@ -251,6 +251,7 @@ def test_facts_with_parameters_are_json() -> None:
         "dtype": "float32",
         "group": 0,
         "users": [],
+        "elsewhere": False,
     }
 
 

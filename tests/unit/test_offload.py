@@ -267,7 +267,7 @@ def test_any_model_is_planned_and_left_as_it_is(model: Any, batch: Any, units: l
 
 
 def test_without_a_batch_nothing_counts_as_saved() -> None:
-    plan = plan_for(make(LLAMA))
+    plan = plan_for(make(LLAMA), max_grad_norm=None)
     assert sum(unit.saved_bytes for unit in plan.facts.units) == 0
 
 
@@ -276,28 +276,28 @@ def test_groups_as_torch_takes_them() -> None:
     model.lm_head.weight.requires_grad_(False)
     matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    plan = plan_for(model, [{"params": matrices, "lr": 1.0}, {"params": vectors}])
+    plan = plan_for(model, [{"params": matrices, "lr": 1.0}, {"params": vectors}], max_grad_norm=None)
     found = {param.name: (param.group, param.dtype) for param in plan.facts.params}
     assert found["model.layers.0.mlp.up_proj.weight"] == (0, "bfloat16")
     assert found["model.norm.weight"] == (1, "bfloat16")
     assert found["lm_head.weight"] == (None, "bfloat16")
     assert plan.facts.run.precision is Precision.BF16
-    flat = plan_for(model, (p for p in model.parameters() if p.requires_grad))
+    flat = plan_for(model, (p for p in model.parameters() if p.requires_grad), max_grad_norm=None)
     assert {param.group for param in flat.facts.params} == {0, None}
 
 
 def test_groups_that_cannot_be() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="bias requires a gradient and is in no parameter group"):
-        plan_for(model, [model.weight])
+        plan_for(model, [model.weight], max_grad_norm=None)
     with pytest.raises(ValueError, match="weight is in more than one parameter group"):
-        plan_for(model, [{"params": [model.weight, model.bias]}, {"params": [model.weight]}])
+        plan_for(model, [{"params": [model.weight, model.bias]}, {"params": [model.weight]}], max_grad_norm=None)
     with pytest.raises(ValueError, match=r"of shape \(3,\) is not in the model"):
-        plan_for(model, [nn.Parameter(torch.zeros(3))])
+        plan_for(model, [nn.Parameter(torch.zeros(3))], max_grad_norm=None)
     with pytest.raises(ValueError, match="no parameters to train"):
-        plan_for(model, [])
+        plan_for(model, [], max_grad_norm=None)
     with pytest.raises(ValueError, match="dtype float64: use float32 or bfloat16"):
-        plan_for(model.double())
+        plan_for(model.double(), max_grad_norm=None)
 
 
 def test_over_ranks_micro_batches_are_summed_on_the_device() -> None:

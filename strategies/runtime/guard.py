@@ -1,0 +1,106 @@
+"""Weights that backward reads are at home when it reads them, whatever brought it there.
+
+Problem. Weights that travel come and go at the borders of scopes (``scopes.py``). A node of backward may run where no
+border was met: an auxiliary loss that a block made after its output and left in an attribute, an output that nothing
+can be hooked on, a segment of several blocks that is recomputed as one. It would read what has moved in meanwhile.
+
+So every tensor that autograd saves while a scope with travelling weights runs goes through the two functions here. A
+view of such a weight is kept with its bucket; when backward unpacks it, the bucket is at home or is brought there
+first. That is right by construction: a node cannot use a saved tensor without unpacking it. What was fetched so is
+counted.
+
+Where others have hooks of their own at that moment (a checkpoint, activations that go elsewhere), they get all tensors
+but these. Hooks switch off torch's own look at versions, so it is done here, for weights and for all others.
+
+Not seen: tensors that a custom ``autograd.Function`` hides from autograd in an attribute of its context.
+
+Refused: backward through backward (``create_graph``) over weights that travel, and backward through a graph that was
+made before an update of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+if TYPE_CHECKING:
+    from strategies.runtime.held import Held
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """A view of a weight that autograd saved."""
+
+    held: Held
+    view: Tensor
+    version: int
+
+
+def guard(travelling: Sequence[Held], come: Callable[[Held], None]) -> saved_tensors_hooks:
+    """Hooks for what is saved while a scope runs that uses ``travelling``; to be entered before, left afterwards.
+
+    Args:
+        come: brings a bucket home that is not there when it is read.
+    """
+    places = [(held, start := held.weight.data_ptr(), start + held.weight.nbytes) for held in travelling]
+    others: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    keep, give = others or (_versioned, _unwritten)
+
+    def pack(tensor: Tensor) -> Any:
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # sparse: no view of a weight
+            return keep(tensor)
+        for held, start, end in places:
+            if start <= address < end:
+                return Weight(held, tensor.detach(), tensor._version)
+        return keep(tensor)
+
+    def unpack(kept: Any) -> Tensor:
+        if type(kept) is not Weight:
+            return give(kept)
+        if kept.view._version != kept.version:
+            raise RuntimeError(f"{kept.held.name} was updated since the forward of this backward; run forward again")
+        if not kept.held.shown:
+            come(kept.held)
+        if torch.is_grad_enabled():
+            raise RuntimeError(DOUBLE)
+        return kept.view
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def refuse_compiler() -> None:
+    """Raise where compiled code would meet weights that travel.
+
+    Raises:
+        RuntimeError: torch.compile is on in this thread. It keeps the memory of the weights that it met.
+    """
+    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+        raise RuntimeError("a model whose weights travel cannot be compiled: plan with weights='resident', or do not")
+
+
+DOUBLE = (
+    "backward with create_graph=True needs weights again that travel: plan with weights='resident', or more gpu_memory"
+)
+
+
+def _versioned(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor.detach(), tensor._version  # detached, or an output that its own node saves would never be freed
+
+
+def _unwritten(kept: tuple[Tensor, int]) -> Tensor:
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+        )
+    return tensor

@@ -1,0 +1,24 @@
+"""The tensors in whatever a module is given or gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple, set)):
+        for value in output:
+            yield from tensors_in(value)
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for each in fields(output):
+            yield from tensors_in(getattr(output, each.name, None))

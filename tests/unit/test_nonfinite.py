@@ -1,0 +1,100 @@
+"""A run whose gradients are not finite ends: when, with which words, and with which checkpoint left."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.tiny import LLAMA, run_config
+from tests.unit.test_trainer import UNEVEN, prepared
+from trainer.config.sections import RunConfig
+from trainer.errors import ExitCode
+from trainer.ranks import Ranks
+from trainer.worlds import run_world
+
+pytestmark = pytest.mark.ranks
+OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
+
+
+def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
+    """Train until something is not finite from step ``bad_from`` on; what was said, and what is left."""
+    from trainer import build
+    from trainer.nonfinite import NonFinite
+
+    trainer: Any = build.make_trainer(prepared(config, ranks, UNEVEN))
+
+    def spoil(value: Any) -> Any:
+        return value * float("nan") if trainer.state.global_step + 1 >= bad_from else value
+
+    block = trainer.model.model.layers[1]
+    if where == "output":
+        block.mlp.register_forward_hook(lambda module, inputs, output: spoil(output))
+    else:
+        block.mlp.register_forward_hook(
+            lambda module, inputs, output: output.requires_grad and output.register_hook(spoil) and None
+        )
+    said = ""
+    try:
+        trainer.train()
+    except NonFinite as error:
+        (said,) = error.lines
+        assert error.code is ExitCode.NON_FINITE
+    trainer.accelerator.free_memory()
+    kept = sorted(path.name for path in Path(config.training.output_dir).glob("checkpoint-*/complete.json"))
+    names = sorted(path.parent.name for path in Path(config.training.output_dir).glob("checkpoint-*/complete.json"))
+    return {"said": said, "steps": trainer.state.global_step, "checkpoints": names, "num": len(kept)}
+
+
+@pytest.mark.parametrize(
+    ("strategies", "ranks", "step", "checkpoint"),
+    [({}, 1, 3, 2), ({}, 2, 3, 2), ({"zero": {"stage": 2}}, 2, 3, 2), (OFFLOAD, 1, 3, 4), (OFFLOAD, 2, 3, 4)],
+    ids=["plain", "plain on two ranks", "stage 2 on two ranks", "offload", "offload on two ranks"],
+)
+def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, step: int, checkpoint: int) -> None:
+    """Plain training and ZeRO at once, the engine after three skipped steps; the newest checkpoint is finite."""
+    config = run_config(
+        LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=20, save_strategy="steps", save_steps=1,
+        save_total_limit=2, logging_steps=1, per_device_train_batch_size=2,
+    )  # fmt: skip
+    found = run_world(ranks, train, config, step, "output")
+    assert found["said"].startswith(f"step {step}: ")
+    assert "not finite first: the output of model.layers.1.mlp. Nothing was saved since" in found["said"]
+    assert f"checkpoint-{checkpoint} is the last checkpoint. Lower training.learning_rate" in found["said"]
+    assert found["checkpoints"] == [f"checkpoint-{checkpoint - 1}", f"checkpoint-{checkpoint}"]
+    weights = load_file(tmp_path / f"checkpoint-{checkpoint}" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+@pytest.mark.parametrize("strategies", [{}, OFFLOAD], ids=["plain", "offload"])
+def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any]) -> None:
+    """Forward is finite: the first gradient of backward is named."""
+    config = run_config(LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=9, per_device_train_batch_size=2)
+    found = run_world(1, train, config, 1, "gradient")
+    assert "not finite first: the gradient of model.layers.1.mlp.down_proj.weight. " in found["said"]
+    assert "there is no checkpoint yet" in found["said"]
+
+
+def test_one_bad_step_ends_nothing_with_the_engine(tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path, strategies=OFFLOAD, max_steps=4, per_device_train_batch_size=2)
+    found = run_world(1, train, config, 3, "output")
+    assert found["said"] == "" and found["steps"] == 4
+
+
+def scaled(ranks: Ranks, fp16: bool, scale: float) -> bool:
+    """Whether an overflow is still part of the search for a scale."""
+    from types import SimpleNamespace
+
+    from trainer.nonfinite import _is_searching_scale
+
+    scaler = SimpleNamespace(get_scale=lambda: scale)
+    return _is_searching_scale(
+        SimpleNamespace(args=SimpleNamespace(fp16=fp16), accelerator=SimpleNamespace(scaler=scaler))
+    )  # type: ignore[arg-type]
+
+
+def test_overflows_count_when_the_scale_is_at_its_minimum() -> None:
+    assert [scaled(Ranks(), True, scale) for scale in (65536.0, 2.0, 1.0)] == [True, True, False]
+    assert not scaled(Ranks(), False, 65536.0)
+    assert torch.tensor(1.0).isfinite()
