@@ -28,7 +28,7 @@ test: $(READY) ## all tests
 lint: $(READY) ## format, lint and type checks
 	ruff format --check .
 	ruff check .
-	mypy trainer strategies launch
+	mypy trainer strategies launch deepstow.py
 
 format: $(READY) ## format the code
 	ruff format .

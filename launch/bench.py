@@ -79,6 +79,7 @@ def _add_linear(themes: Any) -> None:
     two.add_argument("--accumulation", default="4", metavar="N", help="micro-batches per step (default 4)")
     two.add_argument("--seconds", default="2", metavar="N", help="of each of two measurements of a case (default 2)")
     two.add_argument("--steps", default="10", metavar="N", help="rounds of training steps; 0: none (default 10)")
+    two.add_argument("--step-model", default="45m", metavar="NAME", help=f"what they train: {', '.join(work.MODELS)}")
     two.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
 
 
@@ -128,8 +129,9 @@ def of_linear(given: argparse.Namespace, command: str) -> int:
     cases = shapes.wanted(given.models, given.tokens, given.dtypes)
     accumulation, seconds = work.whole("--accumulation", given.accumulation), work.whole("--seconds", given.seconds)
     steps = work.whole("--steps", given.steps, least=0)
+    model = work.choice("--step-model", given.step_model, work.MODELS)
     settle_environment(Ranks(), cores()[1])  # torch reads its threads from it
-    return linear(cases, accumulation, seconds, steps, given.out, command, say)
+    return linear(cases, accumulation, seconds, steps, given.out, command, say, model)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Subject]]:

@@ -41,7 +41,7 @@ from trainer.bench.record import QUIET
 from trainer.errors import ExitCode
 from trainer.machine import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.metrics import human_bytes, human_duration
-from trainer.ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder
+from trainer.ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.profiles import COMMAND, Stored, known_rates, one_line, stored_at
 
 REPO = Path(__file__).resolve().parent.parent
@@ -132,7 +132,7 @@ def ninja_row(path: str | None, beside: Path) -> Row:
 
 def toolchain_rows() -> Iterator[Row]:
     """The compiler and ninja."""
-    path = shutil.which(os.environ.get("CXX", "c++"))
+    path = compiler()
     yield compiler_row(path, first_line([path, "--version"]) if path else "")
     yield ninja_row(shutil.which("ninja"), Path(sys.executable).parent / "ninja")
 

@@ -3,21 +3,35 @@
     python launch/verify.py --config configs/quickstart.yaml
 
 Prints `bitwise equal` (exit code 0), or the largest difference per tensor and whether the strategies declared it
-(exit code 0 within the declared tolerance, 1 beyond).
+(exit code 0 within the declared tolerance, 1 beyond). With offload the copy gets so little memory that it moves what
+the plan of the real run moves, and each run says what it moved. Where nothing moves, nothing is claimed (exit code 1).
+A config that cannot be planned on this machine is refused in one line before anything is trained (exit code 2).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import load
-from trainer.errors import UserError
+from trainer.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
+    from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
+    from trainer.verify import Check, Difference
+
+NOTHING_CAN = (
+    "nothing can move in a copy of this model under these options, so nothing is shown about strategies.offload: leave "
+    "its site and weights at auto, or leave strategies.offload out"
+)
+NOTHING_DID = (
+    "nothing crossed the link in a run in which something should have, so nothing is shown about strategies.offload: "
+    "please report this with the config"
+)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,30 +56,104 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(config: RunConfig, ranks: int | None, steps: int) -> int:
-    """Train twice, compare, print."""
+    """Plan the run as it is, train the copy, compare, print.
+
+    Raises:
+        ConfigError: this config cannot be planned here.
+    """
+    import torch
+
+    from trainer import verify
+
+    warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)  # peft's affair
+    num_ranks = ranks or torch.cuda.device_count() or 2
+    real = verify.real_plan(config, num_ranks)
+    if real.layout is not None:
+        return of_offload(config, real, num_ranks, steps)
+    names = ", ".join(config.strategies) or "none"
+    print(f"training a shrunk copy twice, {steps} steps on {num_ranks} ranks: plain, and with strategies {names}")
+    differences = verify.verify(config, num_ranks, steps)
+    return judge(differences, *declared(config, num_ranks))
+
+
+def of_offload(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
+    """The same where the memory engine trains: what the real plan moves has to move in the copy."""
+    from trainer.shrink import features, moves
+    from trainer.verify import Offloaded
+
+    assert real.layout is not None
+    tolerance, reasons = declared(config, num_ranks)
+    todo = Offloaded(config, real, num_ranks, steps, tolerance)
+    if not todo.copies:
+        print(NOTHING_CAN)
+        return ExitCode.FAILED
+    wanted = features(real.layout) if moves(real.layout) else frozenset[str]()
+    plan = ", ".join(sorted(wanted)) or "all stays on the device, nothing would move; the copy is made to move"
+    print(f"the plan of this config: {len(real.layout.buckets)} buckets; {plan}")
+    names = ", ".join(config.strategies)
+    print(f"training a shrunk copy, {steps} steps on {num_ranks} ranks, with strategies {names}", flush=True)
+    checks = []
+    for check in todo.checks():
+        print(line(check), flush=True)
+        checks.append(check)
+    beyond = [check for check in checks if _worst(check.differences) > check.tolerance]
+    if beyond:
+        return judge(beyond[0].differences, beyond[0].tolerance, reasons)
+    if not all(check.moved.up_bytes or check.moved.down_bytes for check in checks):
+        print(NOTHING_DID)
+        return ExitCode.FAILED
+    missing = wanted.difference(*(check.moved.shows for check in checks))
+    if missing:
+        print(f"NOT shown, since it does not occur in the copy: {', '.join(sorted(missing))}")
+        return ExitCode.FAILED
+    return judge([found for check in checks for found in check.differences], tolerance, reasons)
+
+
+def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
+    """How far from plain training the strategies say they may be, and why."""
     import torch
 
     from trainer.facts import run_facts
-    from trainer.verify import verify
 
-    num_ranks = ranks or torch.cuda.device_count() or 2
-    names = ", ".join(config.strategies) or "none"
-    print(f"training a shrunk copy twice, {steps} steps on {num_ranks} ranks: plain, and with strategies {names}")
-    differences = verify(config, num_ranks, steps)
-    if not differences:
-        print("bitwise equal")
-        return 0
+    facts = run_facts(config, num_ranks, accelerated=torch.cuda.is_available())
+    parities = [strategy.parity(facts) for strategy in config.strategies.values()]
+    reasons = "; ".join(parity.reason for parity in parities if parity.reason)
+    return max((parity.tolerance for parity in parities), default=0.0), reasons
+
+
+def judge(differences: Sequence[Difference], tolerance: float, reasons: str) -> int:
+    """Print what differs and the verdict; the exit code."""
     for found in differences:
         print(f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}")
-    facts = run_facts(config, num_ranks, accelerated=torch.cuda.is_available())
-    declared = [strategy.parity(facts) for strategy in config.strategies.values()]
-    tolerance = max(parity.tolerance for parity in declared)
-    worst = differences[0].relative
-    if worst <= tolerance:
-        print(f"equal within the declared {tolerance:.0e}: {'; '.join(p.reason for p in declared if p.reason)}")
-        return 0
-    print(f"NOT equal: {worst:.1e} of the largest weight, {tolerance:.0e} is declared")
-    return 1
+    worst = _worst(differences)
+    if not differences:
+        print("bitwise equal")
+    elif worst <= tolerance:
+        print(f"equal within the declared {tolerance:.0e}: {reasons}")
+    else:
+        print(f"NOT equal: {worst:.1e} of the largest weight, {tolerance:.0e} is declared")
+    return ExitCode.FINISHED if worst <= tolerance else ExitCode.FAILED
+
+
+def _worst(differences: Sequence[Difference]) -> float:
+    return max((found.relative for found in differences), default=0.0)
+
+
+def line(check: Check) -> str:
+    """One run of the copy: its options, what it moved, and how it compares."""
+    from strategies.core.render import human
+
+    moved = check.moved
+    verdict = "bitwise equal" if not check.differences else f"{len(check.differences)} tensors differ"
+    return (
+        f"{_written(check.options)}: weights of {moved.num_left} of {moved.num_buckets} buckets travelled; "
+        f"{', '.join(moved.shows)}; {human(moved.up_bytes)} up and {human(moved.down_bytes)} down the link; "
+        f"against {check.against}: {verdict}"
+    )
+
+
+def _written(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 if __name__ == "__main__":

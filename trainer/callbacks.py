@@ -272,7 +272,8 @@ class SampleText(TrainerCallback):
 
     Greedy, because a sample that draws random numbers would change the run it looks at; with a penalty on repetition,
     to which small models are prone. ``generate`` returns the continuation and is called on every rank, so it may be a
-    collective (sharded weights); the default is the model's own ``generate``. Rank 0 writes.
+    collective (sharded weights); the default is the model's own ``generate``. Rank 0 writes. A model that cannot
+    generate, as some that bring their own code, gets a line that says so; a look at a run does not end it.
     """
 
     def __init__(
@@ -300,12 +301,19 @@ class SampleText(TrainerCallback):
         self._show(state, **kwargs)
 
     def _show(self, state: TrainerState, *, model: Any, processing_class: Any, **kwargs: Any) -> None:
-        if self._generate is not None:
-            text = self._generate()
+        try:
+            text = self._generated(model, processing_class)
+        except (AttributeError, TypeError, ValueError) as error:
+            shown = f"no sample: the model cannot generate ({type(error).__name__}: {str(error).splitlines()[0]})"
         else:
-            text = continuation(model, processing_class, self._prompt, self._max_new_tokens)
+            shown = sample_block(state.global_step, self._prompt, text)
         if state.is_world_process_zero:
-            self._write(sample_block(state.global_step, self._prompt, text))
+            self._write(shown)
+
+    def _generated(self, model: Any, processing_class: Any) -> str:
+        if self._generate is not None:
+            return self._generate()
+        return continuation(model, processing_class, self._prompt, self._max_new_tokens)
 
 
 def sample_block(step: int, prompt: str, text: str) -> str:

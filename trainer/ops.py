@@ -1,15 +1,19 @@
 """DeepSpeed's compiled extensions: which are needed here, whether they are built, where they are kept.
 
 DeepSpeed compiles its C++ at first use, in the middle of somebody's first run, for a minute or two and without a
-word. So a run says beforehand what will be built, about how long it takes and where it is cached.
+word. So a run says beforehand what will be built, about how long it takes and where it is cached; and where there is no
+compiler, it ends before anything is prepared.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +52,21 @@ def announcement() -> str | None:
     if (folder / f"{SHM.name}.so").exists():
         return None
     return f"building DeepSpeed's {SHM.name} ({SHM.use}): once, {SHM.takes}, cached in {folder}"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch would take; None without one."""
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def refuse_without_compiler() -> None:
+    """Raise where DeepSpeed's engine would have to compile something and cannot.
+
+    Raises:
+        ConfigError: with the cure.
+    """
+    if announcement() is not None and compiler() is None:
+        raise ConfigError(
+            f"strategies.zero: DeepSpeed has to compile {SHM.use} on this machine, and there is no C++ compiler: "
+            f"apt-get install g++, or train without it, as with strategies.offload"
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from strategies.core.render import human
-from trainer import build, shortage
+from trainer import build, ops, shortage
 from trainer.callbacks import write_line
 from trainer.card import model_card
 from trainer.errors import ExitCode, UserError
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 NEXT_STEPS = {"runs/quickstart": "make finetune"}
+
+
+def refuse_unbuildable(config: RunConfig) -> None:
+    """Raise where something would have to be compiled that cannot be; before anything is prepared.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if "zero" in config.strategies:
+        ops.refuse_without_compiler()
 
 
 def run(config: RunConfig, ranks: Ranks) -> int:

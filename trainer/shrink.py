@@ -1,23 +1,41 @@
-"""A small copy of a model's config: the same architecture, two narrow layers.
+"""A small copy of a model's config: the same architecture, few narrow layers; and how much memory to give it.
 
 It keeps what changes behaviour (architecture, grouped heads, tied weights, activation function, dropout, layer types)
 and shrinks what only costs time. Used where something must be tried on the user's architecture before the real model
 exists: equality with plain training, packing.
+
+With ``strategies.offload`` a copy would fit into the real model's budget, and nothing of it would move. So ``moving``
+looks for options under which the plan of the copy moves what the real plan moves: weights that travel, each site of
+updates, both places where gradients wait. It plans the copy with several budgets, from the least that it can be
+trained with to the one that everything fits into. What no budget brings about is asked for by name, where the user left
+it open. The answer is as few sets of options as show everything; each is a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
+
+from strategies.core.compose import compose
+from strategies.core.layout import ALIGN_BYTES, Bucket, Layout, Site
+from strategies.core.protocol import Refusal, Strategy
+from strategies.core.sizes import AUTO, parse_bytes, written
+from strategies.planner.buckets import block_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from strategies.core.facts import Facts
+    from strategies.core.plan import Plan
+
 LENGTH = 32
 # What Hugging Face configs call the same thing, and the size it gets.
 HIDDEN, HEADS, FFN, VOCAB = 64, 4, 128, 512
+LAYERS, MOVING_LAYERS = 2, 4  # with two, both are always in use or about to be, and neither can make room
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 SIZES: Mapping[str, int] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 2),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head"), HEADS),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"), FFN),
@@ -32,11 +50,11 @@ SIZES: Mapping[str, int] = {
 PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
-def shrink_model(config: PretrainedConfig) -> dict[str, Any]:
-    """``model.config`` of the shrunk copy: the same architecture, two small layers."""
+def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, Any]:
+    """``model.config`` of the shrunk copy: the same architecture, ``layers`` small layers."""
     full = config.get_text_config().to_diff_dict()
     small = {"model_type": config.get_text_config().model_type, **full}
-    for name, size in SIZES.items():
+    for name, size in {**SIZES, **dict.fromkeys(DEPTHS, layers)}.items():
         value = getattr(config, name, None)
         if isinstance(value, int) and (name in full or name in type(config)().to_dict()):
             small[name] = min(value, size)
@@ -46,7 +64,134 @@ def shrink_model(config: PretrainedConfig) -> dict[str, Any]:
         small["num_key_value_heads"] = HEADS if groups == heads else max(1, min(groups, HEADS // 2))
     for name in PER_LAYER:
         if small.get(name):
-            small[name] = small[name][:2]
+            small[name] = small[name][:layers]
     for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
         small.pop(name, None)
     return small
+
+
+# --- what moves ------------------------------------------------------------------------------------------------------
+
+TRAVEL = "weights travel"
+UPDATES: Mapping[Site, str] = {
+    Site.DEVICE: "updates on the device",
+    Site.HOST: "updates on the host",
+    Site.STREAMED: "updates of streamed state",
+}
+MOVING = (TRAVEL, UPDATES[Site.HOST], UPDATES[Site.STREAMED])
+LEVELS = 12  # budgets that are tried
+AMPLE = 1 << 40  # bytes, more than any copy needs
+OPEN = {"site": ("device", "host", "streamed"), "weights": ("streamed",), "gradients": ("device", "host")}
+
+
+def leaves(bucket: Bucket, layout: Layout) -> bool:
+    """Whether its weight is off the device at some step."""
+    return not bucket.resident and sum(end - start for start, end in bucket.stays) < layout.num_steps
+
+
+def features(layout: Layout) -> frozenset[str]:
+    """What a verification has to show of ``layout``, in words."""
+    trained = [bucket for bucket in layout.buckets if bucket.site is not Site.NONE]
+    found = {UPDATES[bucket.site] for bucket in trained}
+    found |= {f"gradients wait on the {bucket.parks.value}" for bucket in trained}
+    return frozenset(found | {TRAVEL for bucket in layout.buckets if leaves(bucket, layout)})
+
+
+def moves(layout: Layout) -> bool:
+    """Whether anything crosses the link in a step."""
+    return bool(features(layout) & set(MOVING))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Options of ``strategies.offload`` for a run of the copy, and what it then shows."""
+
+    options: Mapping[str, Any]
+    shows: frozenset[str]
+
+
+def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[Copy]:
+    """Options for runs of the copy that together show what ``real`` moves, and weights that travel where they may.
+
+    Where ``real`` moves nothing, one run in which something moves; none, where nothing can.
+
+    Args:
+        strategies: of the config, ``offload`` among them.
+        copy: its facts.
+    """
+    assert real.layout is not None
+    search = _Search(strategies, copy, block_bytes(real.facts))
+    if moves(real.layout):
+        return search.cover(features(real.layout) | {TRAVEL})
+    for alone in MOVING:
+        if found := search.cover(frozenset([alone])):
+            return found
+    return []
+
+
+class _Search:
+    """Plans of the copy under other options of offload."""
+
+    def __init__(self, strategies: Mapping[str, Strategy], facts: Facts, real_block_bytes: int) -> None:
+        self._strategies, self._facts = strategies, facts
+        self._given = strategies["offload"].model_dump()
+        self._always = dict[str, Any]()
+        size = self._given["bucket_size"]
+        if size != AUTO and real_block_bytes:
+            scaled = parse_bytes(size) * block_bytes(facts) // real_block_bytes
+            self._always["bucket_size"] = str(max(2 * ALIGN_BYTES, scaled))
+
+    def cover(self, wanted: frozenset[str]) -> list[Copy]:
+        """As few runs as show what is ``wanted``: by budgets, and by name what no budget brings about."""
+        chosen, left = _fewest(list(self._by_budget()), wanted)
+        if left:
+            chosen += _fewest(list(self._by_name()), left)[0]
+        return chosen
+
+    def _by_budget(self) -> Iterator[Copy]:
+        most = self._plan(AMPLE)
+        if most is None or most.addresses is None:
+            return
+        high = most.addresses.device_bytes + most.saved_peak()
+        low, unfit = high, 0
+        while low - unfit > high >> 6:
+            middle = (low + unfit) // 2
+            low, unfit = (middle, unfit) if self._plan(middle) else (low, middle)
+        for level in range(LEVELS):
+            yield from self._copy(low + (high - low) * level // LEVELS)
+
+    def _by_name(self) -> Iterator[Copy]:
+        free = {name: (AUTO, *values) if self._given[name] == AUTO else (AUTO,) for name, values in OPEN.items()}
+        for finer in ({}, {"prefetch": 0}, {"prefetch": 0, "bucket_size": AUTO}):
+            for values in product(*free.values()):
+                asked = {name: value for name, value in zip(free, values, strict=True) if value != AUTO}
+                yield from self._copy(AMPLE, **asked, **finer)
+
+    def _copy(self, budget: int, **more: Any) -> Iterator[Copy]:
+        plan = self._plan(budget, **more)
+        if plan is not None and plan.layout is not None:
+            yield Copy(self._options(budget, **more), features(plan.layout))
+
+    def _options(self, budget: int, **more: Any) -> dict[str, Any]:
+        return {**self._always, "gpu_memory": written(budget), **more}
+
+    def _plan(self, budget: int, **more: Any) -> Plan | None:
+        """None, where it is refused."""
+        offload = self._strategies["offload"]
+        changed = type(offload).model_validate({**self._given, **self._options(budget, **more)})
+        try:
+            return compose({**self._strategies, "offload": changed}, self._facts)
+        except Refusal:
+            return None
+
+
+def _fewest(copies: Sequence[Copy], wanted: frozenset[str]) -> tuple[list[Copy], frozenset[str]]:
+    """Runs that show ``wanted``, the one that shows the most first; and what none shows."""
+    chosen = list[Copy]()
+    while copies and wanted:
+        best = max(copies, key=lambda copy: len(copy.shows & wanted))
+        if not best.shows & wanted:
+            break
+        chosen.append(best)
+        wanted -= best.shows
+    return chosen, wanted

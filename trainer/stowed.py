@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strategies.core.protocol import Refusal
-from strategies.runtime import StowOptimizer, stow
+from strategies.runtime import StowOptimizer, stow, stowed_by
 from strategies.runtime.recompute import recompute
 from trainer.accelerator import StowAccelerator
 from trainer.callbacks import write_line
@@ -93,6 +93,9 @@ class StowedTrainer:
         if not self.stows or isinstance(optimizer, StowOptimizer):
             return optimizer
         self._refuse_others()
+        former = stowed_by(self.model)
+        if former is not None:  # another trainer's: this one begins with an optimizer of its own, as ever
+            former.close()
         rule, groups = adopt(optimizer)
         self.plan = self.make_plan(groups, len(rule.names))
         self._refuse_compiled(self.plan)
@@ -170,15 +173,13 @@ class StowedTrainer:
         Raises:
             ValueError: naming who.
         """
-        args, scheduler = self.args, self.lr_scheduler
+        args = self.args
         if getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False):
             raise ValueError("a stowed trainer cannot go with DeepSpeed or FSDP: leave out deepspeed= and fsdp=")
         if args.fp16:
             raise ValueError("fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True")
         if args.n_gpu > 1:
             raise ValueError(f"one process with {args.n_gpu} GPUs: start one for each, as torchrun does")
-        if scheduler is not None and not isinstance(scheduler.optimizer, StowOptimizer):
-            raise ValueError("a scheduler of another optimizer was handed over: leave both to the trainer")
         if "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing):
             raise ValueError("recompute= cannot go with gradient_checkpointing=True: keep one of the two")
 

@@ -40,6 +40,8 @@ def refuse_optimizer(training: TrainingSection) -> None:
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[Rule, list[dict[str, Any]]]:
     """The update rule and the parameter groups of a torch optimizer that has not been used yet.
 
+    The groups are the optimizer's own: a scheduler that was made for it goes on setting their rates.
+
     Raises:
         ValueError: the engine has no such rule.
     """
@@ -63,8 +65,7 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[Rule, list[dict[str, Any]]]
     fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
     names = rules[kind]().defaults().keys()
     rule: Rule = rules[kind](**{name: defaults[name] for name in names}, **fused)
-    groups = [{name: group[name] for name in ("params", *names)} for group in optimizer.param_groups]
-    return rule, groups
+    return rule, optimizer.param_groups
 
 
 def to_compute_dtype(model: nn.Module, plan: Plan) -> None:

@@ -5,23 +5,31 @@ optimizer, clipping, accumulation, precision) and shrinks what only costs time (
 go through the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens.
 
 ``plain`` means: the same ranks, no strategies, torch's own data parallelism.
+
+With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
+moves (``trainer/shrink.py``); every run says what it moved. In bf16 plain training rounds elsewhere than the engine.
+Then the engine is also compared with itself, everything on the device against what moves, which must be equal to the
+last bit with the configured optimizer, its state included.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strategies.core.layout import Site
+from trainer.errors import ConfigError, DataError, UserError
 from trainer.ranks import Ranks
-from trainer.shrink import LENGTH, VOCAB, shrink_model
+from trainer.shrink import LAYERS, LENGTH, MOVING_LAYERS, UPDATES, VOCAB, Copy, features, leaves, moving, shrink_model
 
 if TYPE_CHECKING:
+    from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
 
 ROWS = 64
@@ -56,16 +64,44 @@ class Difference:
     num_elements: int
 
 
-def shrink(config: RunConfig, folder: Path, steps: int) -> RunConfig:
-    """The run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a run moved: buckets and those whose weights left the device, what was shown, bytes over the link."""
+
+    num_buckets: int
+    num_left: int
+    shows: list[str]
+    up_bytes: int
+    down_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison of a run under ``options`` of offload, and how far apart the two may be."""
+
+    options: Mapping[str, Any]
+    against: str
+    moved: Moved
+    differences: list[Difference]
+    tolerance: float
+
+
+def shrink(
+    config: RunConfig, folder: Path, steps: int, *, layers: int = LAYERS, keep_optimizer: bool = False
+) -> RunConfig:
+    """The run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints.
+
+    Args:
+        keep_optimizer: in mixed precision, too; for comparisons in which both sides round alike.
+    """
     from trainer.config.sections import RunConfig as Config
     from trainer.model import load_config
 
     tree = config.tree()
     model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
-    small = shrink_model(load_config(config.model, VOCAB))
+    small = shrink_model(load_config(config.model, VOCAB), layers)
     training = {key: value for key, value in tree["training"].items() if key in KEPT}
-    if config.training.bf16 or config.training.fp16:
+    if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
         # Adam divides a gradient by its own size, so that the rounding of a tiny gradient becomes a step of full
         # length, and a comparison would show Adam and not the strategy. SGD keeps a small difference small.
         training |= {"optim": "sgd", "learning_rate": 1.0}
@@ -94,15 +130,47 @@ def without_strategies(config: RunConfig) -> RunConfig:
 
 def train_weights(ranks: Ranks, config: RunConfig) -> dict[str, torch.Tensor]:
     """Train on random tokens and return every parameter, whole, as fp32 on the CPU (rank 0; others return {})."""
+    weights: dict[str, torch.Tensor] = train_watched(ranks, config)["weights"]
+    return weights
+
+
+def train_watched(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
+    """Train on random tokens: ``weights`` as above, and of a memory engine ``state`` and what it ``moved``."""
     from trainer import build
 
     run = random_run(config, ranks)
     trainer = build.make_trainer(run)
     try:
         trainer.train()
-        return full_weights(trainer, ranks)
+        engine = _of_engine(trainer, run.plan) if trainer.stowed is not None and ranks.is_first else {}
+        return {"weights": full_weights(trainer, ranks), **engine}
     finally:
         trainer.accelerator.free_memory()
+
+
+def _of_engine(trainer: Any, plan: Plan) -> dict[str, Any]:
+    """Optimizer state by parameter and torch's name for it, and what was moved."""
+    stowed, layout = trainer.stowed, plan.layout
+    assert layout is not None
+    stowed.drain()
+    transfer, gone = stowed.engine.transfer, sum(leaves(bucket, layout) for bucket in layout.buckets)
+    moved = Moved(len(layout.buckets), gone, sorted(features(layout)), transfer.bytes_up, transfer.bytes_down)
+    state = {
+        f"{name} {key}": value.detach().float().cpu().clone()
+        for name, parameter in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()
+        if parameter.requires_grad
+        for key, value in stowed.state_of(parameter).items()
+    }
+    return {"state": state, "moved": asdict(moved)}
+
+
+def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
+    """As ``train_watched``; an error of the user's comes back as its lines, where else each rank would show a
+    traceback."""
+    try:
+        return train_watched(ranks, config)
+    except UserError as error:
+        return {"lines": list(error.lines), "code": int(error.code)}
 
 
 def random_run(config: RunConfig, ranks: Ranks) -> Any:
@@ -192,11 +260,113 @@ def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     """Train the shrunk copy plainly and with the strategies of ``config``; the tensors that differ.
 
     Raises:
-        WorldError: a run failed.
+        UserError: a run was refused. WorldError: a run failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
+        small = shrink(config, Path(name), steps)
+        plain = _trained(num_ranks, without_strategies(small))
+        return compare(plain["weights"], _trained(num_ranks, small)["weights"])
+
+
+def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:
+    """A run on real ranks.
+
+    Raises:
+        UserError: it was refused.
     """
     from trainer.worlds import run_world
 
-    with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
-        small = shrink(config, Path(name), steps)
-        plain = run_world(num_ranks, train_weights, without_strategies(small))
-        return compare(plain, run_world(num_ranks, train_weights, small))
+    found: dict[str, Any] = run_world(num_ranks, train_or_refuse, config)
+    if "lines" in found:
+        raise {kind.code: kind for kind in (ConfigError, DataError)}.get(found["code"], UserError)(found["lines"])
+    return found
+
+
+# --- offload ---------------------------------------------------------------------------------------------------------
+
+ALL_HERE = "the engine with all on the device"
+RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "gradients": "device"}
+
+
+def real_plan(config: RunConfig, num_ranks: int) -> Plan:
+    """The plan of the config as it is, on this machine.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    from trainer import stowing
+    from trainer.machine import probe
+    from trainer.planning import plan_of
+
+    plan = plan_of(config, Ranks(0, 0, num_ranks, num_ranks), probe())
+    if plan.layout is not None:
+        stowing.refuse_optimizer(config.training)
+    return plan
+
+
+class Offloaded:
+    """Verification of a config with ``strategies.offload``: the copy under options with which something moves.
+
+    Args:
+        real: the plan of ``config``.
+        tolerance: what the strategies declare for comparisons with plain training.
+    """
+
+    def __init__(self, config: RunConfig, real: Plan, num_ranks: int, steps: int, tolerance: float) -> None:
+        self._config, self._real, self._tolerance = config, real, tolerance
+        self._num_ranks, self._steps = num_ranks, steps
+        self.mixed = bool(config.training.bf16)
+        self.copies = self._copies(keep_optimizer=True)
+
+    def checks(self) -> Iterator[Check]:
+        """Train and compare, one run after the other.
+
+        Raises:
+            UserError: a run was refused. WorldError: a run failed.
+        """
+        if not self.mixed:
+            yield from self._against_plain(self.copies, "plain training", keep_optimizer=True)
+            return
+        yield from self._against_resident()
+        first = self._copies(keep_optimizer=False)[:1]
+        yield from self._against_plain(first, "plain training, sgd", keep_optimizer=False)
+
+    def _against_plain(self, copies: Sequence[Copy], against: str, *, keep_optimizer: bool) -> Iterator[Check]:
+        plain = self._run(None, keep_optimizer=keep_optimizer)["weights"]
+        for copy in copies:
+            found = self._run(copy.options, keep_optimizer=keep_optimizer)
+            differences = compare(plain, found["weights"])
+            yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
+
+    def _against_resident(self) -> Iterator[Check]:
+        """The same kernels on both sides, but where the CPU updates what else a GPU does."""
+        expected = self._run(RESIDENT, keep_optimizer=True)
+        for copy in self.copies:
+            found = self._run(copy.options, keep_optimizer=True)
+            sides = [each["weights"] | each["state"] for each in (expected, found)]
+            moved = Moved(**found["moved"])
+            other_kernels = torch.cuda.is_available() and UPDATES[Site.HOST] in moved.shows
+            tolerance = self._tolerance if other_kernels else 0.0
+            yield Check(copy.options, f"{ALL_HERE}, {self._config.training.optim}", moved, compare(*sides), tolerance)
+
+    def _copies(self, *, keep_optimizer: bool) -> list[Copy]:
+        from trainer import facts
+        from trainer.machine import probe
+
+        small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
+        known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
+        return moving(self._real, small.strategies, known)
+
+    def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
+        return shrink(self._config, folder, self._steps, layers=MOVING_LAYERS, keep_optimizer=keep_optimizer)
+
+    def _run(self, options: Mapping[str, Any] | None, *, keep_optimizer: bool) -> dict[str, Any]:
+        """The copy, trained under other ``options`` of offload; None: plainly."""
+        with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
+            small = self._small(Path(name), keep_optimizer=keep_optimizer)
+            if options is None:
+                return _trained(self._num_ranks, without_strategies(small))
+            given = small.strategies["offload"]
+            offload = type(given).model_validate({**given.model_dump(), **options})
+            strategies = {**small.strategies, "offload": offload}
+            return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}))

@@ -8,9 +8,8 @@ import pydoc_data.topics
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from deepstow import AdamW, plan_for, stow
 from strategies.core.render import table
-from strategies.runtime import AdamW, stow
-from trainer.memory import plan_for
 
 ROWS, TOKENS, STEPS = 4, 64, 20
 

@@ -1,4 +1,4 @@
-"""Hugging Face's own Trainer, unchanged, with a stowed model: give it the optimizer, and leave clipping to the plan.
+"""Hugging Face's own Trainer with the memory engine: one function around the class, and everything else as ever.
 
 python docs/examples/stock_trainer.py
 """
@@ -8,10 +8,9 @@ import tempfile
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_linear_schedule_with_warmup
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from strategies.runtime import AdamW, stow
-from trainer.memory import plan_for
+from deepstow import stowed
 
 ROWS, TOKENS, STEPS, ACCUMULATION = 4, 64, 12, 2
 
@@ -32,35 +31,23 @@ def build() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def arguments(folder: str, max_grad_norm: float, **more: Any) -> TrainingArguments:
-    """What both runs of the comparison share."""
+def arguments(folder: str) -> TrainingArguments:
+    """A Trainer's usual ones; gradients are clipped to 1.0, which is the default."""
     return TrainingArguments(
-        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=3e-3, weight_decay=0.0,
-        gradient_accumulation_steps=ACCUMULATION, max_grad_norm=max_grad_norm, logging_steps=4, save_strategy="no",
-        report_to=[], use_cpu=not torch.cuda.is_available(), seed=1, **more,
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=3e-3,
+        gradient_accumulation_steps=ACCUMULATION, logging_steps=4, save_strategy="no",
+        report_to=[], use_cpu=not torch.cuda.is_available(), seed=1,
     )  # fmt: skip
 
 
 def main(folder: str | None = None) -> tuple[LlamaForCausalLM, list[dict[str, float]]]:
-    """Train; the model, plain again, and the log."""
-    model = build()
-    plan = plan_for(
-        model, gpu_memory="10MiB", batch=(ROWS, TOKENS), accumulation=ACCUMULATION, max_grad_norm=1.0
-    )  # the plan clips, so max_grad_norm is 0 below
-    optimizer = stow(model, plan, rule=AdamW(lr=3e-3, weight_decay=0.0))
-    scheduler = get_linear_schedule_with_warmup(optimizer, 2, STEPS)
-    print(*optimizer.engine.arena.owners(), sep="\n")
+    """Train in 10 MiB of device memory; the model, plain again, and the log."""
     with tempfile.TemporaryDirectory() as spare:
-        trainer = Trainer(
-            model,
-            arguments(folder or spare, max_grad_norm=0.0),
-            train_dataset=rows(),
-            optimizers=(optimizer, scheduler),
-        )
+        trainer = stowed(Trainer, gpu_memory="10MiB")(build(), arguments(folder or spare), train_dataset=rows())
         trainer.train()
         trainer.save_model(f"{folder or spare}/model")
-    optimizer.close()
-    return model, trainer.state.log_history
+    trainer.optimizer.close()
+    return trainer.model, trainer.state.log_history
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from strategies.core.layout import Addresses, Item, Layout, Site
 from strategies.runtime.arena import Arena
 from strategies.runtime.clipping import Clipping
 from strategies.runtime.gradients import Gradients
+from strategies.runtime.guard import refuse_compiler
 from strategies.runtime.held import Held, Pending, Presence, hold, rivals_of
 from strategies.runtime.homes import Homes
 from strategies.runtime.parameters import Copied, set_data
@@ -88,6 +89,7 @@ class Engine(Copied):
         self._ready: list[Held] = []  # complete buckets whose update starts in backward
         self.clipping = Clipping(layout, self.gradients, transfer, device)
         self.verdicts = Verdicts(transfer)
+        self._travels = not all(held.bucket.resident for held in self.held)
         self.unannounced = 0  # reads in backward that no border announced and that had to bring their weights
         self._handles = [model.register_forward_pre_hook(self._begin_forward)]
         self._handles += [*self.borders.attach(), *self.gradients.attach()]
@@ -122,6 +124,8 @@ class Engine(Copied):
     # --- borders -----------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self._travels:
+            refuse_compiler()
         self.borders.close_all()
         self._itinerary.begin()
         if torch.is_grad_enabled():
@@ -186,7 +190,7 @@ class Engine(Copied):
         A weight that travels comes no earlier than the plan says: before, its place belongs to others. Updated weights
         of residents come as soon as they are there.
         """
-        soon = set[int]()
+        soon: set[int] = set()
         for visit in visits:
             for held in visit.scope.held:
                 if held.bucket.resident:

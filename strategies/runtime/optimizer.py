@@ -80,7 +80,7 @@ def stow(
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     rule = rule or AdamW()
-    if STOWED in model.__dict__:
+    if stowed_by(model) is not None:
         raise ValueError("this model is stowed already; close() its optimizer first")
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
@@ -93,9 +93,15 @@ def stow(
     group = process_group if ranks > 1 else None
     beside = where.type != "cpu" if beside is None else beside
     optimizer = StowOptimizer(model, plan, params, rule, where, group, transfer or transfer_for(where), beside)
-    model.__dict__[STOWED] = True
+    model.__dict__[STOWED] = optimizer
     model.__dict__[DDP_ASKS] = _NotForDdp()
     return optimizer
+
+
+def stowed_by(model: nn.Module) -> StowOptimizer | None:
+    """The optimizer that drives ``model``, if one does."""
+    found: StowOptimizer | None = model.__dict__.get(STOWED)
+    return found
 
 
 # DistributedDataParallel reads this attribute of the module that it is to wrap, first of all, and goes through it.

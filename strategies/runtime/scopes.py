@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.runtime.guard import guard, refuse_compiler
+from strategies.runtime.guard import guard
 from strategies.runtime.held import Held
 from strategies.runtime.nested import tensors_in
 from strategies.runtime.recompute import checkpointed
@@ -229,7 +229,6 @@ class Borders:
         travelling = [held for held in scope.held if not held.bucket.resident] if torch.is_grad_enabled() else []
         if not travelling:
             return None
-        refuse_compiler()
         hooks = guard(travelling, partial(self._unannounced, scope))
         hooks.__enter__()
         return hooks

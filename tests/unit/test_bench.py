@@ -1,7 +1,8 @@
-"""The bench: its arithmetic, its refusals, its table, and one real run."""
+"""The bench: its arithmetic, its refusals, its table, the real command. All subjects: ``tests/e2e/test_bench.py``."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,22 +207,37 @@ def test_folders_are_named_by_machine_and_never_shared(tmp_path: Path) -> None:
 # --- real runs ---------------------------------------------------------------------------------------------------
 
 
-def test_plain_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 --subjects plain --out {tmp_path}"
+def test_two_subjects_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    subjects = "--subjects plain,ours-streamed"
+    words = f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 {subjects} --out {tmp_path}"
     assert bench.main(words.split()) == 0
     (folder,) = tmp_path.iterdir()
     told = json.loads((folder / "record.json").read_text())
     assert told["command"] == f"python launch/bench.py {words}"
     assert told["work"]["tokens_per_step"] == 128 and told["versions"]["torch"] and told["hardware"]["usable_cores"]
-    (only,) = told["runs"]
+    only, ours = told["runs"]
+    assert ours["label"] == "ours-streamed" and ours["losses"] == only["losses"]
     assert len(only["step_s"]) == 3 and len(only["losses"]) == 5
     assert only["losses"][4] < only["losses"][0], "the tokens repeat, so it learns"
     assert only["tokens_per_s"] == pytest.approx(3 * 128 / only["measured_s"])
     assert sum(only["step_s"]) == pytest.approx(only["measured_s"], rel=0.1, abs=0.01)
     assert only["host_peak_bytes"] > only["host_before_bytes"] > 1 << 20
     table = (folder / "table.md").read_text()
-    assert table in capsys.readouterr().out and "| plain " in table
+    assert table in capsys.readouterr().out and "| plain " in table and "| ours-streamed " in table
     assert (folder / "logs" / "plain-1.log").exists()
+
+
+@pytest.mark.parametrize(("accumulation", "more"), [(1, 0), (2, 0), (3, 1), (5, 3)])
+def test_deepspeed_completes_a_begun_update(accumulation: int, more: int) -> None:
+    """Two micro-batches are run after the clock."""
+    from trainer.bench.peers import DeepSpeed
+
+    trained = object.__new__(DeepSpeed)
+    trained.work = Work(model="tiny", rows=1, length=8, accumulation=accumulation)
+    trained.engine = SimpleNamespace(micro_steps=3 * accumulation + 2)
+    trained.micro_batch = lambda batch: setattr(trained.engine, "micro_steps", trained.engine.micro_steps + 1)
+    trained.discard({})
+    assert trained.engine.micro_steps == 3 * accumulation + 2 + more
 
 
 def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path) -> None:

@@ -161,6 +161,13 @@ def test_sample_runs_on_every_rank_and_is_shown_by_one() -> None:
     assert len(called) == 2
 
 
+def test_a_model_that_cannot_generate_ends_nothing() -> None:
+    lines: list[str] = []
+    tokens = type("Tokens", (), {"__call__": lambda *_, **__: {}})()
+    fire(SampleText("Once upon", write=lines.append), "on_train_end", state(9), model=None, processing_class=tokens)
+    assert len(lines) == 1 and lines[0].startswith("no sample: the model cannot generate (AttributeError: ")
+
+
 def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> None:
     class Tokens(dict[str, torch.Tensor]):
         def to(self, device: object) -> "Tokens":

@@ -8,6 +8,9 @@ The clock. Warm-up steps come first; then updates that were put off are finished
 starts, and it stops when the last measured step's updates are finished and the device is idle again. So exactly as
 many updates are paid for as steps were made. Steps are stamped without waiting for the device: on a GPU a single
 stamp says when the host was done.
+
+What is measured after the clock runs micro-batches without an update. Afterwards the subject forgets their gradients
+(``Trained.discard``), so that it could train on from where the clock stopped.
 """
 
 from __future__ import annotations
@@ -106,6 +109,7 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
         result["saved_bytes"] = saved_bytes(subject, batches[0][0])
         result["device_peak_bytes"] = planned + result["saved_bytes"]
     result["backward_peak_bytes"] = backward_peak_bytes(subject, batches[0][0], device)
+    subject.discard(batches[0][0])
     subject.close()
     return result
 
@@ -217,6 +221,7 @@ def backward_peak_bytes(subject: Trained, batch: Mapping[str, Tensor], device: t
     import torch
 
     subject.micro_batch(batch)  # makes the gradients
+    subject.expect_another()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -35,12 +35,14 @@ def linear(
     out: Path,
     command: str,
     say: Say = print,
+    model: str = "45m",
 ) -> ExitCode:
     """Run it all.
 
     Args:
         each_s: seconds of one measurement of one case, about; the largest take longer.
         steps: rounds of training steps; 0 leaves them out.
+        model: what the training steps train.
 
     Raises:
         ConfigError: there is no room for the record in ``out``.
@@ -55,7 +57,7 @@ def linear(
         lengths = sorted({case.shape.rows for case in todo})
         for length in dict.fromkeys([lengths[0], lengths[-1]]) if steps else ():
             say(f"training steps of {length} tokens a micro-batch, {book.elapsed()}")
-            book.steps.append(training_steps(length, accumulation, steps, say))
+            book.steps.append(training_steps(model, length, accumulation, steps, say))
     except KeyboardInterrupt:
         say("interrupted; these cases had ended")
         book.write()
@@ -143,8 +145,8 @@ def _once(case: Case, each_s: float) -> Timed:
 # --- training steps --------------------------------------------------------------------------------------------------
 
 
-def training_steps(length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
-    """Optimizer steps of a 45 M Llama, stock and with the routes of both modes, in turn.
+def training_steps(model: str, length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
+    """Optimizer steps of a small Llama, stock and with the routes of both modes, in turn.
 
     Args:
         length: tokens of a micro-batch.
@@ -155,7 +157,7 @@ def training_steps(length: int, accumulation: int, rounds: int, say: Say) -> dic
     from trainer.bench import child
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    done = work.work("45m", accumulation=accumulation, rows=1, length=length)
+    done = work.work(model, accumulation=accumulation, rows=1, length=length)
     stock = child.llama(done).to(device).train()
     batches = child.tokens(done, device)[0]
     layers = _layers_of(stock, batches[0])
@@ -171,9 +173,9 @@ def training_steps(length: int, accumulation: int, rounds: int, say: Say) -> dic
     }
     runs: dict[str, Callable[[], float]] = {}
     for mode, routes in by_mode.items():
-        model = copy.deepcopy(stock)
-        route(model, routes)
-        runs[mode] = _stepper(model, batches, accumulation, partial(weights_changed, copies_of(model)))
+        routed = copy.deepcopy(stock)
+        route(routed, routes)
+        runs[mode] = _stepper(routed, batches, accumulation, partial(weights_changed, copies_of(routed)))
     seconds: dict[str, list[float]] = {mode: [] for mode in runs}
     for number in range(rounds + 1):
         for mode, run in runs.items():
@@ -181,7 +183,7 @@ def training_steps(length: int, accumulation: int, rounds: int, say: Say) -> dic
             if number:  # the first is a warm-up
                 seconds[mode].append(taken_s)
     return {
-        "model": "45m",
+        "model": model,
         "tokens_per_step": done.tokens,
         "dtype": done.dtype,
         "seconds": seconds,

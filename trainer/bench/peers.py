@@ -72,6 +72,11 @@ class DeepSpeed(Trained):
     def update(self) -> None:
         """Done with the last micro-batch."""
 
+    def discard(self, batch: Batch) -> None:
+        """The engine forgets no gradient: the micro-batches of a begun update are completed, and it updates."""
+        while self.engine.micro_steps % self.work.accumulation:
+            self.micro_batch(batch)
+
     def close(self) -> None:
         """Engine first, then the group that it holds."""
         self.engine.destroy()

@@ -39,7 +39,7 @@ class Recomputed(Plain):
         from trainer.memory import plan_for
 
         options: Any = find("recompute")
-        facts = plan_for(model, batch=(work.rows, work.length)).facts
+        facts = plan_for(model, batch=(work.rows, work.length), max_grad_norm=work.max_grad_norm).facts
         # As with several micro-batches, so that gradients and saved tensors add up: there is no other peak then.
         facts = replace(facts, run=replace(facts.run, accumulation=2))
         plans = {name: compose({"recompute": options(policy=name)}, facts) for name in ("full", "none")}

@@ -47,6 +47,13 @@ class Trained:
     def drain(self) -> None:
         """Finish updates that have been put off; before the clock is stopped."""
 
+    def expect_another(self) -> None:
+        """After a micro-batch: one more will come before any update. Gradients keep the memory that they have."""
+
+    def discard(self, batch: Batch) -> None:
+        """Forget the gradients of micro-batches that no update followed; who cannot trains on ``batch`` and updates."""
+        self.model.zero_grad()
+
     def planned_device_bytes(self) -> int | None:
         """What the subject itself has laid out on the device, where it knows."""
         return None
@@ -113,6 +120,15 @@ class Ours(Trained):
     def drain(self) -> None:
         """The updates that would have run under the next forward."""
         self.optimizer.drain()
+
+    def expect_another(self) -> None:
+        """The engine takes as many micro-batches per update as were planned, so these are forgotten. The memory of
+        gradients is reserved and stays."""
+        self.optimizer.zero_grad()
+
+    def discard(self, batch: Batch) -> None:
+        """The engine holds the gradients."""
+        self.optimizer.zero_grad()
 
     def planned_device_bytes(self) -> int | None:
         """The arena's part on the device."""

@@ -1,0 +1,214 @@
+"""Every subject of every theme of the bench runs: once, on the smallest model, and can train on afterwards.
+
+Each runs in a process of its own, as under ``launch/bench.py``, but forked from one that has its imports: that costs a
+second instead of ten. The command itself, with fresh processes, is tested in ``tests/unit/test_bench.py``.
+"""
+
+import gc
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from trainer.bench import work
+from trainer.bench.work import Subject
+from trainer.worlds import PRELOAD
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive the fork; run launch/bench.py itself"),
+]
+WORK = work.work("tiny", steps=1)
+BUDGET = "1500KiB"  # everything travels: 1468 KiB is the least
+OFFLOAD = work.subjects(None, [BUDGET])
+RECOMPUTE = work.subjects(None, [], work.RECOMPUTE)
+# Compiled for real a subject takes a minute. One goes through the partitioner, which is what looks at the budget; the
+# others show only that the compiled module trains.
+BACKENDS = {"compile": "eager", "compile-budget-50": "eager", "compile-budget-20": "aot_eager_decomp_partition"}
+# What rounds otherwise: DeepSpeed's kernel and the decompositions of a compiler; DeepSpeed cannot forget gradients.
+ROUNDS = {"deepspeed-zero2", "deepspeed-zero3", "compile-budget-20"}
+UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}
+LOADED = [
+    "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "launch.bench", "strategies.planner.report", "strategies.runtime.linear", "torch._dynamo.backends.debugging",
+    "torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.utils.flop_counter",
+    "trainer.bench.child", "trainer.bench.linear", "trainer.bench.peers", "trainer.bench.recompute", "trainer.ledger",
+    "trainer.memory", "transformers.models.llama.modeling_llama",
+]  # fmt: skip
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+# --- in other processes ----------------------------------------------------------------------------------------------
+
+
+def lead(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> None:
+    """In a process without kernels or groups: import what the jobs need, then each in a fork, in turn."""
+    from trainer.ranks import Ranks, settle_environment
+
+    for number in (1, 2):
+        os.dup2(os.open(folder / "log", os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
+    settle_environment(Ranks(), 1)
+    for name in LOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is shared is not copied by a collection
+    for label, job in jobs:
+        pid = os.fork()
+        if pid == 0:
+            fork(job, folder / label)
+        os.waitpid(pid, 0)
+
+
+def fork(job: Callable[[], Any], out: Path) -> None:
+    torch.set_num_threads(1)
+    try:
+        out.write_text(json.dumps(job()))
+    except BaseException:
+        out.write_text(json.dumps({"failed": traceback.format_exc()}))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def measured(subject: Subject) -> dict[str, Any]:
+    """As the child does it, and two steps more before the subject is closed. Gradients that should be forgotten would
+    change the first update, of another batch than theirs, and so the second loss."""
+    from trainer.bench import child
+    from trainer.bench.subjects import Unavailable
+
+    if subject.label in BACKENDS:
+        torch.compile = partial(torch.compile, backend=BACKENDS[subject.label])
+    if subject.label.startswith("deepspeed"):
+        stand_in_for_cpu_adam()
+    module, name = subject.maker.split(":")
+    maker = getattr(importlib.import_module(f"trainer.bench.{module}"), name)
+    after, close = dict[str, Any](), maker.close
+
+    def train_on_and_close(trained: Any) -> None:
+        batches = child.tokens(WORK, trained.device)[::-1]
+        after.update(child.timed(replace(WORK, warmup=0, steps=2), trained, batches, trained.device))
+        close(trained)
+
+    maker.close = train_on_and_close
+    try:
+        return {**child.run(WORK, subject.maker, subject.options), "after": after["losses"]}
+    except Unavailable as error:
+        return {"failed": child.reason(error)}
+
+
+def stand_in_for_cpu_adam() -> None:
+    """Compiling DeepSpeed's kernel takes a minute or more; where nobody has done so yet, torch computes the same."""
+    from trainer.ops import CPU_ADAM, cache_folder
+
+    if (cache_folder() / CPU_ADAM.name / f"{CPU_ADAM.name}.so").exists():
+        return
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    def update(number: int, step: int, lr: float, beta1: float, beta2: float, *rest: Any) -> None:
+        eps, decay, _, weight, grad, *moments = rest
+        count = torch.tensor(float(step - 1))
+        settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
+        torch.optim._functional.adamw(  # type: ignore[attr-defined]
+            [weight], [grad], [moments[0]], [moments[1]], [], [count], amsgrad=False, maximize=False, **settings
+        )
+
+    nothing = mock.Mock()
+    kernel = SimpleNamespace(create_adam=nothing, destroy_adam=nothing, adam_update=update)
+    CPUAdamBuilder.load = lambda self, *rest, **more: kernel
+
+
+def linear_bench(folder: Path) -> Any:
+    """The theme ``linear`` with one small layer and the smallest model."""
+    from launch import bench
+    from trainer.bench import harness, shapes
+
+    hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
+    around = {"hardware": hardware, "versions": {"torch": "0"}}
+    words = "linear --models small --tokens 4 --dtypes fp32 --accumulation 2 --seconds 1 --steps 1 --step-model tiny"
+    with (
+        mock.patch.dict(shapes.MODELS, {"small": ((8, 6),)}),
+        mock.patch.object(harness, "surroundings", lambda: around),
+    ):
+        assert bench.main([*words.split(), "--out", str(folder)]) == 0
+    (made,) = folder.glob("*_linear_*")
+    return json.loads((made / "record.json").read_text())
+
+
+def results(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> Results:
+    """What the jobs answer, by label."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=lead, args=(jobs, folder))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0, (folder / "log").read_text()[-4000:]
+    return {label: json.loads((folder / label).read_text()) for label, _ in jobs if (folder / label).exists()}
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+def of_theme(subjects: Sequence[Subject], folder: Path) -> Results:
+    return results([(subject.label, partial(measured, subject)) for subject in subjects], folder)
+
+
+@pytest.fixture(scope="module")
+def offload(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return of_theme(OFFLOAD, tmp_path_factory.mktemp("offload"))
+
+
+@pytest.fixture(scope="module")
+def recompute(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return of_theme(RECOMPUTE, tmp_path_factory.mktemp("recompute"))
+
+
+def check(subject: Subject, runs: Results) -> None:
+    """``subject`` trained like plain torch, was measured, and went on as if nothing had been measured."""
+    assert subject.label in runs, "it ended without a result"
+    run, plain = runs[subject.label], runs[work.PLAIN]
+    if subject.label == "torchao" and find_spec("torchao") is None:
+        assert run["failed"] == "not installed"
+        return
+    assert "failed" not in run, run["failed"]
+    exactly = None if subject.label not in ROUNDS else 1e-4
+    assert run["losses"] == (pytest.approx(plain["losses"], rel=exactly) if exactly else plain["losses"])
+    assert run["tokens_per_s"] > 0 and run["backward_peak_bytes"] > 0
+    if subject.maker.endswith(":Ours"):
+        assert run["device_peak_bytes"] == run["planned_device_bytes"] + run["saved_bytes"] > run["saved_bytes"] > 0
+    if subject.label in UPDATES:
+        assert all(math.isfinite(loss) for loss in run["after"]) and run["after"][-1] < run["losses"][0]
+    else:
+        assert run["after"] == (pytest.approx(plain["after"], rel=exactly) if exactly else plain["after"])
+
+
+@pytest.mark.parametrize("subject", OFFLOAD, ids=lambda subject: subject.label)
+def test_offload(subject: Subject, offload: Results) -> None:
+    check(subject, offload)
+
+
+@pytest.mark.parametrize("subject", RECOMPUTE, ids=lambda subject: subject.label)
+def test_recompute(subject: Subject, recompute: Results) -> None:
+    check(subject, recompute)
+
+
+def test_linear(tmp_path: Path) -> None:
+    record = results([("linear", partial(linear_bench, tmp_path))], tmp_path)["linear"]
+    assert "failed" not in record, record["failed"]
+    assert [case["shape"]["inputs"] for case in record["cases"]] == [8]
+    assert {mode: len(seconds) for mode, seconds in record["steps"][0]["seconds"].items()} == {
+        "plain": 1, "native": 1, "minimal": 1, "adaptive": 1,
+    }  # fmt: skip

@@ -1,0 +1,161 @@
+"""Trainers as their users make them: Hugging Face's, and TRL's with default arguments, on tiny models and local text."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPS = 3
+Wrap = Callable[[type], type]
+
+
+@cache
+def words() -> list[str]:
+    """Some that every Python has."""
+    return sorted({word for text in list(pydoc_data.topics.topics.values())[:10] for word in text.split()})[:120]
+
+
+def tokenizer() -> Any:
+    """One token for each word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *words()])}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(known, unk_token="<unk>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return made
+
+
+def sentence(start: int, length: int) -> str:
+    return " ".join(words()[(start + position) % len(words())] for position in range(length))
+
+
+def llama(kind: str = "LlamaForCausalLM", **more: Any) -> Any:
+    """The same weights each time."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(words()) + 3, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        pad_token_id=0, eos_token_id=1, **more,
+    )  # fmt: skip
+    return getattr(transformers, kind)(config)
+
+
+def arguments(kind: type, folder: str, **more: Any) -> Any:
+    """What has to be said: where, how long, no GPU. All else is the default."""
+    return kind(
+        output_dir=folder, max_steps=STEPS, use_cpu=True, report_to=[], logging_steps=1, disable_tqdm=True,
+        per_device_train_batch_size=2, **{"save_strategy": "no", **more},
+    )  # fmt: skip
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+
+
+def stock(wrap: Wrap, folder: str, **more: Any) -> Any:
+    """``transformers.Trainer``."""
+    import transformers
+
+    ids = [[2 + (7 * row + place * place) % 100 for place in range(12)] for row in range(32)]
+    rows = [{"input_ids": one, "labels": one} for one in ids]
+    return wrap(transformers.Trainer)(
+        llama(), arguments(transformers.TrainingArguments, folder, **more), train_dataset=rows, eval_dataset=rows[:6]
+    )
+
+
+def sft(wrap: Wrap, folder: str, **more: Any) -> Any:
+    """TRL's SFTTrainer, which reads the head's weight itself."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_list([{"text": sentence(5 * row, 12)} for row in range(32)])
+    return wrap(SFTTrainer)(
+        llama(), arguments(SFTConfig, folder), train_dataset=rows, processing_class=tokenizer(), **more
+    )
+
+
+def dpo(wrap: Wrap, folder: str, **more: Any) -> Any:
+    """TRL's DPOTrainer: a second model as reference, or, with adapters, the same one without them."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    rows = Dataset.from_list(
+        [
+            {"prompt": sentence(5 * row, 6), "chosen": sentence(3 * row, 5), "rejected": sentence(11 * row, 5)}
+            for row in range(32)
+        ]
+    )
+    reference = {} if "peft_config" in more else {"ref_model": llama()}
+    return wrap(DPOTrainer)(
+        llama(),
+        args=arguments(DPOConfig, folder),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        **reference,
+        **more,
+    )
+
+
+def reward(wrap: Wrap, folder: str) -> Any:
+    """TRL's RewardTrainer."""
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    rows = Dataset.from_list([{"chosen": sentence(3 * row, 8), "rejected": sentence(11 * row, 8)} for row in range(32)])
+    model = llama("LlamaForSequenceClassification", num_labels=1)
+    return wrap(RewardTrainer)(
+        model, args=arguments(RewardConfig, folder), train_dataset=rows, processing_class=tokenizer()
+    )
+
+
+TRAINERS: Mapping[str, Callable[[Wrap, str], Any]] = {
+    "Trainer": stock,
+    "Trainer, accumulation": lambda wrap, folder: stock(wrap, folder, gradient_accumulation_steps=2),
+    "SFTTrainer": sft,
+    "SFTTrainer, peft_config": lambda wrap, folder: sft(wrap, folder, peft_config=lora()),
+    "DPOTrainer": dpo,
+    "DPOTrainer, peft_config": lambda wrap, folder: dpo(wrap, folder, peft_config=lora()),
+    "RewardTrainer": reward,
+}
+
+
+def trained(make: Callable[[Wrap, str], Any], wrap: Wrap, folder: str) -> tuple[Any, dict[str, Tensor], list[Any]]:
+    """The trainer after training, its weights, and losses and norms as they were logged."""
+    trainer = make(wrap, folder)
+    trainer.train()
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    seen = [(record["loss"], record["grad_norm"]) for record in trainer.state.log_history if "loss" in record]
+    return trainer, weights, seen
+
+
+def unlike(make: Callable[[Wrap, str], Any], wrap: Wrap, folder: str) -> list[str]:
+    """What differs between the Trainer as it is and as ``wrap`` makes it; empty only if weights have travelled."""
+    _, expected, logged = trained(make, lambda base: base, f"{folder}/plain")
+    trainer, found, also_logged = trained(make, wrap, f"{folder}/stowed")
+    wrong = [] if logged == also_logged and len(logged) == STEPS else [f"logged {logged} and {also_logged}"]
+    wrong += sorted(expected.keys() ^ found.keys())
+    wrong += [name for name in expected.keys() & found.keys() if not torch.equal(expected[name], found[name])]
+    if not any(not bucket.resident for bucket in trainer.plan.layout.buckets):
+        wrong.append("nothing travelled")
+    large = any(name in type(trainer).__name__ for name in ("SFT", "StowedTrainer"))  # gradients, by themselves
+    if (
+        large
+        and not hasattr(trainer.model, "peft_config")
+        and all(norm < trainer.args.max_grad_norm for _, norm in logged)
+    ):
+        wrong.append(f"nothing was clipped: {logged}")
+    return wrong

@@ -1,0 +1,145 @@
+"""``stowed(AnyTrainer)`` trains what the Trainer alone trains, bit for bit, with default arguments: clipping, bf16
+autocast, recomputation, adapters, several ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.trainers import STEPS, TRAINERS, arguments, llama, stock, trained, unlike
+from trainer.ranks import Ranks
+from trainer.stowed import stowed
+from trainer.worlds import run_world
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
+TRAVEL: dict[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
+
+
+def travelling(base: type) -> type:
+    return stowed(base, **TRAVEL)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_as_the_trainer_alone(name: str, tmp_path: Path) -> None:
+    assert unlike(TRAINERS[name], travelling, str(tmp_path)) == []
+
+
+def on_ranks(ranks: Ranks, folder: str) -> dict[str, list[str]]:
+    """All of them on the ranks of one world; what differs."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    return {name: unlike(make, travelling, f"{folder}/{name}") for name, make in TRAINERS.items()}
+
+
+@pytest.mark.ranks
+def test_as_the_trainer_alone_on_two_ranks(tmp_path: Path) -> None:
+    found = run_world(2, on_ranks, str(tmp_path))
+    assert found == {name: [] for name in TRAINERS}
+
+
+def test_from_a_budget(tmp_path: Path) -> None:
+    """The plan knows the batch that the Trainer makes, and what the Trainer's own loss reads."""
+    trainer, weights, _ = trained(TRAINERS["SFTTrainer"], lambda base: stowed(base, gpu_memory="800KiB"), str(tmp_path))
+    assert trainer.plan.facts.run.max_grad_norm == 1.0
+    assert {param.name for param in trainer.plan.facts.params if param.elsewhere} == {"lm_head.weight"}
+    assert sum(unit.saved_bytes for unit in trainer.plan.facts.units) > 0
+    _, alone, _ = trained(TRAINERS["SFTTrainer"], lambda base: base, str(tmp_path))
+    assert all(torch.equal(weights[name], value) for name, value in alone.items())
+
+
+def test_saved_bucket_by_bucket_and_resumed(tmp_path: Path) -> None:
+    """A run that is resumed in the middle, by a new process as it were, ends with the bits of one that is not."""
+
+    def make(wrap: Callable[[type], type], folder: str, **more: Any) -> Any:
+        return stock(wrap, folder, save_strategy="steps", save_steps=1, **more)
+
+    _, whole, _ = trained(make, lambda base: base, str(tmp_path / "plain"))
+    trained(make, travelling, str(tmp_path / "ours"))
+    saved = {path.name for path in (tmp_path / "ours" / "checkpoint-1" / "optimizer").iterdir()}
+    assert any(name.endswith(".safetensors") for name in saved)
+    again = make(travelling, str(tmp_path / "ours"))
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-1"))
+    assert all(torch.equal(whole[name], value) for name, value in again.model.state_dict().items())
+
+    stocks = make(travelling, str(tmp_path / "plain"))  # what the Trainer alone has saved is read, too
+    stocks.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert all(torch.equal(whole[name], value) for name, value in stocks.model.state_dict().items())
+
+
+def test_evaluation_before_training(tmp_path: Path) -> None:
+    alone = stock(lambda base: base, str(tmp_path))
+    ours = stock(travelling, str(tmp_path))
+    for trainer in (alone, ours):
+        trainer.first = trainer.evaluate()["eval_loss"]
+        trainer.train()
+    assert ours.first == alone.first and ours.evaluate()["eval_loss"] == alone.evaluate()["eval_loss"]
+
+
+def test_optimizers_and_schedulers_of_others(tmp_path: Path) -> None:
+    """Groups and rates are those of whatever made the optimizer; a scheduler goes on driving them."""
+    import transformers
+
+    def make(wrap: Callable[[type], type], folder: str) -> Any:
+        model = llama()
+        groups = [{"params": [p for p in model.parameters() if p.ndim > 1]}]
+        groups += [{"params": [p for p in model.parameters() if p.ndim < 2], "lr": 1e-4, "weight_decay": 0.0}]  # type: ignore[dict-item]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        ids = [[2 + (7 * row + place * place) % 100 for place in range(12)] for row in range(32)]
+        return wrap(transformers.Trainer)(
+            model, arguments(transformers.TrainingArguments, folder), optimizers=(optimizer, schedule),
+            train_dataset=[{"input_ids": one, "labels": one} for one in ids],
+        )  # fmt: skip
+
+    assert unlike(make, travelling, str(tmp_path)) == []
+
+
+def test_two_trainers_on_one_model(tmp_path: Path) -> None:
+    """The second begins with an optimizer of its own, as ever."""
+    import transformers
+
+    def twice(wrap: Callable[[type], type]) -> dict[str, Any]:
+        model = llama()
+        for number in range(2):
+            trainer = stock(wrap, str(tmp_path / str(number)))
+            trainer = wrap(transformers.Trainer)(model, trainer.args, train_dataset=trainer.train_dataset)
+            trainer.train()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    ours = twice(travelling)
+    assert all(torch.equal(ours[name], value) for name, value in twice(lambda base: base).items())
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"optim": "adafactor"}, "updates with torch.optim.AdamW or torch.optim.SGD, not with Adafactor: write optim="),
+        ({"fp16": True}, "fp16=True: a stowed trainer trains in fp32 or bf16"),
+        ({"torch_compile": True}, "torch_compile=True: weights travel in this plan"),
+    ],
+)
+def test_refused(tmp_path: Path, more: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line) as refused:
+        stock(travelling, str(tmp_path), **more).train()
+    assert "\n" not in str(refused.value)
+
+
+def test_a_budget_that_is_too_small(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory = .*10KiB.*needed.*write \d+KiB or more"):
+        stock(lambda base: stowed(base, gpu_memory="10KiB"), str(tmp_path)).train()
+
+
+def test_what_is_no_trainer() -> None:
+    with pytest.raises(TypeError, match="is not a subclass of transformers.Trainer"):
+        stowed(dict)
+    import transformers
+
+    with pytest.raises(TypeError, match="max_grad_norm: that is said by the Trainer's own arguments"):
+        stowed(transformers.Trainer, max_grad_norm=1.0)
+    assert STEPS > 2

@@ -1,0 +1,41 @@
+"""DeepSpeed's extensions: a machine that cannot build them hears of it before anything is prepared."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.train import main
+from trainer import ops
+from trainer.errors import ExitCode
+
+
+@pytest.fixture
+def slim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without a compiler on which nothing has been built; the file of a config that needs ZeRO."""
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    config = tmp_path / "zero.yaml"
+    content = {
+        "model": {"config": {"model_type": "llama"}, "tokenizer": {"train": "bpe", "vocab_size": 512}},
+        "data": {"path": "pydoc", "max_length": 16},
+        "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
+        "strategies": {"zero": {"stage": 2}},
+    }
+    config.write_text(json.dumps(content))
+    return config
+
+
+def test_zero_without_a_compiler_is_one_line(slim: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(slim)]) == ExitCode.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("strategies.zero: DeepSpeed has to compile collectives between ranks on CPUs")
+    assert line.endswith("apt-get install g++, or train without it, as with strategies.offload")
+    assert not (slim.parent / "run").exists(), "nothing was prepared"
+
+
+def test_what_is_built_needs_no_compiler(slim: Path) -> None:
+    built = ops.cache_folder() / ops.SHM.name
+    built.mkdir(parents=True)
+    (built / f"{ops.SHM.name}.so").touch()
+    ops.refuse_without_compiler()

@@ -1,0 +1,186 @@
+"""What the copy of ``launch/verify.py`` is made to move, and what the command says of it; nothing is trained here."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch import verify as command
+from strategies.core.facts import Facts
+from strategies.core.layout import Site
+from strategies.core.protocol import Strategy
+from strategies.core.registry import find
+from tests.helpers.tiny import GPT2, LLAMA, run_config
+from trainer import facts, verify
+from trainer.config.sections import RunConfig
+from trainer.errors import ExitCode
+from trainer.machine import probe
+from trainer.planning import plan_of
+from trainer.ranks import Ranks
+from trainer.shrink import TRAVEL, UPDATES, features, leaves, moves, moving
+from trainer.verify import Check, Difference, Moved, Offloaded, shrink
+
+ON_DEVICE, ON_HOST, STREAMED = (UPDATES[site] for site in (Site.DEVICE, Site.HOST, Site.STREAMED))
+WAIT_DEVICE, WAIT_HOST = "gradients wait on the device", "gradients wait on the host"
+
+
+def offloading(options: Mapping[str, Any], base: Mapping[str, Any] = LLAMA, **training: Any) -> RunConfig:
+    layers = "n_layer" if base is GPT2 else "num_hidden_layers"
+    config = run_config({**base, layers: 6}, **training)
+    return config.model_copy(update={"strategies": {"offload": find("offload").model_validate(options)}})
+
+
+def shown(config: RunConfig) -> tuple[Any, list[Any]]:
+    """The real plan, and the runs of the copy."""
+    real = plan_of(config, Ranks(), probe())
+    return real, moving(real, config.strategies, facts_of(shrink(config, Path("unused"), 2, layers=4)))
+
+
+def facts_of(config: RunConfig) -> Facts:
+    return facts.gather(config, 1, 1, probe())
+
+
+# --- which options ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "training", "expected"),
+    [
+        ({"site": "host"}, {}, {TRAVEL, ON_HOST}),
+        ({"site": "host", "gradients": "device"}, {}, {TRAVEL, ON_HOST, WAIT_DEVICE}),
+        ({"site": "streamed"}, {}, {TRAVEL, STREAMED}),
+        ({"site": "streamed", "weights": "streamed", "gradients": "host"}, {}, {TRAVEL, STREAMED, WAIT_HOST}),
+        ({"site": "device", "weights": "streamed"}, {}, {TRAVEL, ON_DEVICE}),
+        ({"site": "host", "weights": "streamed", "bucket_size": "10GiB"}, {}, {TRAVEL, ON_HOST}),
+        ({"site": "host", "weights": "streamed", "prefetch": 20}, {"max_grad_norm": 0.0}, {TRAVEL, ON_HOST}),
+        ({"site": "host", "weights": "streamed"}, {"gradient_accumulation_steps": 2, "bf16": True}, {TRAVEL, ON_HOST}),
+        ({"site": "host", "weights": "resident"}, {}, {ON_HOST}),
+        ({}, {}, {TRAVEL}),
+    ],
+    ids=str,
+)
+def test_what_the_real_plan_moves_the_copy_moves(
+    options: dict[str, Any], training: dict[str, Any], expected: set[str]
+) -> None:
+    # The one bucket of the tied model holds everything, so that what is seen of it does not travel.
+    real, copies = shown(offloading(options, GPT2 if "bucket_size" in options else LLAMA, **training))
+    found = frozenset().union(*(copy.shows for copy in copies))
+    assert found >= expected
+    assert not moves(real.layout) or found >= features(real.layout)
+    assert moves(real.layout) is bool(options)
+
+
+def test_nothing_moves_where_nothing_may() -> None:
+    assert shown(offloading({"site": "device", "weights": "resident"}))[1] == []
+
+
+def test_every_site_of_a_mixed_plan_is_shown() -> None:
+    """Where rates are known, a plan may have all three sites, which no budget of the copy brings about here."""
+    config = offloading({})
+    real = plan_of(config, Ranks(), probe())
+    assert real.layout is not None
+    sites = (Site.DEVICE, Site.HOST, Site.STREAMED)
+    mixed = [replace(bucket, site=sites[i % 3]) for i, bucket in enumerate(real.layout.buckets)]
+    plan: Any = SimpleNamespace(layout=replace(real.layout, buckets=tuple(mixed)), facts=real.facts)
+    copies = moving(plan, config.strategies, facts_of(shrink(config, Path("unused"), 2, layers=4)))
+    assert {ON_DEVICE, ON_HOST, STREAMED, TRAVEL} <= frozenset().union(*(copy.shows for copy in copies))
+    assert len(copies) <= 3
+    named = [copy.options for copy in copies if "site" in copy.options]
+    assert [options["site"] for options in named] == ["streamed"]
+
+
+def test_a_weight_that_is_always_there_does_not_travel() -> None:
+    real, _ = shown(offloading({"site": "host", "weights": "streamed"}))
+    whole = (0, real.layout.num_steps)
+    stays = {bucket.name: replace(bucket, stays=(whole,)) for bucket in real.layout.buckets}
+    assert any(leaves(bucket, real.layout) for bucket in real.layout.buckets)
+    assert not any(leaves(bucket, real.layout) for bucket in stays.values())
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+SAME: list[Difference] = []
+OTHER = [Difference("lm_head.weight", relative=1e-3, num_different=3, num_elements=9)]
+ALL = [TRAVEL, ON_HOST, WAIT_HOST, WAIT_DEVICE]
+
+
+def said(
+    checks: list[Check],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    **training: Any,
+) -> tuple[int, list[str]]:
+    def given(self: Offloaded) -> Iterator[Check]:
+        assert self.copies
+        return iter(checks)
+
+    monkeypatch.setattr(Offloaded, "checks", given)
+    code = command.report(offloading(options, **training), 1, 2)
+    return code, capsys.readouterr().out.splitlines()
+
+
+def check(differences: list[Difference], shows: list[str], up: int = 1 << 20, tolerance: float = 0.0) -> Check:
+    return Check({"gpu_memory": "2MiB"}, "plain training", Moved(8, 6, shows, up, up // 2), differences, tolerance)
+
+
+HOST = {"site": "host", "weights": "streamed"}
+
+
+def test_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said([check(SAME, ALL)], HOST, monkeypatch, capsys)
+    assert code == 0 and lines[-1] == "bitwise equal"
+    assert lines[0].startswith("the plan of this config: 10 buckets; ") and TRAVEL in lines[0] and ON_HOST in lines[0]
+    assert lines[-2] == (
+        f"gpu_memory 2MiB: weights of 6 of 8 buckets travelled; {', '.join(ALL)}; 1.0 MiB up and 512.0 KiB down the "
+        f"link; against plain training: bitwise equal"
+    )
+
+
+def test_a_plan_that_moves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = said([check(SAME, ALL)], {}, monkeypatch, capsys)
+    assert code == 0 and lines[-1] == "bitwise equal"
+    assert lines[0].endswith("all stays on the device, nothing would move; the copy is made to move")
+
+
+def test_one_run_that_differs_is_not_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bf16 plain training may differ by more than that; the engine may not differ from itself."""
+    checks = [check(SAME, ALL), check(OTHER, ALL), check(OTHER, ALL, tolerance=2e-2)]
+    code, lines = said(checks, HOST, monkeypatch, capsys, bf16=True)
+    assert (code, lines[-1]) == (1, "NOT equal: 1.0e-03 of the largest weight, 0e+00 is declared")
+    assert lines[-2] == "lm_head.weight: 3 of 9 differ, at most 1.0e-03"
+    code, lines = said([checks[0], checks[2]], HOST, monkeypatch, capsys, bf16=True)
+    assert code == 0 and lines[-1].startswith("equal within the declared 2e-02: the engine computes with bf16 weights")
+
+
+def test_equality_is_not_claimed_of_what_did_not_happen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = said([check(SAME, ALL), check(SAME, ALL, up=0)], HOST, monkeypatch, capsys)
+    assert code == 1 and lines[-1].startswith("nothing crossed the link in a run in which something should have")
+    code, lines = said([check(SAME, [ON_HOST, WAIT_HOST, WAIT_DEVICE])], HOST, monkeypatch, capsys)
+    assert (code, lines[-1]) == (1, f"NOT shown, since it does not occur in the copy: {TRAVEL}")
+
+
+def test_nothing_can_move(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(verify, "_trained", lambda *_: pytest.fail("there is nothing to train"))
+    code = command.report(offloading({"site": "device", "weights": "resident"}), 1, 2)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert code == ExitCode.FAILED and "equal" not in line
+    assert line.startswith("nothing can move in a copy of this model") and "leave its site and weights at auto" in line
+
+
+def test_strategies_that_are_not_offload_are_not_made_to_move(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategies: dict[str, Strategy] = {"recompute": find("recompute").model_validate({"policy": "full"})}
+    config = run_config().model_copy(update={"strategies": strategies})
+    monkeypatch.setattr(verify, "verify", lambda *_: [])
+    assert command.report(config, 2, 3) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "training a shrunk copy twice, 3 steps on 2 ranks: plain, and with strategies recompute",
+        "bitwise equal",
+    ]
