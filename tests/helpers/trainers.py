@@ -1,4 +1,4 @@
-"""Trainers as their users make them: Hugging Face's, and TRL's with default arguments, on tiny models and local text."""
+"""Trainers as their users make them: Hugging Face's and TRL's, with default arguments, tiny models and local text."""
 
 from __future__ import annotations
 

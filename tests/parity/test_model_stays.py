@@ -91,7 +91,7 @@ WRITES: Mapping[str, Callable[[nn.Parameter], Any]] = {
     "index": lambda param: param.__setitem__(0, 1.0),
     "+=": lambda param: param.__iadd__(1.0),
     "out": lambda param: torch.add(param, 1.0, out=param),
-    "init": lambda param: nn.init.normal_(param),
+    "init": nn.init.normal_,
     "foreach": lambda param: torch._foreach_add_([param], 1.0),
     "data": lambda param: param.data.mul_(2.0),
     "view of data": lambda param: param.data.view(-1)[:2].fill_(1.0),

@@ -136,7 +136,7 @@ def test_a_budget_that_is_too_small(tmp_path: Path) -> None:
 
 
 def test_what_is_no_trainer() -> None:
-    with pytest.raises(TypeError, match="is not a subclass of transformers.Trainer"):
+    with pytest.raises(TypeError, match=r"is not a subclass of transformers.Trainer"):
         stowed(dict)
     import transformers
 
