@@ -34,7 +34,9 @@ class Buffers(Strategy):
     examples = ({"debug": True},)
 
     debug: bool = Field(
-        default=False, description="Check on each use that a slot holds the bucket it should; slow, for tests."
+        default=False,
+        description="Check on each use that a slot holds the bucket it should, and have every weight that backward "
+        "reads brought, not only where that was seen to be needed; slow, for tests.",
     )
 
     def parity(self, run: RunFacts) -> Parity:

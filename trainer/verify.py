@@ -9,7 +9,7 @@ go through the same code as ``launch/train.py``, on real ranks, with the same se
 With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
 moves (``trainer/shrink.py``); every run says what it moved. In bf16 plain training rounds elsewhere than the engine.
 Then the engine is also compared with itself, everything on the device against what moves, which must be equal to the
-last bit with the configured optimizer, its state included.
+last bit with the configured optimizer, its state included. Copies run with ``strategies.buffers.debug``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strategies.buffers import Buffers
 from strategies.core.layout import Site
 from trainer.errors import ConfigError, DataError, UserError
 from trainer.ranks import Ranks
@@ -368,5 +369,5 @@ class Offloaded:
                 return _trained(self._num_ranks, without_strategies(small))
             given = small.strategies["offload"]
             offload = type(given).model_validate({**given.model_dump(), **options})
-            strategies = {**small.strategies, "offload": offload}
+            strategies = {**small.strategies, "offload": offload, "buffers": Buffers(debug=True)}
             return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}))

@@ -76,7 +76,7 @@ class Engine(Copied):
         scopes = find_scopes(model, held_of)
         self.homes = Homes(transfer, debug=debug)
         self.borders = Borders(
-            scopes, self._enter_forward, self._enter_backward, self.homes.left, self._bring_unannounced
+            scopes, self._enter_forward, self._enter_backward, self.homes.left, self._bring_unannounced, debug=debug
         )
         self.worker = Worker(spare_cores() if beside else None)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
@@ -260,6 +260,7 @@ class Engine(Copied):
             self.verdicts.add(self.clipping.scale, self.gradients.norms())
         self.clipping.clear()
         self.gradients.clear()
+        self.borders.choose_guards()
         self._fetch_ahead(self._itinerary.from_start())
         self.verdicts.refuse()
 

@@ -2,12 +2,13 @@
 
 Problem. Weights that travel come and go at the borders of scopes (``scopes.py``). A node of backward may run where no
 border was met: an auxiliary loss that a block made after its output and left in an attribute, an output that nothing
-can be hooked on, a segment of several blocks that is recomputed as one. It would read what has moved in meanwhile.
+can be hooked on, a segment of several blocks that is recomputed as one. Its weights may be away: without the guard
+torch refuses to read them (``held.py``, Note: versions).
 
-So every tensor that autograd saves while a scope with travelling weights runs goes through the two functions here. A
-view of such a weight is kept with its bucket; when backward unpacks it, the bucket is at home or is brought there
-first. That is right by construction: a node cannot use a saved tensor without unpacking it. What was fetched so is
-counted.
+With it, every tensor that autograd saves while the scope runs goes through the two functions here. A view of a weight
+that travels is kept with its bucket; when backward unpacks it, the bucket is at home or is brought there first. That is
+right by construction: a node cannot use a saved tensor without unpacking it. What was fetched so is counted. Which
+scopes have a guard, and when: ``scopes.py``, Note: unannounced nodes.
 
 Where others have hooks of their own at that moment (a checkpoint, activations that go elsewhere), they get all tensors
 but these. Hooks switch off torch's own look at versions, so it is done here, for weights and for all others.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 if TYPE_CHECKING:
     from strategies.runtime.held import Held
 
+strided = torch.strided
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -50,31 +52,40 @@ def guard(travelling: Sequence[Held], come: Callable[[Held], None]) -> saved_ten
         come: brings a bucket home that is not there when it is read.
     """
     places = [(held, start := held.weight.data_ptr(), start + held.weight.nbytes) for held in travelling]
+    first, last = min(start for _, start, _ in places), max(end for *_, end in places)
     others: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    keep, give = others or (_versioned, _unwritten)
 
-    def pack(tensor: Tensor) -> Any:
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # sparse: no view of a weight
-            return keep(tensor)
-        for held, start, end in places:
-            if start <= address < end:
-                return Weight(held, tensor.detach(), tensor._version)
-        return keep(tensor)
+    def pack(tensor: Tensor) -> Any:  # a thousand times per step
+        if tensor.layout is strided and first <= tensor.data_ptr() < last:
+            for held, start, end in places:
+                if start <= tensor.data_ptr() < end:
+                    return Weight(held, tensor.detach(), tensor._version)
+        return (tensor.detach(), tensor._version) if others is None else others[0](tensor)
 
     def unpack(kept: Any) -> Tensor:
-        if type(kept) is not Weight:
-            return give(kept)
-        if kept.view._version != kept.version:
-            raise RuntimeError(f"{kept.held.name} was updated since the forward of this backward; run forward again")
-        if not kept.held.shown:
-            come(kept.held)
-        if torch.is_grad_enabled():
-            raise RuntimeError(DOUBLE)
-        return kept.view
+        if type(kept) is Weight:
+            return _read(kept, come)
+        if others is not None:
+            return others[1](kept)
+        tensor: Tensor = kept[0]
+        return tensor if tensor._version == kept[1] else _refuse_written(*kept)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def hooked() -> bool:
+    """Whether somebody has hooks on what autograd saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _read(kept: Weight, come: Callable[[Held], None]) -> Tensor:
+    if not kept.held.shown:
+        come(kept.held)
+    if kept.view._version != kept.version:
+        raise RuntimeError(f"{kept.held.name} was updated since the forward of this backward; run forward again")
+    if torch.is_grad_enabled():
+        raise RuntimeError(DOUBLE)
+    return kept.view
 
 
 def refuse_compiler() -> None:
@@ -92,15 +103,8 @@ DOUBLE = (
 )
 
 
-def _versioned(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor.detach(), tensor._version  # detached, or an output that its own node saves would never be freed
-
-
-def _unwritten(kept: tuple[Tensor, int]) -> Tensor:
-    tensor, version = kept
-    if tensor._version != version:
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
-        )
-    return tensor
+def _refuse_written(tensor: Tensor, version: int) -> NoReturn:
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+    )

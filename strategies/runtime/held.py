@@ -5,6 +5,11 @@ COMPUTE may read the home: the newest weights have arrived there, and nobody may
 are shown until their next update begins; those that travel while a scope that uses them is open. Otherwise it is an
 ``AbsentParameter``, whose own memory is one NaN expanded to its shape as soon as the home is not its own.
 
+[Note: versions] Torch counts the writes to a tensor, notes the count with every tensor that it saves for backward, and
+raises where it has changed when backward reads it. Parameters that are not shown have a count that none has otherwise.
+So a node of backward that reads a weight while its home may be another's is refused by torch itself, whatever brought
+it there; ``guard.py`` is about having the weight there instead.
+
 Events that the bucket remembers, each the last of its kind:
     arrived   UP wrote the home, or read PARKED or COPY for it
     used      COMPUTE used the home, or wrote it in an update
@@ -22,7 +27,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from strategies.core.layout import Bucket, Item, Layout, leads
 from strategies.core.plan import Home
@@ -32,6 +36,9 @@ from strategies.runtime.transfer import Event
 
 if TYPE_CHECKING:
     from strategies.runtime.update import Job
+
+set_counts = torch._C._autograd._unsafe_set_version_counter
+AWAY, LENT = 2**31 - 1, 2**30  # see [Note: versions]; beyond any number of updates
 
 
 class Presence(Enum):
@@ -68,7 +75,8 @@ class Held:
     visit: Tensor | None
     nan: Tensor
     shapes: list[torch.Size]
-    versions: list[int]  # of the parameters, by torch's count of writes, as the engine left them
+    versions: list[int]  # of the parameters: their updates, and whatever else has written to them
+    counts: list[int]  # what torch's count of writes was set to; see [Note: versions]
     leads: tuple[int, int] = (1, 1)  # steps ahead of its use that its weight may come, in forward and in backward
 
     presence: Presence = Presence.ABSENT
@@ -87,6 +95,7 @@ class Held:
     norms: dict[int, Tensor] = field(default_factory=dict)
     norms_later: tuple[list[int], Future[list[Tensor]]] | None = None
     generation: int = 0  # of the home: how often this bucket has moved in
+    lent: int = 0  # how often a copy was shown instead
     arrived: Event | None = None
     used: Event | None = None
     stored: Event | None = None
@@ -132,6 +141,7 @@ class Held:
             if not self.bound:
                 set_data(param, self.shaped(self.weight, index))
         self.bound = self.shown = True
+        self._count()
 
     def cover(self) -> None:
         """Nobody uses it now: its address may be taken."""
@@ -141,6 +151,7 @@ class Held:
             self.refuse_writes(index)
             param.__class__ = AbsentParameter
         self.shown = False
+        self._count()
 
     def hide(self) -> None:
         """What its parameters' memory holds is not theirs any more, or about to be replaced."""
@@ -152,10 +163,33 @@ class Held:
         """Let one parameter be what the bucket is."""
         param = self.params[index]
         param.__class__ = PresentParameter  # whose attributes are set without a detour
+        self.versions[index] += param._version != self.counts[index]  # somebody wrote to it, who was allowed to
         set_data(param, self.shaped(self.weight, index) if self.bound else self.nan.expand(self.shapes[index]))
-        self.versions[index] = param._version
+        self._count_one(index, self.versions[index] if self.shown else AWAY)
         if not self.shown:
             param.__class__ = AbsentParameter
+
+    def lend(self, index: int, value: Tensor) -> None:
+        """Let one parameter show ``value`` and be a plain one until ``restore``; a graph made of it ends there."""
+        param = self.params[index]
+        param.__class__ = nn.Parameter
+        param.data = value
+        self.lent += 1
+        self._count_one(index, LENT + self.lent)
+
+    def release(self, index: int) -> None:
+        """Let one parameter be a plain parameter from now on, with a copy of its weight on the CPU."""
+        self.lend(index, self.shaped(self.rest(), index).to("cpu", copy=True))
+        self._count_one(index, self.versions[index])
+
+    def _count(self) -> None:
+        """Set torch's counts of writes; see [Note: versions]."""
+        self.counts = self.versions.copy() if self.shown else [AWAY] * len(self.params)
+        set_counts(tuple(self.params), tuple(self.counts))
+
+    def _count_one(self, index: int, count: int) -> None:
+        self.counts[index] = count
+        set_counts((self.params[index],), (count,))
 
     def refuse_writes(self, index: int) -> None:
         """Do nothing where parameter ``index``, which is shown, has only been read.
@@ -163,18 +197,16 @@ class Held:
         Raises:
             RuntimeError: it was written to, which the host's copy or the master does not know.
         """
-        if self.params[index]._version != self.versions[index]:
+        if self.params[index]._version != self.counts[index]:
             raise RuntimeError(f"{self.bucket.params[index]} was written to in place; {WRITE}")
 
     def updated(self, indices: Iterable[int]) -> None:
         """An update of these begins: a graph that holds their old values may not be used any more."""
-        indices = list(indices)
-        if self.shown:
-            for index in indices:
-                self.refuse_writes(index)
-        increment_version([self.params[index] for index in indices])
         for index in indices:
+            if self.shown:
+                self.refuse_writes(index)
             self.versions[index] += 1
+        self._count()
 
     def leave(self) -> None:
         """The home belongs to somebody else from now on."""
@@ -220,6 +252,7 @@ def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, n
         nan=nan,
         shapes=[param.shape for param in params],
         versions=[param._version for param in params],
+        counts=[param._version for param in params],
         leads=leads(bucket, layout),
     )
 

@@ -11,8 +11,14 @@ were made later. So nodes run in the reverse of the order in which they were mad
 scopes that were entered later are over, and no scope that was entered earlier has begun. Two kinds of tensor in a
 scope's output say nothing about that scope: those that were made before it and are handed on (T5's position bias),
 which is why only nodes made inside are hooked, and those that the loss does not use. A node that was made after the
-output, or where no output can be hooked, runs unannounced; its weights are brought when it reads them (``guard.py``).
-Weights whose gradients have all landed are not read again.
+output, or where no output can be hooked, runs unannounced. Weights whose gradients have all landed are not read again.
+
+[Note: unannounced nodes] Whatever runs, it reads right weights or raises (``held.py``, Note: versions). That it reads
+right weights is what the guard is for (``guard.py``), which costs time in every forward. So it stands around a scope
+until a step in which the scope had a node of its output that was made last, so that all others run after it, and no
+unannounced read. A scope that has ever been otherwise keeps it. It stands in any case where others have hooks on what
+is saved, since these switch off torch's own check. Whether it stands changes at ``step`` only: a checkpoint must find
+in backward what it found in forward.
 
 Recomputation runs a scope's forward inside its backward, and may stop in the middle, so that the end of that forward is
 never seen; a forward that raised has no end either. Therefore a scope is left when another one is entered that is not
@@ -22,21 +28,32 @@ backward of the last of them, which is left by that and entered again before its
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from strategies.runtime.guard import guard
+from strategies.runtime.guard import DOUBLE, guard, hooked
 from strategies.runtime.held import Held
 from strategies.runtime.nested import tensors_in
 from strategies.runtime.recompute import checkpointed
 
 Handle = torch.utils.hooks.RemovableHandle
+logger = logging.getLogger(__name__)
+
+
+class Seen(Enum):
+    """What has been seen of a scope's nodes; see [Note: unannounced nodes]."""
+
+    NOTHING = "it has not run with gradients"
+    ANNOUNCED = "all of them run after a border, each time"
+    UNANNOUNCED = "some ran without, or may have"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +65,8 @@ class Scope:
     held: list[Held]
     outer: frozenset[str] = field(default_factory=frozenset)
     is_block: bool = True
+    seen: Seen = Seen.NOTHING
+    guarded: bool = True
 
     @property
     def saves_weights(self) -> bool:
@@ -162,6 +181,7 @@ class Borders:
         enter_forward, enter_backward: called when a scope's weights are needed.
         left: called with buckets; what was launched so far includes every use of them for now, but by open scopes.
         bring: called with a bucket that a node of backward reads unannounced.
+        debug: guards stand around all scopes.
     """
 
     def __init__(
@@ -171,9 +191,11 @@ class Borders:
         enter_backward: Callable[[Scope], None],
         left: Callable[[Iterable[Held]], None],
         bring: Callable[[Held], None],
+        *,
+        debug: bool,
     ) -> None:
         self._enter_forward, self._enter_backward, self._left, self._bring = enter_forward, enter_backward, left, bring
-        self._scopes = scopes
+        self._scopes, self._debug = scopes, debug
         self._calls: list[Call] = []
         self._in_forward: list[Scope] = []
         self._in_backward: list[Scope] = []
@@ -210,6 +232,11 @@ class Borders:
             scope.held.append(held)
             held.open += self._in_forward.count(scope)
 
+    def choose_guards(self) -> None:
+        """At a step: from now on, guards stand where what has been seen asks for them."""
+        for scope in self._scopes:
+            scope.guarded = self._debug or scope.seen is not Seen.ANNOUNCED
+
     def close_all(self) -> None:
         """Forward and backward are over, regularly or by an error."""
         self._leave_again()
@@ -226,7 +253,9 @@ class Borders:
         self._enter_forward(scope)
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any] | None:
-        travelling = [held for held in scope.held if not held.bucket.resident] if torch.is_grad_enabled() else []
+        if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
+            return None
+        travelling = [held for held in scope.held if not held.bucket.resident]
         if not travelling:
             return None
         hooks = guard(travelling, partial(self._unannounced, scope))
@@ -247,11 +276,27 @@ class Borders:
             self._shut(scope)
         if torch.is_grad_enabled() and scope.saves_weights:
             made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-            for node in made:
-                if node._sequence_nr() >= call.first_node:
-                    node.register_prehook(partial(self._before_backward, scope))
+            inside = {node: number for node in made if (number := node._sequence_nr()) >= call.first_node}
+            for node in inside:
+                node.register_prehook(partial(self._before_backward, scope))
+            self._look(scope, max(inside.values(), default=call.first_node - 1))
+
+    def _look(self, scope: Scope, announced: int) -> None:
+        """The newest node of its output has this number; has it made any after that?"""
+        if torch._C._autograd._get_sequence_nr() - 1 > announced:
+            if not scope.guarded:
+                logger.warning(
+                    "%s made a node of backward after its output, for the first time: if backward raises now that a "
+                    "parameter was modified in place, train with strategies.buffers.debug: true",
+                    scope.name,
+                )
+            scope.seen = Seen.UNANNOUNCED
+        elif scope.seen is Seen.NOTHING:
+            scope.seen = Seen.ANNOUNCED
 
     def _before_backward(self, scope: Scope, grads: Any) -> None:
+        if torch.is_grad_enabled() and not all(held.bucket.resident for held in scope.held):
+            raise RuntimeError(DOUBLE)
         self._leave_again()
         if self._in_backward and self._in_backward[-1] is scope and self._partly is not scope:
             return  # another output of it
@@ -279,6 +324,7 @@ class Borders:
         So they are left once more when it is done; until then nobody but ``several`` takes an address, and what one
         node reads was present together in forward: it does not overlap.
         """
+        scope.seen = Seen.UNANNOUNCED
         self._leave_again()
         if not (self._in_backward and self._in_backward[-1] is scope):
             opened = (*self._in_forward, *self._in_backward)

@@ -135,8 +135,7 @@ class Surface(Copied):
             places = [self._settled(param) for param in params]  # all first: settling one bucket may hide another
             for param, (held, index) in zip(params, places, strict=True):
                 value = self.copy_of(held, index)
-                param.__class__ = nn.Parameter
-                param.data = value
+                held.lend(index, value)
                 shown.append((param, value))
         try:
             yield
@@ -153,8 +152,7 @@ class Surface(Copied):
         for held in self._engine.held:
             for index, param in enumerate(held.params):
                 del param._keeper  # type: ignore[attr-defined]
-                param.__class__ = nn.Parameter
-                param.data = held.shaped(held.rest(), index).to("cpu", copy=True)
+                held.release(index)
         for handle in self._handles:
             handle.remove()
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from strategies.core.protocol import Refusal
-from strategies.runtime import guard
+from strategies.runtime import AdamW, guard, stow
 from strategies.runtime.parameters import AbsentParameter
+from strategies.runtime.scopes import Borders
 from strategies.runtime.transfer import Delayed
 from strategies.runtime.watch import Watch
 from tests.helpers.doubles import Vacant
-from tests.helpers.engine import adamw, differences, plain, stowed
+from tests.helpers.engine import DECAY, LR, adamw, differences, plain, stowed
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
 from trainer.machine import probe
 from trainer.memory import plan_for
@@ -51,7 +52,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def smallest(model: nn.Module, **loop: Any) -> Any:
     """The real planner's plan at the smallest budget that it does not refuse."""
-    given: dict[str, Any] = {"max_grad_norm": NORM, "machine": MACHINE, "debug": True, **loop}
+    given: dict[str, Any] = {"max_grad_norm": NORM, "machine": MACHINE, **loop}
     low, high = 0, plan_for(model, gpu_memory="1GiB", **given).place.addresses.device_bytes  # type: ignore[union-attr]
     while high - low > 4096:
         middle = (low + high) // 2
@@ -69,25 +70,77 @@ def test_trains_with_the_bits_of_plain_training(make: Callable[[], nn.Module]) -
     wanted = plain(make(), batches, max_norm=NORM)
     assert wanted.norms and max(wanted.norms) > NORM, "clipping triggers"
     for place, wishes in TRAVEL.items():
-        plan = plan_for(make(), max_grad_norm=NORM, machine=MACHINE, debug=True, **wishes)
-        assert not all(bucket.resident for bucket in plan.layout.buckets)  # type: ignore[union-attr]
-        for transfer in (Vacant(), Watch()):
+        for transfer, debug in ((Vacant(), False), (Watch(), True)):
+            plan = plan_for(make(), max_grad_norm=NORM, machine=MACHINE, debug=debug, **wishes)
+            assert not all(bucket.resident for bucket in plan.layout.buckets)  # type: ignore[union-attr]
             found = stowed(make(), plan, batches, max_norm=NORM, transfer=transfer)
             assert differences(wanted, found) == [], (place, type(transfer).__name__)
     model = make()
     assert differences(wanted, stowed(model, smallest(model), batches, max_norm=NORM, transfer=Vacant())) == []
 
 
-@pytest.mark.parametrize("form", ["late", "sealed", "in place", "output unused"])
-def test_unannounced_reads_are_counted(form: str) -> None:
-    """And without the guard they would read what has moved in: the test can fail."""
-    from strategies.runtime import stow
+def travelling(model: nn.Module, **more: Any) -> Any:
+    """Its optimizer, after a step."""
+    plan = plan_for(model, max_grad_norm=NORM, machine=MACHINE, **{**TRAVEL["host"], **more})
+    optimizer = stow(model, plan, device="cpu", transfer=Vacant())
+    model(**text(1)[0]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
 
-    model = branches(form)
-    plan = plan_for(model, max_grad_norm=NORM, machine=MACHINE, debug=True, **TRAVEL["host"])
-    optimizer = stow(model, plan, device="cpu", transfer=Delayed())
+
+@pytest.mark.parametrize("form", FORMS)
+def test_where_guards_stand(form: str) -> None:
+    """Where nodes run that no border announces, which are counted, or in ``debug``."""
+    odd = {"late", "sealed", "in place", "in pairs", "output unused"}
+    optimizer = travelling(branches(form))
+    guarded = {scope.name for scope in optimizer.engine.borders._scopes if scope.guarded and scope.is_block}
+    assert bool(guarded) is (form in odd)
+    assert (optimizer.engine.unannounced > 0) is (form in odd)
+    assert all(scope.guarded for scope in travelling(branches(form), debug=True).engine.borders._scopes)
+
+
+def test_a_change_of_structure_is_not_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    """A block that was regular makes a late node: torch refuses the read; the guard stands from the next step on."""
+
+    def change(model: nn.Module) -> None:
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.form = "late"
+
+    model = branches("plain")
+    optimizer = travelling(model)
+    change(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(**text(1)[0]).loss.backward()
+    assert "layers.0 made a node of backward after its output" in caplog.text
+    optimizer.step()
+    optimizer.zero_grad()
+    model(**text(1)[0]).loss.backward()
+
+    model = branches("plain")
+    optimizer = travelling(model, debug=True)
+    change(model)
     model(**text(1)[0]).loss.backward()
     assert optimizer.engine.unannounced > 0
+
+
+def test_what_backward_reads_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second net alone: no guard anywhere, and torch's own count of writes."""
+    monkeypatch.setattr(Borders, "_guarded", lambda self, scope: None)
+    for form in ("late", "sealed", "in place"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            travelling(branches(form))
+
+
+def test_a_graph_of_shown_copies_ends_with_them() -> None:
+    """What ``present`` lends is gone afterwards."""
+    model = branches("plain")
+    optimizer = travelling(model)
+    weight = model.layers[0].up.weight  # type: ignore[union-attr, index]
+    with optimizer.present([weight]):
+        loss = weight.pow(2).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("form", ["late", "sealed", "in pairs"])
@@ -135,9 +188,6 @@ def test_two_forwards_before_backward() -> None:
         wanted = both(model, adamw([{"params": params}]), lambda params=params: nn.utils.clip_grad_norm_(params, NORM))
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         for wishes in TRAVEL.values():
-            from strategies.runtime import AdamW, stow
-            from tests.helpers.engine import DECAY, LR
-
             model = make()
             plan = plan_for(model, max_grad_norm=NORM, machine=MACHINE, debug=True, **wishes)
             optimizer = stow(model, plan, rule=AdamW(lr=LR, weight_decay=DECAY), device="cpu", transfer=Vacant())
@@ -148,8 +198,6 @@ def test_two_forwards_before_backward() -> None:
 
 def test_double_backward() -> None:
     """Refused where weights travel; exact where they stay."""
-    from strategies.runtime import AdamW, stow
-    from tests.helpers.engine import DECAY, LR
 
     def penalty(model: nn.Module) -> torch.Tensor:
         batch = text(1)[0]
@@ -210,8 +258,6 @@ def test_a_parameter_that_is_first_read_late() -> None:
 
 def test_what_is_read_elsewhere_is_away() -> None:
     """The models here do what their tests are about."""
-    from strategies.runtime import stow
-
     model = branches("shared")
     optimizer = stow(
         model, plan_for(model, max_grad_norm=NORM, machine=MACHINE, **TRAVEL["host"]), device="cpu", transfer=Vacant()
