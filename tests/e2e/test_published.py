@@ -1,0 +1,104 @@
+"""Every command that README, docs and configs publish is one that works.
+
+Those that train run as they are written, but for the sizes in their config files; those that plan run on the files as
+they are. Of the others the arguments are read here, and what they do is tested where ``ELSEWHERE`` says.
+"""
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.commands import REPO, Server
+
+ELSEWHERE = {
+    "bench": "test_bench.py, tests/unit/test_bench.py",
+    "doctor": "test_commands.py, tests/unit/test_rates.py",
+    "verify": "test_verify.py",
+}
+MAKE = {"train", "finetune", "test", "lint", "setup", "docs", "bench", "gpu-check"}  # the first two are run here
+PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md", "configs/*.yaml"]
+COMMAND = re.compile(r"(?:python |deepspeed (?:--num_gpus (\d) )?)?launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?")
+SMALL: dict[str, Any] = {
+    "model": {
+        "config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+        "tokenizer": {"vocab_size": 512},
+    },
+    "data": {"max_length": 64},
+    "training": {
+        "per_device_train_batch_size": 1,
+        "max_steps": 2,
+        "warmup_steps": 1,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "eval_strategy": "no",
+        "eval_on_start": False,
+    },
+    "strategies": {"offload": {"gpu_memory": "1MiB"}},
+}
+
+
+def published() -> Iterator[tuple[str, int, list[str]]]:
+    """Script, ranks and arguments of each command, once."""
+    text = "\n".join(path.read_text() for place in PLACES for path in sorted(REPO.glob(place)))
+    recipes = re.findall(r"^(train|finetune):.*\n\t(.*)$", (REPO / "Makefile").read_text(), re.MULTILINE)
+    text = "\n".join(line.replace("$(RANKS)", "1") for _, line in recipes) + "\n" + text
+    found = [(match[2], int(match[1] or 1), (match[3] or "").strip()) for match in COMMAND.finditer(text)]
+    for script, ranks, arguments in dict.fromkeys(found):
+        if "--config " in arguments or script in ELSEWHERE:  # else a file is mentioned and no command
+            yield script, ranks, shlex.split(arguments.rstrip(".,;:)").replace("--config X", "--config configs/zero.yaml"))
+
+
+def shrunk(tree: Any, sizes: Any) -> Any:
+    """``tree`` with those of ``sizes`` that it has."""
+    if isinstance(tree, dict) and isinstance(sizes, dict):
+        return {key: shrunk(value, sizes[key]) if key in sizes else value for key, value in tree.items()}
+    return sizes if tree is not None else tree
+
+
+def test_commands_that_train(server: Server, tmp_path: Path) -> None:
+    """In the order in which they are read: the second needs what the first exports."""
+    for path in REPO.glob("configs/*.yaml"):
+        text = path.read_text().replace("runs/", f"{tmp_path}/runs/")
+        (tmp_path / "configs").mkdir(exist_ok=True)
+        (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(shrunk(yaml.safe_load(text), SMALL)))
+    commands = [(ranks, arguments) for script, ranks, arguments in published() if script == "train"]
+    assert len(commands) >= 5
+    for ranks, arguments in commands:
+        here = [re.sub("(configs|runs)/", rf"{tmp_path}/\1/", argument) for argument in arguments]
+        found = server.start(ranks, here, tmp_path).wait().check().quiet()
+        if "zero" not in "".join(arguments):
+            assert "streamed" in found.text or "host" in found.text, found.text
+        assert found.lines("export: "), found.text
+
+
+@pytest.mark.parametrize(
+    "arguments", [args for script, _, args in published() if script == "plan"], ids=lambda args: " ".join(args)
+)
+def test_commands_that_plan(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from launch.plan import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main([str(REPO / word) if word.startswith("configs/") else word for word in arguments]) == 0
+
+
+def test_commands_that_are_tested_elsewhere() -> None:
+    others = [(script, arguments) for script, _, arguments in published() if script in ELSEWHERE]
+    assert {script for script, _ in others} == set(ELSEWHERE)
+    for script, arguments in others:
+        if script == "doctor":
+            assert arguments in ([], ["--rates"])
+        elif arguments:
+            importlib.import_module(f"launch.{script}").parse(arguments)
+
+
+def test_targets_of_make() -> None:
+    text = "\n".join(path.read_text() for place in PLACES for path in sorted(REPO.glob(place)))
+    targets = set(re.findall(r"(?:`|^|  )make ([a-z-]+)", text, re.MULTILINE))
+    made = set(re.findall(r"^([a-z-]+):.*##", (REPO / "Makefile").read_text(), re.MULTILINE))
+    assert targets == MAKE and targets <= made
