@@ -1,6 +1,6 @@
 """Hugging Face's own Trainer with the memory engine: one function around the class, and everything else as ever.
 
-python docs/examples/stock_trainer.py
+python -m docs.examples.stock_trainer
 """
 
 import pydoc_data.topics

@@ -23,7 +23,9 @@ ELSEWHERE = {
 }
 MAKE = {"train", "finetune", "test", "lint", "setup", "docs", "bench", "gpu-check"}  # the first two are run here
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md", "configs/*.yaml"]
-COMMAND = re.compile(r"(?:python |deepspeed (?:--num_gpus (\d) )?)?launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?")
+COMMAND = re.compile(
+    r"(?:python |deepspeed (?:--num_gpus (\d) )?)?launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?"
+)
 SMALL: dict[str, Any] = {
     "model": {
         "config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
@@ -51,7 +53,11 @@ def published() -> Iterator[tuple[str, int, list[str]]]:
     found = [(match[2], int(match[1] or 1), (match[3] or "").strip()) for match in COMMAND.finditer(text)]
     for script, ranks, arguments in dict.fromkeys(found):
         if "--config " in arguments or script in ELSEWHERE:  # else a file is mentioned and no command
-            yield script, ranks, shlex.split(arguments.rstrip(".,;:)").replace("--config X", "--config configs/zero.yaml"))
+            yield (
+                script,
+                ranks,
+                shlex.split(arguments.rstrip(".,;:)").replace("--config X", "--config configs/zero.yaml")),
+            )
 
 
 def shrunk(tree: Any, sizes: Any) -> Any:
