@@ -83,9 +83,7 @@ def test_commands_that_train(server: Server, tmp_path: Path) -> None:
         assert found.lines("export: "), found.text
 
 
-@pytest.mark.parametrize(
-    "arguments", [args for script, _, args in published() if script == "plan"], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [args for script, _, args in published() if script == "plan"], ids=" ".join)
 def test_commands_that_plan(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from launch.plan import main
 
