@@ -1,7 +1,8 @@
 """Gradients: from autograd into their slots, to where they park, and their norm.
 
 Autograd hands over each gradient in a tensor of its own. The hook moves it into the bucket's slot at once and takes
-it off the parameter, so that nothing else can add to it or free it; ``param.grad`` then stands for it (``parameters.py``).
+it off the parameter, so that nothing else can add to it or free it; ``param.grad`` then stands for it
+(``parameters.py``).
 
     parks on the device   the slot is the bucket's own; further micro-batches are added in it
     parks on the host     the slot is one of a ring; when the bucket is complete it goes DOWN. The first micro-batch
