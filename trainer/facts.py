@@ -203,12 +203,13 @@ def describe(
     from torch.utils._pytree import tree_map_only
 
     from trainer.counting import Counter, find_blocks
+    from trainer.undisturbed import undisturbed
 
     named = [*model.named_parameters(), *model.named_buffers()]
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     counter = Counter(model)
     if batch is not None:
-        with _fake_run(model) as mode:
+        with undisturbed(model), _fake_run(model) as mode:
             fakes = {name: mode.from_tensor(tensor) for name, tensor in named}
             counter = Counter(model, fakes)
             inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
@@ -222,18 +223,12 @@ def describe(
 
 @contextlib.contextmanager
 def _fake_run(model: nn.Module) -> Iterator[Any]:
-    """A mode for fake tensors, in which ``model`` trains; its modes and the random numbers are as before afterwards."""
-    import torch
+    """A mode for fake tensors, in which ``model`` trains."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.random.fork_rng(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _grouped_matmul():
-            model.train()
-            yield mode
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _grouped_matmul():
+        model.train()
+        yield mode
 
 
 def _inputs(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any]) -> dict[str, Any]:

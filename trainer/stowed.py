@@ -16,9 +16,7 @@ compiled models whose weights travel.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +29,7 @@ from trainer.accelerator import StowAccelerator
 from trainer.callbacks import write_line
 from trainer.memory import plan_for
 from trainer.stowing import adopt
+from trainer.undisturbed import undisturbed
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -134,7 +133,7 @@ class StowedTrainer:
     def _first_call(self) -> dict[str, Any] | None:
         """The keyword arguments with which the Trainer calls the model on its first rows; None where it has no such.
 
-        Nothing of the run is used up: random numbers, collator and dataset are as before.
+        Nothing of the run is used up (``undisturbed.py``).
         """
         seen: list[dict[str, Any]] = []
 
@@ -145,7 +144,7 @@ class StowedTrainer:
 
         handle = self.model.register_forward_pre_hook(look, with_kwargs=True)
         try:
-            with _same_random_numbers():
+            with undisturbed(self, self.train_dataset, self.data_collator, self.model):  # type: ignore[attr-defined]
                 inputs = self._prepare_inputs(self._first_rows())  # type: ignore[attr-defined]
                 self.compute_loss(self.model, inputs)  # type: ignore[attr-defined]
         except _Enough:
@@ -225,16 +224,3 @@ class StowedTrainer:
 
 class _Enough(Exception):
     """The call of the model has been seen."""
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    import numpy
-
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)

@@ -7,6 +7,7 @@ ever, read, and thrown away.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Precision
@@ -62,8 +63,10 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[Rule, list[dict[str, Any]]]
                 raise ValueError(f"a stowed trainer has no {kind.__name__} with {name}={group[name]}: leave it out")
     if optimizer.state:
         raise ValueError("this optimizer has made steps already, and a stowed trainer begins with none")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError("this optimizer has step hooks, which a stowed trainer's would not: use a TrainerCallback")
     fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
-    names = rules[kind]().defaults().keys()
+    names = {field.name for field in dataclasses.fields(rules[kind])} - {"fused"}
     rule: Rule = rules[kind](**{name: defaults[name] for name in names}, **fused)
     return rule, optimizer.param_groups
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Layout
-from strategies.runtime.gradients import Gradients
+from strategies.runtime.gradients import Gradients, norms_of
 from strategies.runtime.held import Held
 from strategies.runtime.transfer import Lane, Transfer
 from strategies.runtime.update import Scale
@@ -35,7 +35,9 @@ class Clipping:
     def __init__(self, layout: Layout, gradients: Gradients, transfer: Transfer, device: torch.device) -> None:
         self.scale: Scale | None = None  # as far as it is known
         self._layout, self._gradients, self._transfer, self._device = layout, gradients, transfer, device
-        self._factors: dict[tuple[int, int], Tensor] = {}  # what others multiply with, by bucket and place there
+        self._factors: dict[
+            tuple[int, int], Tensor | float
+        ] = {}  # what others multiply with, by bucket and place there
 
     def clear(self) -> None:
         """The step is made, or its gradients are not wanted."""
@@ -83,8 +85,12 @@ class Clipping:
 
     def norm_of(self, held: Held, index: int) -> Tensor:
         """The norm of one gradient; that of all is taken, so that the next one costs nothing."""
-        self._gradients.norm(self._device)
-        return held.norms[index]
+        self._gradients.leftovers.refuse_spent(held, index)
+        whole = self._gradients.last_pass or self._layout.in_backward
+        if whole and self._factor_of(held, index) is None:
+            self._gradients.norm(self._device)
+            return held.norms[index]
+        return norms_of([self.value_of(held, index)])[0]
 
     def value_of(self, held: Held, index: int) -> Tensor:
         """A copy of one gradient, on the device.
@@ -94,20 +100,28 @@ class Clipping:
         """
         if self._layout.in_backward:
             raise RuntimeError(IN_BACKWARD)
-        return self._gradients.value(held, index, self._device)
+        self._gradients.leftovers.refuse_spent(held, index)
+        value, factor = self._gradients.value(held, index, self._device), self._factor_of(held, index)
+        return value if factor is None else value.mul_(factor)
 
-    def multiply(self, held: Held, index: int, factor: Tensor) -> None:
+    def _factor_of(self, held: Held, index: int) -> Tensor | float | None:
+        """What this gradient has been multiplied with so far."""
+        return self._factors.get((held.index, index)) if self.scale is None else self.scale.factor
+
+    def multiply(self, held: Held, index: int, factor: Tensor | float) -> None:
         """Somebody multiplies this gradient with ``factor``.
 
         Raises:
             RuntimeError: the update has taken it, or it is clipped already.
         """
+        self._gradients.leftovers.refuse_spent(held, index)
         if self._layout.in_backward:
             if bool(factor != 1):
                 raise RuntimeError(IN_BACKWARD)
             return
         if self.scale is not None or (held.index, index) in self._factors:
             raise RuntimeError("these gradients were clipped already: clip once per step")
+        self._gradients.finish()  # what is multiplied now may not be added to
         self._factors[held.index, index] = factor
 
     def forget(self, held: Held, index: int) -> None:
@@ -119,9 +133,15 @@ class Clipping:
         wanted = {(held.index, index): held.bucket.params[index] for held in several for index in held.touched}
         missing = [name for place, name in wanted.items() if place not in self._factors]
         first = next(iter(self._factors.values()))
-        if missing or any(factor is not first for factor in self._factors.values()):
+        if missing or any(not _same(factor, first) for factor in self._factors.values()):
             odd = f", that of {missing[0]} with none" if missing else ""
             raise RuntimeError(
                 f"gradients were multiplied with different factors{odd}: all of a step are clipped together"
             )
-        self.scale = self._make(first.to(self._device, torch.float32), self._gradients.norm(self._device))
+        factor = torch.as_tensor(first).to(self._device, torch.float32)
+        self.scale = self._make(factor, self._gradients.norm(self._device))
+
+
+def _same(factor: Tensor | float, other: Tensor | float) -> bool:
+    """Whether two factors are the same number, as far as one sees without waiting for the device."""
+    return factor is other or (isinstance(factor, float) and factor == other)

@@ -23,7 +23,7 @@ from strategies.core.layout import Addresses, Item, Layout, Site
 from strategies.runtime.arena import Arena
 from strategies.runtime.clipping import Clipping
 from strategies.runtime.gradients import Gradients
-from strategies.runtime.guard import refuse_compiler
+from strategies.runtime.guard import refuse_transforms
 from strategies.runtime.held import Held, Pending, Presence, hold, rivals_of
 from strategies.runtime.homes import Homes
 from strategies.runtime.parameters import Copied, set_data
@@ -69,7 +69,7 @@ class Engine(Copied):
         self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
         if group is not None:
             share_start(model, device, group)
-        self.held = list(self._hold(dict(model.named_parameters())))
+        self.held = list(self._hold(model))
         self.arena.pin()
         rivals_of(self.held, self.arena)
         held_of = {id(param): held for held in self.held for param in held.params}
@@ -86,6 +86,7 @@ class Engine(Copied):
         self.trained = {id(held.params[index]) for held, index in order}
         self.gradients = Gradients(layout, order, transfer, self.worker, self.updates, self._completed, group)
         self._itinerary = Itinerary(scopes)
+        self._used: dict[int, dict[str, Any]] = {}  # hyperparameters of this step's updates, by group
         self._ready: list[Held] = []  # complete buckets whose update starts in backward
         self.clipping = Clipping(layout, self.gradients, transfer, device)
         self.verdicts = Verdicts(transfer)
@@ -96,10 +97,12 @@ class Engine(Copied):
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
-    def _hold(self, params: Mapping[str, nn.Parameter]) -> Iterator[Held]:
+    def _hold(self, model: nn.Module) -> Iterator[Held]:
+        params = dict(model.named_parameters())
+        fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}
         for index, bucket in enumerate(self.layout.buckets):
             members = [params[name] for name in bucket.params]
-            held = hold(bucket, index, members, self.arena, self._nans[members[0].dtype], self.layout)
+            held = hold(bucket, index, members, self.arena, self._nans[members[0].dtype], self.layout, fused)
             self._move_in(held)
             yield held
 
@@ -125,7 +128,9 @@ class Engine(Copied):
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._travels:
-            refuse_compiler()
+            refuse_transforms()
+        self.refuse_halfway()
+        self.borders.forget_calls()
         self.borders.close_all()
         self._itinerary.begin()
         if torch.is_grad_enabled():
@@ -220,6 +225,15 @@ class Engine(Copied):
 
     # --- gradients and updates ---------------------------------------------------------------------------------------
 
+    def refuse_halfway(self) -> None:
+        """Do nothing where all weights are of one moment.
+
+        Raises:
+            RuntimeError: some are updated already and others not, between backward and step.
+        """
+        if self.layout.in_backward and self._used:
+            raise RuntimeError(f"{HALFWAY}: call step() before weights are read")
+
     def _completed(self, held: Held) -> None:
         if self.layout.in_backward:
             self._ready.append(held)
@@ -230,6 +244,7 @@ class Engine(Copied):
         for held in self._ready:
             if not held.open:
                 self._submit(held, self.clipping.in_backward(held))
+                held.cover()  # nobody reads it before step; see ``refuse_halfway``
         self._ready = waiting
 
     @torch.no_grad()
@@ -246,29 +261,60 @@ class Engine(Copied):
             NonFiniteError: nothing has changed for several steps.
         """
         self.borders.close_all()
+        self.gradients.leftovers.refuse()
         self.gradients.finish()
         if self.gradients.empty:
             return
         if self.layout.in_backward:
             self._update_ready()
+            self._refuse_changed()
         else:
             touched = [held for held in self.held if held.touched]
             scale = self.clipping.of_step(touched)
             for held in touched:
+                self.settle(held)  # where only other ranks have used it since the last update
                 self._submit(held, scale)
         if self.clipping.scale is not None:
             self.verdicts.add(self.clipping.scale, self.gradients.norms())
         self.clipping.clear()
-        self.gradients.clear()
+        self.gradients.spend()
+        self._used.clear()
         self.borders.choose_guards()
         self._fetch_ahead(self._itinerary.from_start())
         self.verdicts.refuse()
 
     def _submit(self, held: Held, scale: Scale) -> None:
         assert held.bucket.group is not None
-        group = self._groups()[held.bucket.group]
-        hyperparameters = {name: value for name, value in group.items() if name != "params"}
-        self.updates.submit(held, Job(tuple(sorted(held.touched)), hyperparameters, scale))
+        if held.bucket.group not in self._used:
+            group = self._groups()[held.bucket.group]
+            # Copies: a scheduler may change a rate, even in place, before the update is computed.
+            self._used[held.bucket.group] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
+        self.updates.submit(held, Job(tuple(sorted(held.touched)), self._used[held.bucket.group], scale))
+
+    def _refuse_changed(self) -> None:
+        """Do nothing where the hyperparameters are those that updates in backward were made with.
+
+        Raises:
+            RuntimeError: one was changed between backward and step.
+        """
+        for number, used in self._used.items():
+            now = self._groups()[number]
+            for name, value in used.items():
+                if bool(now.get(name) != value):
+                    raise RuntimeError(
+                        f"{name} of parameter group {number} was changed between backward and step(), and the plan "
+                        f"updates in backward: change it before backward, or plan with max_grad_norm > 0"
+                    )
+
+    def zero(self, *, to_none: bool) -> None:
+        """Gradients become None, or zero where there were any."""
+        self.gradients.leftovers.zero(to_none=to_none)
+        if not self.gradients.empty:
+            self.discard()
 
     def discard(self) -> None:
         """Forget the gradients since the last step.
@@ -276,14 +322,19 @@ class Engine(Copied):
         Raises:
             RuntimeError: updates with them have begun.
         """
-        if self.layout.in_backward and self.gradients.last_pass:
-            raise RuntimeError("the plan updates in backward: these gradients have been applied; call step()")
+        if self.layout.in_backward and self._used:
+            raise RuntimeError(f"{HALFWAY}: call step(), or if backward was interrupted, start from a checkpoint")
         self.borders.close_all()
         self.gradients.discard()
         self.clipping.clear()
+        self._ready.clear()
 
     def forget(self, held: Held, index: int) -> None:
-        """A gradient that waits is not wanted; when it was the last one, all that waited are discarded."""
+        """A gradient is not wanted; when it was the last one that waits, all that waited are discarded."""
+        held.zeroed.discard(index)
+        if index in held.spent:
+            held.spent.discard(index)
+            return
         if not self.layout.in_backward:
             self.clipping.forget(held, index)
         if self.layout.in_backward or not any(each.touched for each in self.held):
@@ -308,6 +359,10 @@ class Engine(Copied):
         self.borders.detach()
         self.worker.close()
         self.arena.close()
+
+
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+HALFWAY = "the plan updates in backward (without max_grad_norm), and updates have begun"
 
 
 def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> None:

@@ -26,14 +26,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.runtime.held import Held
-from strategies.runtime.parameters import take_grad
+from strategies.runtime.leftovers import Leftovers
+from strategies.runtime.parameters import on_gradient, take_grad
 from strategies.runtime.transfer import Event, Lane, Transfer
 from strategies.runtime.update import Updates
 from strategies.runtime.verdicts import Norms
@@ -65,19 +66,19 @@ class Gradients:
         self._transfer, self._worker, self._updates = transfer, worker, updates
         self._complete, self._group = complete, group
         self._all = sorted({held.index: held for held, _ in order}.values(), key=lambda held: -held.index)
+        self.leftovers = Leftovers(self._all)
+        self.window = 0  # counts the times that all gradients were taken or given up
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
         self._to_reduce: list[Held] = []  # buckets whose turn has not come yet, last of forward first
         self._done: set[int] = set()  # buckets finished for this update
         self._landed_in: list[tuple[Held, int]] = []  # in the order of backward
         self.passes = 0  # backward passes since the last update
         self._fresh = True  # the next gradient belongs to a new pass
+        self._finished = False  # nothing more comes in this window
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trained parameter; the handles take the hooks off again."""
-        return [
-            held.params[index].register_post_accumulate_grad_hook(partial(self._land, held, index))
-            for held, index in self._order
-        ]
+        return [on_gradient(held.params[index], partial(self._land, held, index)) for held, index in self._order]
 
     @property
     def empty(self) -> bool:
@@ -100,13 +101,11 @@ class Gradients:
             raise RuntimeError(
                 f"{held.name}: sparse gradients are not supported; build the embedding with sparse=False"
             )
+        self.leftovers.refuse_spent(held, index)
         if self._fresh or index in held.landed:
             self._start_pass()
         if held.index in self._done:
-            raise RuntimeError(
-                f"a backward pass after the gradients of {self._layout.accumulation} were complete: call step() or "
-                f"zero_grad() first, or plan with the accumulation that the loop has"
-            )
+            self._refuse_pass()
         if held.parks_down:
             self._enter_slot(held)
         place = held.shaped(held.grad, index)
@@ -123,7 +122,16 @@ class Gradients:
         if len(held.landed) == len(held.params):
             self._landed(held)
 
+    def _refuse_pass(self) -> NoReturn:
+        raise RuntimeError(
+            f"a backward pass after the gradients of {self._layout.accumulation} were complete: call step() or "
+            f"zero_grad() first, or plan with the accumulation that the loop has. (Where a weight's gradient comes in "
+            f"parts, as under reentrant checkpointing, each part counts: write use_reentrant=False)"
+        )
+
     def _start_pass(self) -> None:
+        if self._finished or self.passes >= self._layout.accumulation:
+            self._refuse_pass()
         self._end_pass()
         for held in self._all:
             held.landed.clear()
@@ -168,10 +176,17 @@ class Gradients:
                 self._send(held)
 
     @torch.no_grad()
+    def learn(self) -> None:
+        """Before somebody asks who has a gradient: over ranks, whoever has one on any of them. Then a collective."""
+        if self._group is not None and self.last_pass:
+            self.finish()
+
+    @torch.no_grad()
     def finish(self) -> None:
-        """Before norm or update: everything that has landed is where it parks, summed over the ranks."""
-        if self.empty:
+        """Before norm or update: everything that has landed is where it parks, summed over the ranks. A collective."""
+        if self.empty or self._finished:
             return
+        self._finished = True
         late = [held for held in self._all if held.index not in self._done]
         if self._group is not None:
             for held in late:
@@ -292,6 +307,7 @@ class Gradients:
 
     def norm(self, device: torch.device) -> Tensor:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
+        self.leftovers.refuse()
         self.finish()
         self._measure([held for held in self._all if not held.parks_down and not held.norms])
         for held in self._all:
@@ -308,8 +324,11 @@ class Gradients:
         return Norms([held.bucket.params[index] for held, index in known], [held.norms[index] for held, index in known])
 
     def value(self, held: Held, index: int, device: torch.device) -> Tensor:
-        """A copy of one gradient of this update."""
-        self.finish()
+        """A copy of one gradient of this update, as far as it has come."""
+        if self.last_pass:
+            self.finish()
+        elif held.parks_down:
+            self._send(held)
         if not held.parks_down:
             assert held.grad is not None
             return held.shaped(held.grad, index).clone()
@@ -332,6 +351,11 @@ class Gradients:
             former.result()
         self.clear()
 
+    def spend(self) -> None:
+        """As ``clear``, when a step has taken the gradients."""
+        self.leftovers.spend()
+        self.clear()
+
     def clear(self) -> None:
         """The window is over: its gradients were taken, or are not wanted."""
         for held in self._all:
@@ -342,7 +366,8 @@ class Gradients:
             held.norms, held.norms_later = {}, None
         self._done.clear()
         self._landed_in.clear()
-        self.passes, self._fresh = 0, True
+        self.passes, self._fresh, self._finished = 0, True, False
+        self.window += 1
 
 
 def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -62,6 +62,8 @@ def guard(travelling: Sequence[Held], come: Callable[[Held], None]) -> saved_ten
                     return Weight(held, tensor.detach(), tensor._version)
         return (tensor.detach(), tensor._version) if others is None else others[0](tensor)
 
+    pack.ours = True  # type: ignore[attr-defined]
+
     def unpack(kept: Any) -> Tensor:
         if type(kept) is Weight:
             return _read(kept, come)
@@ -78,6 +80,12 @@ def hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def others_keep() -> bool:
+    """Whether what autograd saves now is kept by somebody else's hooks, which no guard is above."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and torch.is_grad_enabled() and not hasattr(hooks[0], "ours")
+
+
 def _read(kept: Weight, come: Callable[[Held], None]) -> Tensor:
     if not kept.held.shown:
         come(kept.held)
@@ -88,12 +96,17 @@ def _read(kept: Weight, come: Callable[[Held], None]) -> Tensor:
     return kept.view
 
 
-def refuse_compiler() -> None:
-    """Raise where compiled code would meet weights that travel.
+def refuse_transforms() -> None:
+    """Raise where compiled or transformed code would meet weights that travel.
 
     Raises:
-        RuntimeError: torch.compile is on in this thread. It keeps the memory of the weights that it met.
+        RuntimeError: torch.compile is on in this thread, which keeps the memory of the weights that it met, or one of
+            torch.func's transforms, which knows nothing of memory that is written elsewhere.
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "a model whose weights travel cannot be in torch.func: plan with weights='resident', or do not"
+        )
     if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
         raise RuntimeError("a model whose weights travel cannot be compiled: plan with weights='resident', or do not")
 

@@ -1,6 +1,6 @@
 """One bucket at run time: its parameters, the views of its memory, and who holds what at this moment.
 
-Invariant. A parameter is *shown* (``parameters.py``: a ``PresentParameter``, its memory a view of the home) only while
+Invariant. A parameter is *shown* (``parameters.py``: present or visiting, its memory a view of the home) only while
 COMPUTE may read the home: the newest weights have arrived there, and nobody may take the address away. Those that stay
 are shown until their next update begins; those that travel while a scope that uses them is open. Otherwise it is an
 ``AbsentParameter``, whose own memory is one NaN expanded to its shape as soon as the home is not its own.
@@ -19,7 +19,7 @@ Events that the bucket remembers, each the last of its kind:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,7 +31,14 @@ from torch import Tensor, nn
 from strategies.core.layout import Bucket, Item, Layout, leads
 from strategies.core.plan import Home
 from strategies.runtime.arena import Arena
-from strategies.runtime.parameters import WRITE, AbsentParameter, PresentParameter, set_data
+from strategies.runtime.parameters import (
+    WRITE,
+    AbsentParameter,
+    PresentParameter,
+    StowedParameter,
+    VisitingParameter,
+    set_data,
+)
 from strategies.runtime.transfer import Event
 
 if TYPE_CHECKING:
@@ -74,6 +81,7 @@ class Held:
     steps: Tensor | None
     visit: Tensor | None
     nan: Tensor
+    fused: frozenset[int]  # parameters of modules with one kernel for all of it, taken only if all are plain tensors
     shapes: list[torch.Size]
     versions: list[int]  # of the parameters: their updates, and whatever else has written to them
     counts: list[int]  # what torch's count of writes was set to; see [Note: versions]
@@ -90,7 +98,9 @@ class Held:
     landed: set[int] = field(default_factory=set)  # parameters whose gradient of this micro-batch is here
     unsent: set[int] = field(default_factory=set)  # of those: not yet on their way to the host
     touched: set[int] = field(default_factory=set)  # parameters with a gradient since the last update
-    summed: set[int] = field(default_factory=set)  # of those: parameters whose gradient is in PARKED
+    spent: set[int] = field(default_factory=set)  # parameters whose last gradient was stepped with and is not zeroed
+    zeroed: set[int] = field(default_factory=set)  # parameters whose gradient was made zero instead of None
+    summed: set[int] = field(default_factory=set)  # of those touched: parameters whose gradient is in PARKED
     added: Future[Event] | None = None  # the worker's last addition to PARKED
     norms: dict[int, Tensor] = field(default_factory=dict)
     norms_later: tuple[list[int], Future[list[Tensor]]] | None = None
@@ -108,6 +118,11 @@ class Held:
     @property
     def present(self) -> bool:
         return self.presence is Presence.PRESENT
+
+    @property
+    def kind(self) -> type[StowedParameter]:
+        """What its parameters are while they are shown."""
+        return PresentParameter if self.bucket.resident else VisitingParameter
 
     @property
     def settled(self) -> bool:
@@ -140,8 +155,14 @@ class Held:
             param.__class__ = PresentParameter
             if not self.bound:
                 set_data(param, self.shaped(self.weight, index))
+            param.__class__ = self.kind
         self.bound = self.shown = True
         self._count()
+
+    def show_plainly(self) -> None:
+        """Forward without gradients: modules that have a kernel for it take it, as they would elsewhere."""
+        for index in self.fused if self.shown else ():
+            self.params[index].__class__ = PresentParameter
 
     def cover(self) -> None:
         """Nobody uses it now: its address may be taken."""
@@ -166,8 +187,7 @@ class Held:
         self.versions[index] += param._version != self.counts[index]  # somebody wrote to it, who was allowed to
         set_data(param, self.shaped(self.weight, index) if self.bound else self.nan.expand(self.shapes[index]))
         self._count_one(index, self.versions[index] if self.shown else AWAY)
-        if not self.shown:
-            param.__class__ = AbsentParameter
+        param.__class__ = self.kind if self.shown else AbsentParameter
 
     def lend(self, index: int, value: Tensor) -> None:
         """Let one parameter show ``value`` and be a plain one until ``restore``; a graph made of it ends there."""
@@ -197,6 +217,7 @@ class Held:
         Raises:
             RuntimeError: it was written to, which the host's copy or the master does not know.
         """
+        self.params[index].__class__ = PresentParameter  # whose attributes are read without a detour
         if self.params[index]._version != self.counts[index]:
             raise RuntimeError(f"{self.bucket.params[index]} was written to in place; {WRITE}")
 
@@ -222,8 +243,16 @@ class Held:
         return ([] if self.master is None else [self.master]) + self.moments
 
 
-def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, nan: Tensor, layout: Layout) -> Held:
-    """The bucket with its views of ``arena``."""
+def hold(
+    bucket: Bucket,
+    index: int,
+    params: list[nn.Parameter],
+    arena: Arena,
+    nan: Tensor,
+    layout: Layout,
+    fused: Collection[int] = (),
+) -> Held:
+    """The bucket with its views of ``arena``. ``fused``: ids of parameters, see the field."""
     dtype = getattr(torch, bucket.dtype)
     count, num_moments = bucket.num_elements, layout.moments
 
@@ -250,6 +279,7 @@ def hold(bucket: Bucket, index: int, params: list[nn.Parameter], arena: Arena, n
         steps=None if steps is None else steps[: len(params)],
         visit=flat(Item.VISIT, torch.float32, visitors),
         nan=nan,
+        fused=frozenset(index for index, param in enumerate(params) if id(param) in fused),
         shapes=[param.shape for param in params],
         versions=[param._version for param in params],
         counts=[param._version for param in params],

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.facts import Home
-from strategies.core.layout import Layout
 from strategies.planner.validate import check
 from strategies.runtime import saving
 from strategies.runtime.engine import Engine
+from strategies.runtime.fits import mismatches, not_in_kernels
 from strategies.runtime.parameters import STOWED
 from strategies.runtime.rules import AdamW, Rule
+from strategies.runtime.state import State
 from strategies.runtime.surface import Surface
 from strategies.runtime.transfer import Transfer, transfer_for
 
@@ -142,7 +143,7 @@ class StowOptimizer(torch.optim.Optimizer):
         check(layout, place.addresses)
         if process_group is not None and layout.accumulation > 1 and any(b.parks is Home.HOST for b in layout.buckets):
             raise ValueError("over ranks, gradients of several micro-batches must park on the device: gradients=device")
-        complaints = list(mismatches(model, layout, self.param_groups, len(rule.names)))
+        complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
         for buffer in model.buffers():
@@ -155,6 +156,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self._surface = Surface(model, self.engine)
         self._model = model
         self._first_look = model.register_forward_pre_hook(self._look_once)
+        self._planned = self._members()
         self._ready = True
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -173,13 +175,13 @@ class StowOptimizer(torch.optim.Optimizer):
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
         self._refuse_closed()
         self._refuse_strangers()
+        self._refuse_edits()
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that were not stepped with. After ``step`` there are none."""
+        """All gradients become None, or zero; those that were not stepped with are discarded."""
         self._refuse_closed()
-        if not self.engine.gradients.empty:
-            self.engine.discard()
+        self.engine.zero(to_none=set_to_none)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -206,8 +208,23 @@ class StowOptimizer(torch.optim.Optimizer):
                 name = next(name for name, other in self._model.named_parameters() if other is param)
                 raise RuntimeError(
                     f"{name} requires a gradient and is not in the optimizer: what changes a model (adapters, "
-                    f"resizing, freezing) has to be done before it is planned and stowed"
+                    f"resizing, freezing) has to be done before it is planned and stowed; functional_call with other "
+                    f"parameters cannot be done"
                 )
+
+    def _refuse_edits(self) -> None:
+        """Do nothing while the parameter groups are those that were planned, but for numbers that an update reads.
+
+        Raises:
+            RuntimeError: parameters were taken out, moved or added, or the update is to be another one.
+        """
+        if self._members() != self._planned:
+            raise RuntimeError("parameters were moved in param_groups: close(), change, plan and stow again")
+        for complaint in not_in_kernels(self.param_groups, self.engine.rule):
+            raise RuntimeError(complaint)
+
+    def _members(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, during construction.
@@ -223,6 +240,7 @@ class StowOptimizer(torch.optim.Optimizer):
 
     def drain(self) -> None:
         """Complete all updates that are under way. Afterwards only buckets that travel are absent."""
+        self.engine.refuse_halfway()
         self.engine.drain()
 
     @contextmanager
@@ -251,23 +269,31 @@ class StowOptimizer(torch.optim.Optimizer):
         self.drain()
         return self._surface.state_of(param)
 
+    @property
+    def state(self) -> Any:
+        """As torch's: what is known of each parameter that was updated. To take one out is to forget it."""
+        return State(self, self._surface)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._ready and value:
+            raise RuntimeError("the state of a stowed model is planned: use load_state_dict")
+
     def state_dict(self) -> dict[str, Any]:
         """In torch's form; tensors are views, not copies. ``save`` writes the same without a second copy."""
-        self.drain()
-        packed = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        packed["state"] = {
-            i: state for i, param in enumerate(params) if (state := self._surface.state_of(param))["step"] > 0
-        }
-        return packed
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy state in torch's form to where it lives, and hyperparameters into the groups."""
         self.drain()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        saved = [{"fused": self.defaults.get("fused"), **group} for group in state_dict["param_groups"]]
+        for complaint in not_in_kernels(saved, self.engine.rule):
+            raise ValueError(complaint)
+        super().load_state_dict({"state": {}, "param_groups": saved})
         params = [param for group in self.param_groups for param in group["params"]]
-        for index, state in state_dict["state"].items():
-            self._surface.set_state(params[index], state)
+        for index, param in enumerate(params):
+            self._surface.forget_state(param)
+            self._surface.set_state(param, state_dict["state"].get(index, {}))
 
     # --- on disk -----------------------------------------------------------------------------------------------------
 
@@ -331,38 +357,10 @@ class StowOptimizer(torch.optim.Optimizer):
         """Give the model its weights back in ordinary memory on the CPU, and forget it. Closing twice does nothing."""
         if self._closed:
             return
-        self.drain()
+        self.engine.drain()
         self._surface.take_out()
         self.engine.close()
         self._first_look.remove()
         for name in (STOWED, DDP_ASKS):
             del self._model.__dict__[name]
         self._closed = True
-
-
-def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], moments: int) -> Iterator[str]:
-    """Where ``layout`` does not fit, one line each."""
-    params = dict(model.named_parameters())
-    group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
-    for name, own in params.items():
-        if type(own) is not nn.Parameter:
-            yield f"{name}: a {type(own).__name__}, which keeps its memory in a way of its own"
-    if layout.moments != moments:
-        yield f"the plan has room for {layout.moments} moments per parameter, the update rule keeps {moments}"
-    planned: set[str] = set()
-    for bucket in layout.buckets:
-        for name, size in zip(bucket.params, bucket.sizes, strict=True):
-            planned.add(name)
-            param = params.get(name)
-            if param is None:
-                yield f"{name}: the model has no such parameter"
-                continue
-            group = group_of.get(id(param)) if param.requires_grad else None
-            found = (param.numel(), str(param.dtype).removeprefix("torch."), group)
-            if found != (size, bucket.dtype, bucket.group):
-                yield (
-                    f"{name}: the plan has {size} x {bucket.dtype} in group {bucket.group}, the model {found[0]} x "
-                    f"{found[1]} in group {found[2]}"
-                )
-    for name in params.keys() - planned:
-        yield f"{name}: not in the plan"

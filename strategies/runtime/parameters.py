@@ -7,27 +7,44 @@ as soon as they land; whoever reads otherwise would find other bytes, or nothing
 So the engine changes the *class* of a parameter and nothing else; modules and optimizers hold the same object.
 
     PresentParameter   its memory holds its newest value now, and no copy on its way may change that. Its use is free
+    VisitingParameter  the same of one that travels. Views of it may outlive its stay, so each is an ``Alias``: as long
+                       as the weight is there it is an ordinary view, later it reads like an absent parameter
     AbsentParameter    away, or being updated. A torch function that reads it gets the newest value: one that stays is
                        settled and becomes present; of one that travels a copy is made, through which gradients flow
-    ParkedGradient     ``param.grad`` of a trained parameter between backward and step. Its norm is the true norm, to
-                       multiply it by a factor is to clip, any other reader gets a copy
+
+``param.grad`` has a class of its own, too (``parked.py``).
 
 Invariant. What is read is right, or reading raises. Writing outside of ``optimizer.present`` or ``load_state_dict``
 raises: at once where it can be seen, at the next step where only torch's version counter shows it.
 
-Refused: raw addresses of parameters that are away, copies and pickles of stowed models, and gradients assigned by hand.
+[Note: hooks inside] Where somebody has hooks on what autograd saves inside of a block (a checkpoint of a part of it),
+they keep what they are given, unseen by ``guard.py`` and by torch's own check. A weight that travels is read as a copy
+there. Tables of embeddings are not: backward does not need them.
+
+Refused: raw addresses of parameters that are away, copies and pickles of stowed models, gradients assigned by hand,
+and hooks that run as each gradient is accumulated, since that is when it leaves.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from strategies.runtime.functions import (
+    ADDRESSES,
+    ARRAYS,
+    asks_about,
+    converts_nothing,
+    for_aliases,
+    looks_for_node,
+    only_read,
+    written,
+)
+from strategies.runtime.guard import others_keep
 
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
@@ -39,6 +56,12 @@ class Keeper(Protocol):
     """Who answers for one parameter; see ``surface.py``."""
 
     name: str
+
+    home: tuple[int, int]  # addresses at which it lies when it is there
+
+    @property
+    def window(self) -> int:
+        """Counts the times that gradients were taken or given up."""
 
     def read(self) -> Tensor:
         """The parameter itself, present now, or a copy of its newest value through which gradients flow."""
@@ -61,8 +84,17 @@ class Keeper(Protocol):
     def gradient_value(self) -> Tensor:
         """A copy of the gradient that waits, on the device."""
 
-    def scale_gradient(self, factor: Tensor) -> None:
+    def scale_gradient(self, factor: Tensor | float) -> None:
         """Multiply the gradient that waits when the update reads it."""
+
+    def zero_gradient(self) -> None:
+        """The gradient becomes zero, as by ``zero_grad(set_to_none=False)``."""
+
+    def follow(self, view: Tensor) -> Tensor:
+        """``view``, which shares the parameter's home, as an ``Alias`` from now on."""
+
+    def read_view(self, view: Tensor) -> Tensor:
+        """``view`` itself while the weight is in its home, else a copy of what it shows."""
 
 
 class Copied:
@@ -104,9 +136,14 @@ class StowedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None:
+        if value is None:
+            self._keeper.forget_gradient()
+        elif getattr(value, "_keeper", None) is not self._keeper:  # ``param.grad *= 0.5`` assigns what it found
             raise RuntimeError(f"{self._keeper.name}: gradients of a stowed model come from backward only")
-        self._keeper.forget_gradient()
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refused: see the module docstring."""
+        raise RuntimeError(f"{self._keeper.name}: {ACCUMULATED}")
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(COPIED)
@@ -117,6 +154,69 @@ class StowedParameter(nn.Parameter):
 
 class PresentParameter(StowedParameter):
     """Its memory holds its newest value. Torch's functions see a plain parameter."""
+
+
+class VisitingParameter(StowedParameter):
+    """As present, in a home that it will leave."""
+
+    @property
+    def data(self) -> Tensor:
+        """Its newest value, to read."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._keeper.follow(RAW_DATA.__get__(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        StowedParameter.data.fset(self, value)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if asks_about(func):
+                return func(*args, **kwargs)
+            if func not in TABLES and others_keep():  # [Note: hooks inside]
+                args, kwargs = tree_map_only(
+                    VisitingParameter, lambda w: Elsewhere.apply(w, RAW_DATA.__get__(w).clone()), (args, kwargs)
+                )
+                return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            for param in (*args, *kwargs.values()):
+                if type(param) is VisitingParameter:
+                    keeper = param._keeper
+                    out = for_aliases(out, *keeper.home, keeper.follow)
+        return out
+
+
+class Alias(Tensor):
+    """A view of a weight that travels, made while it was there."""
+
+    _keeper: Keeper
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if asks_about(func):
+                return func(*args, **kwargs)
+            for target in written(func, args, kwargs):
+                if isinstance(target, Alias):
+                    raise RuntimeError(f"{func.__name__} on a view of {target._keeper.name}, which travels; {WRITE}")
+            found: list[Alias] = []
+            copies: list[Tensor] = []
+
+            def read(alias: Alias) -> Tensor:
+                value = alias._keeper.read_view(alias)
+                (found if value is alias else copies).append(value)  # type: ignore[arg-type]
+                return value
+
+            args, kwargs = tree_map_only(Alias, read, (args, kwargs))
+            out = func(*args, **kwargs)
+            for alias in found:
+                out = for_aliases(out, *alias._keeper.home, alias._keeper.follow)
+                if func in ARRAYS:
+                    out.setflags(write=False)
+            return only_read(func, out, copies, ReadOnly)
 
 
 class AbsentParameter(StowedParameter):
@@ -135,124 +235,53 @@ class AbsentParameter(StowedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if _asks_about(func) or (func in CONVERSIONS and _converts_nothing(func, args, kwargs)):
+            if asks_about(func) or converts_nothing(func, args, kwargs):
                 return func(*args, **kwargs)
-            for written in _written(func, args, kwargs):
-                if isinstance(written, AbsentParameter):
-                    raise RuntimeError(f"{written._keeper.name}: {func.__name__} on a parameter that is away; {WRITE}")
+            for target in written(func, args, kwargs):
+                if isinstance(target, AbsentParameter):
+                    raise RuntimeError(f"{target._keeper.name}: {func.__name__} on a parameter that is away; {WRITE}")
+            if looks_for_node(func, args):
+                raise RuntimeError(
+                    f"{args[0]._keeper.name} is away, and so is its place in the graph: use param.register_hook"
+                )
             if func in ADDRESSES:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
-            args, kwargs = tree_map_only(AbsentParameter, lambda param: param._keeper.read(), (args, kwargs))
-            out = func(*args, **kwargs)
-        return out.as_subclass(ReadOnly) if func is Tensor.detach else out
+            copies: list[Tensor] = []
+
+            def read(param: AbsentParameter) -> Tensor:
+                value = param._keeper.read()
+                if value is not param:
+                    copies.append(value)
+                return value
+
+            args, kwargs = tree_map_only(AbsentParameter, read, (args, kwargs))
+            return only_read(func, func(*args, **kwargs), copies, ReadOnly)
 
 
 class ReadOnly(Tensor):
     """A value that is shown. Writing to it, or to a view of it, raises: it would reach nobody."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if any(isinstance(written, ReadOnly) for written in _written(func, args, kwargs)):
-                raise RuntimeError(f"{func.__name__} on what a stowed parameter shows; {WRITE}")
-            return tree_map(_still_read_only, func(*args, **kwargs))
-
-
-class ParkedGradient(Tensor):
-    """Stands for a gradient that waits for the step; its own elements are NaN."""
-
-    _keeper: Keeper
-    __hash__: ClassVar[Any] = Tensor.__hash__
+    _refusal = f"on what a stowed parameter shows; {WRITE}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if _asks_about(func) or (func in CONVERSIONS and _converts_nothing(func, args, kwargs)):
+            for target in written(func, args, kwargs):
+                if isinstance(target, ReadOnly):
+                    raise RuntimeError(f"{func.__name__} {target._refusal}")
+            if asks_about(func):
                 return func(*args, **kwargs)
-            if func in NORMS and _is_euclidean(func, args, kwargs):
-                norms = [grad._keeper.gradient_norm() for grad in _each(args[0])]
-                return norms if isinstance(args[0], list | tuple) else norms[0]
-            for written in _written(func, args, kwargs):
-                if isinstance(written, ParkedGradient):
-                    factor = _factor(func, args, kwargs)
-                    if factor is None:
-                        raise RuntimeError(
-                            f"{func.__name__} on the gradient of {written._keeper.name}, which waits for the step: it "
-                            f"can be read, and multiplied by one factor, as clip_grad_norm_ does"
-                        )
-                    written._keeper.scale_gradient(factor)
-            if func in SCALINGS:
-                return args[0]
-            args, kwargs = tree_map_only(ParkedGradient, lambda g: g._keeper.gradient_value(), (args, kwargs))
-            return func(*args, **kwargs)
+            shown = [value for value in (*args, *kwargs.values()) if isinstance(value, ReadOnly)]
+            return only_read(func, func(*args, **kwargs), shown, type(shown[0]) if shown else ReadOnly)
 
 
-# --- which function does what ----------------------------------------------------------------------------------------
-
-ABOUT = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
-        "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "is_same_size",
-        "get_device", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-        "untyped_storage", "_is_view", "__hash__", "__len__",
-    )
-) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
-VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes that are views of the value
-ADDRESSES = frozenset([Tensor.data_ptr])
-CONVERSIONS = frozenset(
-    [Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type]
+TABLES = frozenset([nn.functional.embedding, torch.embedding])
+ACCUMULATED = (
+    "gradients leave as they are accumulated, so that a hook at that moment has nothing to look at: use "
+    "param.register_hook, or param.grad after backward"
 )
-NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
-SCALINGS = frozenset([Tensor.mul_, Tensor.__imul__, torch._foreach_mul_])
-
-
-def _asks_about(func: Any) -> bool:
-    """Whether the answer does not depend on the value: shapes, dtypes, hooks."""
-    if type(func).__name__ == "method-wrapper":  # the getter or setter of an attribute
-        return func.__self__.__name__ not in VALUES
-    return func in ABOUT
-
-
-def _converts_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a conversion would return the tensor itself, as ``model.to(device)`` mostly does."""
-    probe = args[0].detach().as_strided((), ())  # to convert one element shows it
-    return func(probe, *args[1:], **kwargs) is probe
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors that ``func`` writes to."""
-    name = getattr(func, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    in_place |= name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
-    target = kwargs.get("out", (args[0] if args else kwargs.get("tensor")) if in_place else None)
-    return _each(target)
-
-
-def _each(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-def _still_read_only(out: Any) -> Any:
-    return out.as_subclass(ReadOnly) if isinstance(out, Tensor) and out._is_view() else out
-
-
-def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the norm over all elements of whole gradients is asked for, as clipping does."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    rest = [value for name, value in kwargs.items() if name not in ("ord", "p") and value not in (None, False)]
-    return order in (2, 2.0, "fro") and len(args) <= 2 and not rest
-
-
-def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The one number that gradients are multiplied with; None where it is something else."""
-    factor = args[1] if func in SCALINGS and len(args) == 2 and not kwargs else None
-    if isinstance(factor, float | int):
-        return torch.tensor(float(factor))
-    return factor if isinstance(factor, Tensor) and factor.dim() == 0 else None
 
 
 # --- changing the class ----------------------------------------------------------------------------------------------
@@ -263,18 +292,18 @@ def set_data(param: nn.Parameter, value: Tensor) -> None:
     RAW_DATA.__set__(param, value)
 
 
+def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> torch.utils.hooks.RemovableHandle:
+    """Call ``hook`` each time that autograd has left a gradient at ``param``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.register_post_accumulate_grad_hook(param, hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def take_grad(param: nn.Parameter) -> Tensor | None:
     """The gradient that autograd has left at ``param``, which has none afterwards."""
-    grad: Tensor | None = RAW_GRAD.__get__(param)
-    RAW_GRAD.__set__(param, None)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: Tensor | None = RAW_GRAD.__get__(param)
+        RAW_GRAD.__set__(param, None)
     return grad
-
-
-def parked(keeper: Keeper, like: Tensor) -> ParkedGradient:
-    """What stands for the gradient of ``keeper``'s parameter, as a tensor like ``like``."""
-    gradient: ParkedGradient = like.as_subclass(ParkedGradient)
-    gradient._keeper = keeper
-    return gradient
 
 
 class Elsewhere(torch.autograd.Function):

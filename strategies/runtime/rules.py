@@ -48,6 +48,10 @@ class Rule(Protocol):
         """Update in place. ``bad`` (only if ``flagged``) 1.0 leaves all as it is."""
 
 
+# What torch writes into a group besides, so that a state dict loaded into its own optimizer means the same.
+TORCH = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
     """``torch.optim.AdamW``. Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
@@ -69,7 +73,7 @@ class AdamW:
         return self.fused
 
     def defaults(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "fused"}
+        return {**asdict(self), "fused": self.fused or None, "decoupled_weight_decay": True, **TORCH}
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         beta1, beta2 = group["betas"]

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.runtime.guard import DOUBLE, guard, hooked
+from strategies.runtime.guard import DOUBLE, guard, hooked, refuse_transforms
 from strategies.runtime.held import Held
 from strategies.runtime.nested import tensors_in
 from strategies.runtime.recompute import checkpointed
@@ -213,8 +213,16 @@ class Borders:
                 own.around = partial(self._run_again, scope)
         return handles
 
+    def forget_calls(self) -> None:
+        """No forward runs. One that a KeyboardInterrupt ended has not left its guard."""
+        while self._calls:
+            call = self._calls.pop()
+            if call.guard is not None:
+                call.guard.__exit__(None, None, None)
+
     def detach(self) -> None:
         """Undo what handles do not."""
+        self.forget_calls()
         for scope in self._scopes:
             own = checkpointed(scope.module)
             if own is not None:
@@ -251,6 +259,9 @@ class Borders:
         self._open(self._in_forward, scope)
         self._calls.append(Call(scope, torch._C._autograd._get_sequence_nr(), self._guarded(scope)))
         self._enter_forward(scope)
+        if not torch.is_grad_enabled():
+            for held in scope.held:
+                held.show_plainly()
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any] | None:
         if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
@@ -258,6 +269,7 @@ class Borders:
         travelling = [held for held in scope.held if not held.bucket.resident]
         if not travelling:
             return None
+        refuse_transforms()
         hooks = guard(travelling, partial(self._unannounced, scope))
         hooks.__enter__()
         return hooks

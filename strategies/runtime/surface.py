@@ -27,7 +27,8 @@ from strategies.runtime.arena import alone
 from strategies.runtime.clipping import Clipping
 from strategies.runtime.engine import Engine
 from strategies.runtime.held import Held
-from strategies.runtime.parameters import Copied, Elsewhere, parked
+from strategies.runtime.parameters import Alias, Copied, Elsewhere, StowedParameter
+from strategies.runtime.parked import parked
 from strategies.runtime.transfer import Lane
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Surface(Copied):
 
     def copy_of(self, held: Held, index: int) -> Tensor:
         """A copy of the newest weight, for COMPUTE."""
+        self._engine.refuse_halfway()
         with torch.no_grad():
             self._engine.settle(held)
             self._engine.transfer.host_wait(held.stored)
@@ -69,6 +71,7 @@ class Surface(Copied):
     def read(self, held: Held, index: int, name: str) -> Tensor:
         """The parameter, present from now on if it stays, or a copy through which gradients flow."""
         param = held.params[index]
+        self._engine.refuse_halfway()
         if held.bucket.resident:
             self._engine.reads_along(held)
             return param
@@ -80,10 +83,24 @@ class Surface(Copied):
                 name,
                 human(held.bucket.sizes[index] * held.weight.element_size()),
             )
+        return _with_gradient(param, self.copy_of(held, index))
+
+    def read_view(self, held: Held, index: int, view: Tensor) -> Tensor:
+        """``view`` of the home itself, while the weight is there, or what it would show."""
+        if held.shown:
+            return view
         value = self.copy_of(held, index)
-        return Elsewhere.apply(param, value) if torch.is_grad_enabled() and param.requires_grad else value
+        if view.dtype != value.dtype:
+            raise RuntimeError(
+                f"{held.bucket.params[index]} travels, and a view of it as {view.dtype} outlives its stay"
+            )
+        start = view.storage_offset() - held.shaped(held.weight, index).storage_offset()
+        # From the parameter, and not from the view: torch makes the view's node anew, of what its base is by now.
+        whole = _with_gradient(held.params[index], value) if view.requires_grad else value
+        return whole.as_strided(view.size(), view.stride(), start)
 
     def _settled(self, param: nn.Parameter) -> tuple[Held, int]:
+        self._engine.refuse_halfway()
         held, index = self._engine.place_of[id(param)]
         self._engine.settle(held)
         self._engine.transfer.host_wait(held.stored, held.arrived)
@@ -101,7 +118,11 @@ class Surface(Copied):
             if key in state and not isinstance(state[key], nn.Parameter):
                 state[key] = alone(self.weight_of(param))
 
-    def _open(self, module: nn.Module, *rest: Any) -> None:
+    def _open(self, module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace what a plan has given its memory: copy instead"
+            )
         self._engine.drain()  # everything: an update of another bucket, settled before ``_shut``, would hide these
         for param in module.parameters(recurse=False):
             value = self.weight_of(param)
@@ -166,7 +187,11 @@ class Surface(Copied):
 
     def gradient(self, held: Held, index: int, keeper: Keeper) -> Tensor | None:
         """What stands for the gradient that waits, if one does."""
-        return parked(keeper, held.nan.expand(held.shapes[index])) if index in held.touched else None
+        self._engine.gradients.learn()
+        some = index in held.touched or index in held.spent or index in held.zeroed
+        if not some:
+            return None
+        return parked(keeper, held.nan.expand(held.shapes[index]), self._engine.gradients.window)
 
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
@@ -204,6 +229,8 @@ class Keeper(Copied):
 
     def __init__(self, surface: Surface, held: Held, index: int, name: str) -> None:
         self._surface, self._held, self._index, self.name = surface, held, index, name
+        begin = held.part(held.weight, index).data_ptr()
+        self.home = (begin, begin + held.part(held.weight, index).nbytes)
 
     def read(self) -> Tensor:
         return self._surface.read(self._held, self._index, self.name)
@@ -222,6 +249,10 @@ class Keeper(Copied):
     def forget_gradient(self) -> None:
         self._surface._engine.forget(self._held, self._index)
 
+    @property
+    def window(self) -> int:
+        return self._surface._engine.gradients.window
+
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         return self._surface.clipping.norm_of(self._held, self._index)
@@ -231,8 +262,26 @@ class Keeper(Copied):
         return self._surface.clipping.value_of(self._held, self._index)
 
     @torch.no_grad()
-    def scale_gradient(self, factor: Tensor) -> None:
+    def scale_gradient(self, factor: Tensor | float) -> None:
         self._surface.clipping.multiply(self._held, self._index, factor)
+
+    def zero_gradient(self) -> None:
+        self.forget_gradient()
+        self._held.zeroed.add(self._index)
+
+    def follow(self, view: Tensor) -> Tensor:
+        if not isinstance(view, StowedParameter):
+            view.__class__ = Alias  # and not as_subclass, which would put a node into the graph
+            view._keeper = self  # type: ignore[attr-defined]
+        return view
+
+    def read_view(self, view: Tensor) -> Tensor:
+        return self._surface.read_view(self._held, self._index, view)
+
+
+def _with_gradient(original: Tensor, value: Tensor) -> Tensor:
+    """``value``, through which gradients flow to ``original`` if it takes any."""
+    return Elsewhere.apply(original, value) if torch.is_grad_enabled() and original.requires_grad else value
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

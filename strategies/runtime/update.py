@@ -241,8 +241,6 @@ class Updates:
         held.pending = Pending.NOTHING
         held.used = transfer.record(Lane.COMPUTE)
         held.presence = Presence.PRESENT
-        if held.bucket.resident:
-            held.show()
         if held.visit is not None or held.copy is not None:
             self._write_back(held, state)
 

@@ -37,6 +37,7 @@ def begin(site: str) -> StowOptimizer:
     for _ in range(2):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.drain()
     return optimizer
 

@@ -31,6 +31,7 @@ def trained(steps: int = 1, kind: str = "llama", **wishes: Any) -> tuple[nn.Modu
     for batch in tokens(kind, steps):
         model(**batch).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     return model, optimizer
 
 
@@ -198,6 +199,7 @@ def test_saved_twice(tmp_path: Path) -> None:
     for batch in tokens("llama", 1):
         model(**batch).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.save(str(tmp_path / "optimizer"))
     assert [path.name for path in tmp_path.iterdir()] == ["optimizer"]
     other, fresh = trained(0)
@@ -247,6 +249,7 @@ def test_every_moment_of_the_exchange_leaves_a_save(tmp_path: Path, monkeypatch:
     for batch in tokens("llama", 1):
         model(**batch).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.save(tmp_path / "optimizer")
     assert set(seen[:first]) == {"nothing", "1"} and "nothing" not in seen[first:]
     assert seen[first] == "1" and seen[-1] == "2"

@@ -75,6 +75,7 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.drain()
     return optimizer, saved
 
@@ -103,6 +104,7 @@ def test_bytes_over_the_link_per_step(options: dict[str, Any]) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
+    optimizer.zero_grad()
     optimizer.drain()
     up, down = transfer.bytes_up - before[0], transfer.bytes_down - before[1]
     expected_up, expected_down = formula(plan)
@@ -147,6 +149,7 @@ def test_nothing_is_allocated_after_the_start() -> None:
     for _ in range(3):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
     assert [held.weight.data_ptr() for held in optimizer.engine.held] == places
     assert (arena.device_bytes, arena.host_bytes) == sizes

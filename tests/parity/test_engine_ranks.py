@@ -55,3 +55,34 @@ def test_one_rank_that_is_not_finite_stops_the_step_of_all(max_norm: float) -> N
     found = run_world(2, one_bad_rank, max_norm)
     assert found.pop("skipped") == 1
     assert all(found.values()), found
+
+
+def skipping(ranks: Ranks) -> list[float]:
+    """Each rank leaves out another block, in turn; against torch's data parallelism."""
+    import copy
+
+    plain: Any = build("llama")
+    model = copy.deepcopy(plain)
+    plan = plan_for(model, max_grad_norm=1.0, site="host", weights="streamed", gradients="device")
+    ours = stow(model, plan, rule=AdamW(), device="cpu")
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    parallel = torch.nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    unequal = []
+    for step, batch in enumerate(tokens("llama", 4)):
+        norms = []
+        for net, bare, optimizer in ((parallel, plain, theirs), (model, model, ours)):
+            all_blocks = list(bare.model.layers)
+            left_out = (step + ranks.rank) % len(all_blocks)
+            handle = all_blocks[left_out].register_forward_hook(lambda module, args, out: args[0])
+            net(**batch).loss.backward()
+            handle.remove()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        unequal.append(norms[0] - norms[1])
+    state = model.state_dict()
+    return [*unequal, *(float((value - state[name]).abs().max()) for name, value in plain.state_dict().items())]
+
+
+def test_ranks_that_leave_out_blocks() -> None:
+    assert set(run_world(2, skipping)) == {0.0}

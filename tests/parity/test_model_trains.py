@@ -83,6 +83,7 @@ def test_a_step_that_is_not_finite_is_skipped(
     with caplog.at_level(logging.WARNING):
         (model(**BATCHES[1]).loss * float("inf")).backward()
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.drain()
     assert unequal(before, everything(model, optimizer)) == []
     assert optimizer.skipped == 1
@@ -156,7 +157,7 @@ def test_more_passes_than_planned(in_backward: bool) -> None:
         optimizer = stowed(model, layout, accumulation=2, in_backward=in_backward)
         for batch in BATCHES[:2]:
             model(**batch).loss.backward()
-        with pytest.raises(RuntimeError, match="gradients of 2 were complete"):
+        with pytest.raises(RuntimeError, match="gradients of 2 were complete|updates have begun"):
             model(**BATCHES[2]).loss.backward()
         optimizer.close()
 

@@ -98,8 +98,15 @@ def test_gradients_can_be_read() -> None:
             assert param.grad is not None and param.grad.shape == param.shape
             assert torch.equal(param.grad + 0.0, wanted[name]), (layout, name)
             assert torch.equal(param.grad.abs().max(), wanted[name].abs().max())
+        kept = next(model.parameters()).grad
         optimizer.step()
+        for param in model.parameters():
+            with pytest.raises(RuntimeError, match=r"step\(\) took the gradient of"):
+                param.grad.norm()  # type: ignore[union-attr]
+        model.zero_grad()
         assert all(param.grad is None for param in model.parameters())
+        with pytest.raises(RuntimeError, match="of an earlier step"):
+            kept.norm()  # type: ignore[union-attr]
 
 
 def test_gradients_that_are_not_wanted() -> None:
@@ -195,6 +202,7 @@ def test_the_first_gradient_of_backward_is_named() -> None:
     for _ in range(2):
         _spoilt(model).backward()
         optimizer.step()
+        optimizer.zero_grad()
     with pytest.raises(NonFiniteError, match=r"the gradient of model.layers.1.mlp.down_proj.weight is not finite"):
         _spoilt(model).backward()
         optimizer.step()

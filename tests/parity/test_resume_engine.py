@@ -121,6 +121,7 @@ def test_a_rule_without_state(tmp_path: Path) -> None:
     for batch in tokens("llama", 2):
         model(**batch).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.save(tmp_path / "optimizer")
     other, loaded = begun("streamed")
     loaded.load(tmp_path / "optimizer")

@@ -100,6 +100,49 @@ def test_optimizers_and_schedulers_of_others(tmp_path: Path) -> None:
     assert unlike(make, travelling, str(tmp_path)) == []
 
 
+def test_what_planning_calls_is_not_used_up(tmp_path: Path) -> None:
+    """A loss that counts its calls, and a dataset that draws."""
+    import transformers
+
+    class Counts(transformers.Trainer):  # type: ignore[misc]
+        calls = 0
+
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            self.calls += 1
+            return super().compute_loss(model, inputs, **more) * self.calls
+
+    class Draws:
+        numbers = None
+
+        def __init__(self) -> None:
+            self.numbers = torch.Generator().manual_seed(0)
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            ids = torch.randint(3, 40, (12,), generator=self.numbers)
+            return {"input_ids": ids, "labels": ids}
+
+    def make(wrap: Callable[[type], type], folder: str) -> Any:
+        return wrap(Counts)(llama(), arguments(transformers.TrainingArguments, folder), train_dataset=Draws())
+
+    assert unlike(make, travelling, str(tmp_path)) == []
+
+
+def test_hooks_of_an_optimizer(tmp_path: Path) -> None:
+    import transformers
+
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    trainer = travelling(transformers.Trainer)(
+        model, arguments(transformers.TrainingArguments, str(tmp_path)), optimizers=(optimizer, None)
+    )
+    with pytest.raises(ValueError, match="this optimizer has step hooks"):
+        trainer.create_optimizer()
+
+
 def test_two_trainers_on_one_model(tmp_path: Path) -> None:
     """The second begins with an optimizer of its own, as ever."""
     import transformers
