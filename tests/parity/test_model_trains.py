@@ -157,7 +157,7 @@ def test_more_passes_than_planned(in_backward: bool) -> None:
         optimizer = stowed(model, layout, accumulation=2, in_backward=in_backward)
         for batch in BATCHES[:2]:
             model(**batch).loss.backward()
-        with pytest.raises(RuntimeError, match="gradients of 2 were complete|updates have begun"):
+        with pytest.raises(RuntimeError, match=r"gradients of 2 were complete|updates have begun"):
             model(**BATCHES[2]).loss.backward()
         optimizer.close()
 
