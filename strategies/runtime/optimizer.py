@@ -5,8 +5,9 @@
     optimizer.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
 
 What differs from a plain optimizer, and why:
-    gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` consumes them.
-                It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``
+    gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` takes them.
+                It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``.
+                After ``step``, ``zero_grad`` has to be called (``leftovers.py``)
     weights     can be read anywhere (``parameters.py``); written under ``present`` or by ``load_state_dict`` only
     clipping    by ``optimizer.clip_grad_norm_`` or torch's function. If neither is called, ``step`` clips to what the
                 plan says

@@ -49,26 +49,26 @@ def facts_of(config: RunConfig) -> Facts:
 @pytest.mark.parametrize(
     ("options", "training", "expected"),
     [
-        ({"site": "host"}, {}, {TRAVEL, ON_HOST}),
-        ({"site": "host", "gradients": "device"}, {}, {TRAVEL, ON_HOST, WAIT_DEVICE}),
-        ({"site": "streamed"}, {}, {TRAVEL, STREAMED}),
-        ({"site": "streamed", "weights": "streamed", "gradients": "host"}, {}, {TRAVEL, STREAMED, WAIT_HOST}),
-        ({"site": "device", "weights": "streamed"}, {}, {TRAVEL, ON_DEVICE}),
-        ({"site": "host", "weights": "streamed", "bucket_size": "10GiB"}, {}, {TRAVEL, ON_HOST}),
-        ({"site": "host", "weights": "streamed", "prefetch": 20}, {"max_grad_norm": 0.0}, {TRAVEL, ON_HOST}),
-        ({"site": "host", "weights": "streamed"}, {"gradient_accumulation_steps": 2, "bf16": True}, {TRAVEL, ON_HOST}),
-        ({"site": "host", "weights": "resident"}, {}, {ON_HOST}),
-        ({}, {}, {TRAVEL}),
+        ({"site": "host"}, {}, [TRAVEL, ON_HOST]),
+        ({"site": "host", "gradients": "device"}, {}, [TRAVEL, ON_HOST, WAIT_DEVICE]),
+        ({"site": "streamed"}, {}, [TRAVEL, STREAMED]),
+        ({"site": "streamed", "weights": "streamed", "gradients": "host"}, {}, [TRAVEL, STREAMED, WAIT_HOST]),
+        ({"site": "device", "weights": "streamed"}, {}, [TRAVEL, ON_DEVICE]),
+        ({"site": "host", "weights": "streamed", "bucket_size": "10GiB"}, {}, [TRAVEL, ON_HOST]),
+        ({"site": "host", "weights": "streamed", "prefetch": 20}, {"max_grad_norm": 0.0}, [TRAVEL, ON_HOST]),
+        ({"site": "host", "weights": "streamed"}, {"gradient_accumulation_steps": 2, "bf16": True}, [TRAVEL, ON_HOST]),
+        ({"site": "host", "weights": "resident"}, {}, [ON_HOST]),
+        ({}, {}, [TRAVEL]),
     ],
     ids=str,
 )
 def test_what_the_real_plan_moves_the_copy_moves(
-    options: dict[str, Any], training: dict[str, Any], expected: set[str]
+    options: dict[str, Any], training: dict[str, Any], expected: list[str]
 ) -> None:
     # The one bucket of the tied model holds everything, so that what is seen of it does not travel.
     real, copies = shown(offloading(options, GPT2 if "bucket_size" in options else LLAMA, **training))
     found = frozenset().union(*(copy.shows for copy in copies))
-    assert found >= expected
+    assert found >= set(expected)
     assert not moves(real.layout) or found >= features(real.layout)
     assert moves(real.layout) is bool(options)
 
