@@ -35,6 +35,7 @@ from typing import TypeAlias
 
 from strategies.core.facts import Home
 
+PAGE_BYTES = 4096  # every stretch of host memory starts on such a boundary: memory is pinned page by page
 ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copies and aligned vector loads
 SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
 Range: TypeAlias = tuple[int, int]  # steps, half-open
@@ -207,9 +208,10 @@ def scratch_of(elements: Sequence[int]) -> int:
     return aligned(4 * min(SCRATCH_ELEMENTS, max(elements, default=0)))
 
 
-def aligned(num_bytes: int) -> int:
-    """The next multiple of ALIGN_BYTES."""
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+def aligned(num_bytes: int, home: Home = Home.DEVICE) -> int:
+    """The next multiple of ALIGN_BYTES, or on the host of PAGE_BYTES."""
+    step = PAGE_BYTES if home is Home.HOST else ALIGN_BYTES
+    return -(-num_bytes // step) * step
 
 
 @dataclass(frozen=True, slots=True)

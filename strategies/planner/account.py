@@ -125,7 +125,7 @@ def _named(layout: Layout, home: Home) -> Iterable[tuple[str, int]]:
         is_own = need.item is Item.PARKED and need.bucket in waits_below  # where its gradient rests
         if need.home is home and not need.passes and need.item in PERMANENT and not is_own:
             reason = PERMANENT[need.item]
-            totals[reason] = totals.get(reason, 0) + aligned(need.num_bytes)
+            totals[reason] = totals.get(reason, 0) + aligned(need.num_bytes, home)
     return totals.items()
 
 

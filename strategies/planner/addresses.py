@@ -38,7 +38,7 @@ def place(layout: Layout) -> Addresses:
 
     def take(home: Home, num_bytes: int) -> int:
         start = ends[home]
-        ends[home] = start + aligned(num_bytes)
+        ends[home] = start + aligned(num_bytes, home)
         return start
 
     for need in all_needs(layout):
@@ -92,8 +92,9 @@ def in_turns(layout: Layout) -> Iterator[Turns]:
             members.setdefault(need.item, []).append(need)
     for item, passing in members.items():
         num_slots = min(layout.slots(item), len(passing))
-        size = max(aligned(need.num_bytes) for need in passing)
-        yield Turns(item, passing[0].home, num_slots, size, tuple(passing))
+        home = passing[0].home
+        size = max(aligned(need.num_bytes, home) for need in passing)
+        yield Turns(item, home, num_slots, size, tuple(passing))
 
 
 def arena_bytes(layout: Layout) -> dict[Home, int]:
@@ -101,7 +102,7 @@ def arena_bytes(layout: Layout) -> dict[Home, int]:
     total = {Home.DEVICE: scratch_bytes(layout), Home.HOST: 0}
     for need in all_needs(layout):
         if not need.passes:
-            total[need.home] += aligned(need.num_bytes)
+            total[need.home] += aligned(need.num_bytes, need.home)
     for turns in in_turns(layout):
         total[turns.home] += turns.num_bytes
     return total

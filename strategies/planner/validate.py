@@ -22,6 +22,7 @@ from strategies.core.layout import (
     Need,
     Site,
     Spot,
+    aligned,
     scratch_bytes,
 )
 from strategies.core.layout import needs as needs_of
@@ -167,7 +168,7 @@ def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
             yield f"{name}: lies on the {spot.home.value}, not on the {need.home.value}"
         if spot.num_bytes < need.num_bytes:
             yield f"{name}: has {spot.num_bytes} bytes, needs {need.num_bytes}"
-        if spot.offset % ALIGN_BYTES:
+        if spot.offset % aligned(1, spot.home):
             yield f"{name}: is not aligned"
         if spot.offset < 0 or spot.end > ends[spot.home]:
             yield f"{name}: lies outside its arena"

@@ -223,7 +223,6 @@ class HostRoom:
             pages = Pages(self.num_bytes, "what waits on the host for backward")
             if device.type == "cuda":
                 pages.pin()
-                weakref.finalize(self, pages.unpin)
             self._device, self._pages = device, pages
         return self._transfer, self._pages
 
@@ -232,6 +231,9 @@ class HostRoom:
         while self._places and self._places[-1].free:
             self._places.pop()
         start = self._places[-1].end if self._places else 0
+        for border in self._pages.borders if self._pages is not None else ():
+            if start < border < start + num_bytes:  # no copy may lie in two registrations
+                start = border
         end = start + -(-num_bytes // HOSTED_ALIGN) * HOSTED_ALIGN
         if end > self.num_bytes:
             return None

@@ -4,7 +4,8 @@ Problem. A caching allocator rounds up, fragments, and gives memory to whoever a
 rounds to powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
 
 Device: one ``torch.empty``. Host: one anonymous mapping of the exact size (huge pages where the kernel grants them),
-registered with CUDA in pieces (``pin``), because one registration of hundreds of gigabytes fails. Without CUDA both
+registered with CUDA in pieces (``pin``), because one registration of hundreds of gigabytes fails; no stretch of a plan
+lies in two of them. Without CUDA both
 arenas are ordinary memory, the same code runs, and every rule about addresses is tested on any machine.
 
 Invariant. ``device_bytes`` and ``host_bytes`` never change after construction; a region is a view, never a copy.
@@ -14,15 +15,19 @@ Refused: more bytes than there are, with the numbers, before the kernel ends the
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from strategies.core.layout import Addresses, Item, Spot
+from strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
 from strategies.core.plan import Home
 from strategies.core.render import human
 
@@ -33,6 +38,40 @@ class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
 
 
+class Driver(Protocol):
+    """Who locks host memory for copies."""
+
+    def register(self, pointer: int, num_bytes: int) -> str | None:
+        """Lock it; what went wrong, by name, or None."""
+
+    def unregister(self, pointer: int) -> None:
+        """The opposite."""
+
+
+class Cuda:
+    """CUDA's runtime, as far as torch shows it."""
+
+    def register(self, pointer: int, num_bytes: int) -> str | None:
+        """See ``Driver``."""
+        runtime = torch.cuda.cudart()
+        failed = runtime.cudaHostRegister(pointer, num_bytes, 0)
+        if not int(failed):
+            return None
+        _clear_last_error()
+        return f"{runtime.cudaGetErrorString(failed)} (CUDA error {int(failed)})"
+
+    def unregister(self, pointer: int) -> None:
+        """See ``Driver``."""
+        if int(torch.cuda.cudart().cudaHostUnregister(pointer)):
+            _clear_last_error()
+
+
+def _clear_last_error() -> None:
+    """What failed is said; without this the next kernel would say it again. Torch clears it as it raises."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
 class Pages:
     """One mapping of host memory of the exact size, zero as it comes; ``memory`` is all of it, flat.
 
@@ -41,41 +80,73 @@ class Pages:
     """
 
     def __init__(self, num_bytes: int, owner: str) -> None:
-        self.memory = self._reserve(num_bytes, owner)
-        self._registered: list[int] = []
+        self._owner = owner
+        self._mapping, self.memory = self._reserve(num_bytes, owner)
+        self.borders: list[int] = []  # offsets at which one registration ends and the next begins
+        self._registered: list[tuple[Driver, int]] = []
+        self._unpin = weakref.finalize(self, _unregister, self._registered)  # memory that is unmapped while it is
+        self._unpin.atexit = False  # registered spoils the next registration there; the driver ends with the process
 
-    def pin(self) -> None:
-        """Lock the pages in memory, so that copies run beside compute.
+    def pin(self, starts: Sequence[int] = (), driver: Driver | None = None) -> None:
+        """Lock the pages in memory, so that copies run beside compute, and keep them from forked processes.
+
+        CUDA refuses a copy whose range lies in two registrations. So registrations end where a stretch of ``starts``
+        begins, of which none is copied together with the one before it. Without ``starts`` whoever cuts the memory up
+        has to keep to ``borders``.
+
+        A process that is forked (a data loader's) would share these pages until somebody writes to them, whereupon the
+        device may go on with the copy that the writer has not. So it gets none of them.
 
         Raises:
             OutOfMemoryError: the driver refuses.
         """
-        start, total = self.memory.data_ptr(), self.memory.numel()
-        for offset in range(0, total, PIECE_BYTES):
-            size = min(PIECE_BYTES, total - offset)
-            failed = int(torch.cuda.cudart().cudaHostRegister(start + offset, size, 0))
-            if failed:
+        driver = driver or Cuda()
+        total = self.memory.numel()
+        self.borders = list(_borders(total, starts))
+        if total and hasattr(mmap, "MADV_DONTFORK"):
+            self._mapping.madvise(mmap.MADV_DONTFORK)
+        for begin, end in pairwise([0, *self.borders, total] if total else []):
+            complaint = driver.register(self.memory.data_ptr() + begin, end - begin)
+            if complaint:
                 self.unpin()
-                raise OutOfMemoryError(f"could not pin {human(total)} of host memory (CUDA error {failed})")
-            self._registered.append(start + offset)
+                raise OutOfMemoryError(f"could not pin {human(total)} of host memory for {self._owner}: {complaint}")
+            self._registered.append((driver, self.memory.data_ptr() + begin))
 
     def unpin(self) -> None:
         """Give the pages back to the system's care. Views stay valid."""
-        for pointer in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
-        self._registered.clear()
+        _unregister(self._registered)
+        if self._mapping is not None and hasattr(mmap, "MADV_DOFORK"):
+            self._mapping.madvise(mmap.MADV_DOFORK)
 
     @staticmethod
-    def _reserve(num_bytes: int, owner: str) -> Tensor:
+    def _reserve(num_bytes: int, owner: str) -> tuple[Any, Tensor]:
         if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return None, torch.empty(0, dtype=torch.uint8)
         try:
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise OutOfMemoryError(f"{owner} needs {human(num_bytes)} of host memory: {error}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
+        return pages, torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
+
+
+def _unregister(registered: list[tuple[Driver, int]]) -> None:
+    while registered:
+        driver, pointer = registered.pop()
+        driver.unregister(pointer)
+
+
+def _borders(total: int, starts: Sequence[int]) -> Iterator[int]:
+    """Where registrations meet: at most PIECE_BYTES apart, unless one stretch alone is larger."""
+    begin, last = 0, 0
+    for start in [*sorted(start for start in set(starts) if start % PAGE_BYTES == 0), total] if starts else ():
+        if start - begin > PIECE_BYTES and last > begin:
+            yield last
+            begin = last
+        last = start
+    if not starts:
+        yield from range(PIECE_BYTES, total, PIECE_BYTES)
 
 
 class Arena:
@@ -132,7 +203,7 @@ class Arena:
             OutOfMemoryError: the driver refuses.
         """
         if self.device.type == "cuda":
-            self._host.pin()
+            self._host.pin([spot.offset for spot in self.addresses.spots.values() if spot.home is Home.HOST])
 
     def _reserve_device(self, num_bytes: int) -> Tensor:
         try:

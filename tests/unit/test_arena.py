@@ -1,0 +1,104 @@
+"""Host memory that is pinned: registrations that no copy lies in two of, and that end with the memory."""
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.facts import Home
+from strategies.core.layout import PAGE_BYTES
+from strategies.planner.addresses import place
+from strategies.runtime import arena as module
+from strategies.runtime.activations import HostRoom
+from strategies.runtime.arena import Arena, OutOfMemoryError, Pages
+from tests.helpers.layouts import bucket, layout
+
+PIECE = 16 * PAGE_BYTES
+
+
+class Driver:
+    """Keeps what CUDA keeps: no page twice, and nothing that is not registered is given up."""
+
+    def __init__(self, refuses: int | None = None) -> None:
+        self.ranges: dict[int, int] = {}
+        self.calls, self.refuses = 0, refuses
+
+    def register(self, pointer: int, num_bytes: int) -> str | None:
+        self.calls += 1
+        end = -(-(pointer + num_bytes) // PAGE_BYTES) * PAGE_BYTES
+        if self.calls == self.refuses:
+            return "no more (CUDA error 2)"
+        if any(
+            start < end and pointer // PAGE_BYTES * PAGE_BYTES < start + size for start, size in self.ranges.items()
+        ):
+            return "already registered (CUDA error 712)"
+        self.ranges[pointer] = end - pointer
+        return None
+
+    def unregister(self, pointer: int) -> None:
+        del self.ranges[pointer]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
+
+
+def hosted() -> Arena:
+    """Stretches of odd sizes, one larger than a piece."""
+    sizes = [900, 7000, 128, 33000, 5000, 12000, 700, 9000]
+    made = layout(*(bucket(f"b{i}", f"layers.{i}", size, stays=((i, i + 1),)) for i, size in enumerate(sizes)))
+    return Arena(place(made), torch.device("cpu"))
+
+
+def test_no_stretch_lies_in_two_registrations() -> None:
+    arena, driver = hosted(), Driver()
+    spots = [spot for spot in arena.addresses.spots.values() if spot.home is Home.HOST]
+    arena._host.pin([spot.offset for spot in spots], driver)
+    start = arena._host.memory.data_ptr()
+    assert len(driver.ranges) > 2 and sum(size > PIECE for size in driver.ranges.values()) <= 2
+    for spot in spots:
+        inside = [p for p, size in driver.ranges.items() if p <= start + spot.offset and start + spot.end <= p + size]
+        assert len(inside) == 1, spot
+    assert any(spot.offset < border < spot.end for spot in spots for border in range(PIECE, arena.host_bytes, PIECE))
+
+
+def test_registrations_end_with_the_memory() -> None:
+    """Also after an error, when nobody calls ``close``."""
+    driver = Driver()
+    pages = Pages(5 * PIECE, "a test")
+    pages.pin((), driver)
+    assert len(driver.ranges) == 5
+    view = pages.memory[:8]
+    del pages
+    gc.collect()
+    assert driver.ranges == {} and view.sum() == 0
+
+
+def test_a_refusal_names_the_error_and_leaves_nothing() -> None:
+    driver = Driver(refuses=3)
+    with pytest.raises(OutOfMemoryError, match=r"could not pin .* for a test: no more \(CUDA error 2\)"):
+        Pages(5 * PIECE, "a test").pin((), driver)
+    assert driver.ranges == {}
+
+
+def test_a_forked_process_has_none_of_it() -> None:
+    """What is pinned would be shared with it until somebody writes, and then by whom is chance."""
+    pages = Pages(PAGE_BYTES, "a test")
+    pages.pin((), Driver())
+    pid = os.fork()
+    if pid == 0:
+        pages.memory[0] = 1  # ends it: there is no memory
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) < 0
+
+
+def test_places_of_saved_tensors_keep_to_borders() -> None:
+    room = HostRoom([], 4 * PIECE)
+    room._opened(torch.device("cpu"))
+    room._pages.pin((), Driver())  # type: ignore[union-attr]
+    taken: list[Any] = [room._take(PIECE * 5 // 8) for _ in range(4)]
+    assert [place.start for place in taken] == [0, PIECE, 2 * PIECE, 3 * PIECE]
+    assert room._take(PIECE * 5 // 8) is None
