@@ -81,9 +81,14 @@ def hooked() -> bool:
 
 
 def others_keep() -> bool:
-    """Whether what autograd saves now is kept by somebody else's hooks, which no guard is above."""
+    """Whether what autograd saves now is kept by somebody else's hooks, which no guard is above.
+
+    Torch's checkpoints keep nothing: they run forward again when backward comes by, and read weights once more.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and torch.is_grad_enabled() and not hasattr(hooks[0], "ours")
+    if hooks is None or not torch.is_grad_enabled():
+        return False
+    return not hasattr(hooks[0], "ours") and hooks[0].__module__ != "torch.utils.checkpoint"
 
 
 def _read(kept: Weight, come: Callable[[Held], None]) -> Tensor:

@@ -17,9 +17,9 @@ So the engine changes the *class* of a parameter and nothing else; modules and o
 Invariant. What is read is right, or reading raises. Writing outside of ``optimizer.present`` or ``load_state_dict``
 raises: at once where it can be seen, at the next step where only torch's version counter shows it.
 
-[Note: hooks inside] Where somebody has hooks on what autograd saves inside of a block (a checkpoint of a part of it),
-they keep what they are given, unseen by ``guard.py`` and by torch's own check. A weight that travels is read as a copy
-there. Tables of embeddings are not: backward does not need them.
+[Note: hooks inside] Where somebody has hooks on what autograd saves inside of a block, they keep what they are given,
+unseen by ``guard.py`` and by torch's own check. A weight that travels is read as a copy there. Tables of embeddings are
+not: backward does not need them.
 
 Refused: raw addresses of parameters that are away, copies and pickles of stowed models, gradients assigned by hand,
 and hooks that run as each gradient is accumulated, since that is when it leaves.
