@@ -103,6 +103,9 @@ class UnitClock:
         """What the marks say; None, where backward did not pass all of them."""
         names = list(self.blocks)
         between = self._between
+        if self.cuda:  # the device may be far behind
+            for event in self.marks.values():
+                event.synchronize()
         forward = [between(("in", name), ("out", name)) for name in names]
         backward = [between(("back", name), ("done", name)) for name in names]
         head = (between(("out", names[-1]), ("end", "")), between(("end", ""), ("back", names[-1])))

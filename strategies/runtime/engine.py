@@ -78,7 +78,7 @@ class Engine(Copied):
         self.borders = Borders(
             scopes, self._enter_forward, self._enter_backward, self.homes.left, self._bring_unannounced, debug=debug
         )
-        self.worker = Worker(spare_cores() if beside else None)
+        self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
         self.updates = Updates(rule, self.homes, transfer, self.worker, scratch)
         self.place_of = {id(param): (held, i) for held in self.held for i, param in enumerate(held.params)}

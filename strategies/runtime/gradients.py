@@ -292,7 +292,7 @@ class Gradients:
         """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
         if held.norms_later is not None:
             touched, future = held.norms_later
-            held.norms = dict(zip(touched, (norm.to(device) for norm in future.result()), strict=True))
+            held.norms = dict(zip(touched, _together(future.result(), device), strict=True))
             held.norms_later = None
         if not held.norms and held.touched:
             self._measure([held])
@@ -368,6 +368,14 @@ class Gradients:
         self._landed_in.clear()
         self.passes, self._fresh, self._finished = 0, True, False
         self.window += 1
+
+
+def _together(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Single numbers from the host on ``device``, in one copy that nobody waits for."""
+    stacked = torch.stack(numbers)
+    if device.type == "cuda":
+        stacked = stacked.pin_memory().to(device, non_blocking=True)
+    return list(stacked.unbind())
 
 
 def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:

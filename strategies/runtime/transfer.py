@@ -15,6 +15,7 @@ which makes repeated waits free and lets callers wait for every event that could
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -80,9 +81,7 @@ class Transfer:
 
     def poison(self, lane: Lane, region: Tensor) -> None:
         """Fill ``region`` with NaN on ``lane``: who reads it before the copy that follows will notice."""
-        self._copy(
-            lane, region, torch.full((), float("nan"), dtype=region.dtype, device=region.device).expand_as(region)
-        )
+        self._fill(lane, region)
 
     def done(self, event: Event | None) -> bool:
         """Whether ``event`` has passed, without waiting."""
@@ -105,6 +104,9 @@ class Transfer:
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
+    def _fill(self, lane: Lane, region: Tensor) -> None:
+        region.fill_(math.nan)
+
     def _record(self, lane: Lane) -> Any:
         return None
 
@@ -124,19 +126,34 @@ class CudaTransfer(Transfer):
         super().__init__()
         self._streams = {Lane.UP: torch.cuda.Stream(device), Lane.DOWN: torch.cuda.Stream(device)}
         self._device = device
+        self._compute: torch.cuda.Stream | None = None
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        # Backward runs in a thread of its own, on the stream of the forward it belongs to.
-        return self._streams.get(lane) or torch.cuda.current_stream(self._device)
+        return self._streams.get(lane) or self._current()
+
+    def _current(self) -> torch.cuda.Stream:
+        """The caller's stream; backward runs in a thread of its own, on the stream of the forward it belongs to."""
+        current = torch.cuda.current_stream(self._device)
+        if self._compute is None:
+            self._compute = current
+        elif self._compute != current:  # which waits were made is remembered by lane, and COMPUTE is one stream
+            raise RuntimeError(
+                "a stowed model runs on the stream on which it first ran: do not change torch.cuda.stream"
+            )
+        return current
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._stream(lane)):
             target.copy_(source, non_blocking=True)
 
+    def _fill(self, lane: Lane, region: Tensor) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            region.fill_(math.nan)
+
     def _record(self, lane: Lane) -> torch.cuda.Event | None:
         if lane is Lane.HOST:
             return None  # the worker's result is awaited before its event is used
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits for it on the host sleeps: the worker needs its core
         event.record(self._stream(lane))
         return event
 
@@ -164,6 +181,9 @@ class Delayed(Transfer):
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         self._queues[lane].append(lambda: target.copy_(source))
+
+    def _fill(self, lane: Lane, region: Tensor) -> None:
+        self._queues[lane].append(lambda: region.fill_(math.nan))
 
     def _record(self, lane: Lane) -> None:
         if lane in self._queues:

@@ -34,9 +34,10 @@ class Worker:
 
     Args:
         threads: that the kernels of an update may use; None: work is done in the caller's thread, at once.
+        device: whose events are waited for; each thread of CUDA begins with the first one.
     """
 
-    def __init__(self, threads: int | None) -> None:
+    def __init__(self, threads: int | None, device: torch.device | None = None) -> None:
         self._waiting: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -44,7 +45,7 @@ class Worker:
         if threads is not None:
             mine = torch.get_num_threads()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="stow-update")
-            self._thread.submit(_use, threads).result()
+            self._thread.submit(_use, threads, device).result()
             torch.set_num_threads(mine)
 
     def submit(self, priority: int, work: Callable[[], T]) -> Future[T]:
@@ -77,6 +78,8 @@ def spare_cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
-def _use(threads: int) -> None:
+def _use(threads: int, device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
     torch.get_num_threads()  # when first asked a thread takes the process's number; only after that its own counts
     torch.set_num_threads(threads)
