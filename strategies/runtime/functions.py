@@ -33,7 +33,8 @@ CONVERSIONS = frozenset(
 NEW = frozenset(
     [
         nn.functional.linear, nn.functional.layer_norm, nn.functional.rms_norm, nn.functional.embedding,
-        torch.embedding, nn.functional.conv1d, nn.functional.conv2d, torch.addmm, torch.matmul, torch.bmm, torch.baddbmm, torch.mul,
+        torch.embedding, nn.functional.conv1d, nn.functional.conv2d, torch.addmm, torch.matmul, torch.bmm,
+        torch.baddbmm, torch.mul,
         torch.add, Tensor.mul, Tensor.add, Tensor.matmul, Tensor.__mul__, Tensor.__rmul__, Tensor.__add__,
         Tensor.__radd__, Tensor.__matmul__, Tensor.__rmatmul__,
     ]
