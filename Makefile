@@ -23,7 +23,7 @@ finetune: $(READY) ## fine-tune what `make train` exported
 	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/finetune.yaml
 
 test: $(READY) ## all tests; those that start no launchers in two processes
-	python -m pytest tests/unit tests/parity tests/memory -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 python -m pytest tests/unit tests/parity tests/memory -n 2 --dist loadfile
 	python -m pytest tests/e2e tests/faults
 
 lint: $(READY) ## format, lint and type checks

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 ABOUT = frozenset(
@@ -29,6 +29,16 @@ ADDRESSES = frozenset([Tensor.data_ptr])
 CONVERSIONS = frozenset(
     [Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type]
 )
+# What blocks do with their weights, mostly. The result is new memory, so that nobody has to look for a view.
+NEW = frozenset(
+    [
+        nn.functional.linear, nn.functional.layer_norm, nn.functional.rms_norm, nn.functional.embedding,
+        torch.embedding, nn.functional.conv1d, nn.functional.conv2d, torch.addmm, torch.matmul, torch.bmm,
+        torch.baddbmm, torch.mul,
+        torch.add, Tensor.mul, Tensor.add, Tensor.matmul, Tensor.__mul__, Tensor.__rmul__, Tensor.__add__,
+        Tensor.__radd__, Tensor.__matmul__, Tensor.__rmatmul__,
+    ]
+)  # fmt: skip
 ARRAYS: Any = frozenset([Tensor.numpy, Tensor.__array__])  # type: ignore[list-item]
 
 

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 from strategies.runtime.functions import (
     ADDRESSES,
     ARRAYS,
+    NEW,
     asks_about,
     converts_nothing,
     for_aliases,
@@ -173,14 +174,17 @@ class VisitingParameter(StowedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if asks_about(func):
+            is_new = func in NEW
+            if not is_new and asks_about(func):
                 return func(*args, **kwargs)
-            if func not in TABLES and others_keep():  # [Note: hooks inside]
+            if others_keep() and func not in TABLES:  # [Note: hooks inside]
                 args, kwargs = tree_map_only(
                     VisitingParameter, lambda w: Elsewhere.apply(w, RAW_DATA.__get__(w).clone()), (args, kwargs)
                 )
                 return func(*args, **kwargs)
             out = func(*args, **kwargs)
+            if is_new:
+                return out
             for param in (*args, *kwargs.values()):
                 if type(param) is VisitingParameter:
                     keeper = param._keeper
