@@ -5,9 +5,9 @@ VENV   := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 READY  := $(VENV)/.ready
 RANKS  ?= 1
-PART   ?= parity
+PART   ?= machine
 
-.PHONY: help setup train finetune test lint format docs gpu-check bench thirty clean
+.PHONY: help setup train finetune test lint format docs gpu-check gpu-rehearsal bench thirty clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -38,8 +38,11 @@ format: $(READY) ## format the code
 docs: $(READY) ## write docs/config.md from the config models
 	python -m trainer.config.doc > docs/config.md
 
-gpu-check: $(READY) ## on a machine with a GPU: parity there; PART=plan, offload-1.3b, offload-6.7b, recompute, linear
-	bash benchmarks/gpu_check.sh $(PART)
+gpu-check: $(READY) ## on a machine with a GPU, in parts of 8 minutes: PART=machine, engine, plan, peers, more-peers, ...
+	python benchmarks/gpu_check.py $(PART)
+
+gpu-rehearsal: $(READY) ## every part of gpu-check with the smallest models, here
+	python benchmarks/gpu_check.py all --rehearse --seconds 3600 --out runs/gpu-rehearsal
 
 bench: $(READY) ## offload against its peers, on this machine; a record under benchmarks/records
 	python launch/bench.py offload

@@ -177,6 +177,7 @@ def make_arguments(run: Run) -> TrainingArguments:
         **given,
         deepspeed=engine.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # logs never lie
+        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # nobody waits for a batch's copy
         remove_unused_columns=False,  # the collator takes what it needs
         disable_tqdm=True,
         label_names=["labels"],

@@ -281,7 +281,7 @@ def repeatable(train: Callable[[], dict[str, Any]], *, twice: bool | None = None
     if noise:
         raise UserError(
             f"plain training does not repeat itself here: {len(noise)} tensors differ between two runs, "
-            f"{noise[0].name} by {noise[0].relative:.1e}; an operator has no deterministic kernel, as its own warning may say"
+            f"{noise[0].name} by {noise[0].relative:.1e}; an operator has no deterministic kernel"
         )
     return found
 

@@ -82,6 +82,23 @@ def expected(model: str, tied: bool, recompute: str, dtype: torch.dtype, device:
     return plain(made, batches_on(device, model, STEPS * loop["accumulation"]), **loop)
 
 
+def loop_of(row: Row) -> dict[str, Any]:
+    """What plain training has to know of a case, besides the model."""
+    case: dict[str, Any] = dict(row)
+    return {"accumulation": case["accumulation"], "max_norm": NORMS[case["clip"]], "groups": case["groups"]}
+
+
+def noise(row: Row, dtype: torch.dtype, device: str) -> list[str]:
+    """What differs between plain training and plain training."""
+    case: dict[str, Any] = dict(row)
+    return _noise(case["model"], case["tied"], case["recompute"], dtype, device, **loop_of(row))
+
+
+@cache
+def _noise(*case: Any, **loop: Any) -> list[str]:
+    return differences(expected(*case, **loop), expected.__wrapped__(*case, **loop))
+
+
 def batches_on(device: str, model: str, number: int) -> list[dict[str, torch.Tensor]]:
     """The same tokens everywhere."""
     return [{name: value.to(device) for name, value in batch.items()} for batch in tokens(model, number)]
@@ -92,11 +109,7 @@ def both(
 ) -> tuple[Result, Result]:
     """Train a case plainly and by the engine."""
     case: dict[str, Any] = dict(row)
-    loop = {
-        "accumulation": case["accumulation"],
-        "max_norm": NORMS[case["clip"]],
-        "groups": case["groups"],
-    }
+    loop = loop_of(row)
     wanted = expected(case["model"], case["tied"], case["recompute"], dtype, device, **loop)
     model = build(case["model"], tied=case["tied"], dtype=dtype)
     checkpointing(model, case["recompute"])

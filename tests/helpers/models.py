@@ -27,6 +27,13 @@ BERT: Mapping[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
+WIDE: Mapping[str, Any] = {  # blocks of a 1.3 B model
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_attention_heads": 16,
+    **SIZES,
+}
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": LAYERS},
     "bloom": {"n_layer": LAYERS},
@@ -45,6 +52,8 @@ def build(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) 
 def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+    if kind == "wide":
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE), dtype=dtype)
     given = dict(BERT if kind == "bert" else MODELS[kind])
     given |= {
         name: size for name, size in SIZES.items() if name not in ("num_hidden_layers",) or "n_layer" not in given
@@ -60,7 +69,7 @@ def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
 def tokens(kind: str, count: int) -> list[dict[str, Tensor]]:
     """The same random batches each time; so few tokens for a mixture that some expert gets none."""
     generator = torch.Generator().manual_seed(1)
-    shape = {"mixtral": (1, 3), "experts": (1, 3)}.get(kind, (2, 8))
+    shape = {"mixtral": (1, 3), "experts": (1, 3), "wide": (1, 256)}.get(kind, (2, 8))
     ids = [torch.randint(2, VOCAB, shape, generator=generator) for _ in range(count)]
     return [{"input_ids": one, "labels": one} for one in ids]
 

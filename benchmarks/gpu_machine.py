@@ -1,0 +1,76 @@
+"""What a machine with a GPU is: names, sizes, and how long it takes to pin memory and to copy. Lines of JSON.
+
+python -m benchmarks.gpu_machine --gib 1,40
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+from typing import Any
+
+import torch
+
+from strategies.runtime.arena import Pages
+
+QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total,clocks.max.sm"
+
+
+def about() -> dict[str, Any]:
+    """Names and sizes."""
+    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    found |= {"cores": len(os.sched_getaffinity(0)), "host_bytes": pages * size}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
+        free, total = torch.cuda.mem_get_info()
+        found |= {"context_bytes": total - free}
+        command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"]
+        told = subprocess.run(command, capture_output=True, text=True, check=False)
+        found["nvidia_smi"] = told.stdout.strip()
+    return found
+
+
+def pinning(gib: float) -> dict[str, Any]:
+    """Seconds to map, to pin, to copy there and back once each, and to give up."""
+    size = int(gib * (1 << 30))
+    began = time.perf_counter()
+    pages = Pages(size, "this measurement")
+    found: dict[str, Any] = {"gib": gib, "map_s": time.perf_counter() - began}
+    if not torch.cuda.is_available():
+        return found
+    began = time.perf_counter()
+    pages.pin()
+    found |= {"pin_s": time.perf_counter() - began, "registrations": len(pages.borders) + 1}
+    piece = pages.memory[: min(size, 1 << 30)]
+    there = torch.empty_like(piece, device="cuda")
+    for name, target, source in (("up", there, piece), ("down", piece, there)):
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(3):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        found[f"{name}_bytes_per_s"] = 3 * piece.nbytes / (time.perf_counter() - began)
+    began = time.perf_counter()
+    pages.unpin()
+    return found | {"unpin_s": time.perf_counter() - began}
+
+
+def main() -> None:
+    """The whole command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gib", default="1,40", help="how much is pinned, one after the other")
+    given = parser.parse_args()
+    print(json.dumps(about()), flush=True)
+    for gib in given.gib.split(","):
+        print(json.dumps(pinning(float(gib))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
