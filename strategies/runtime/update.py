@@ -58,6 +58,11 @@ class Scale:
     on_host: Tensor | None = None
     known: Event | None = None
 
+    @property
+    def skips(self) -> bool:
+        """Whether the step is to be skipped; to be asked when ``known`` has passed. The host reads its own memory."""
+        return self.on_host is not None and bool(self.on_host.numpy()[1])
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -245,9 +250,8 @@ class Updates:
             self._write_back(held, state)
 
     def _known_bad(self, scale: Scale) -> bool:
-        assert scale.on_host is not None
         self._transfer.host_wait(scale.known)
-        return bool(scale.on_host[1])
+        return scale.skips
 
     def _write_back(self, held: Held, state: Sequence[Tensor]) -> None:
         transfer = self._transfer

@@ -63,7 +63,7 @@ class Verdicts:
         """Say which steps were skipped, of those that are known without waiting."""
         while self._waiting and self._transfer.done(self._waiting[0][0].known):
             scale, norms = self._waiting.pop(0)
-            if scale.on_host is None or not bool(scale.on_host[1]):
+            if not scale.skips:
                 self._in_a_row.clear()
                 continue
             self.skipped += 1
