@@ -91,6 +91,20 @@ def test_commands_that_plan(arguments: list[str], tmp_path: Path, monkeypatch: p
     assert main([str(REPO / word) if word.startswith("configs/") else word for word in arguments]) == 0
 
 
+@pytest.mark.parametrize("name", ["quickstart", "finetune"])
+def test_budgets_are_enough_at_the_sizes_they_are_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Above the models are shrunk, and so are the budgets. What is fine-tuned is what the quickstart exports."""
+    from launch.plan import main
+
+    model = yaml.safe_load((REPO / "configs" / "quickstart.yaml").read_text())["model"]
+    same = [
+        "model.name_or_path=null",
+        *(f"model.{key}={yaml.safe_dump(model[key], default_flow_style=True)}" for key in model),
+    ]
+    given = ["--config", str(REPO / "configs" / f"{name}.yaml"), *same]
+    assert main(given) == 0, capsys.readouterr().err
+
+
 def test_commands_that_are_tested_elsewhere() -> None:
     others = [(script, arguments) for script, _, arguments in published() if script in ELSEWHERE]
     assert {script for script, _ in others} == set(ELSEWHERE)
