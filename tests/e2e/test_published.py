@@ -21,7 +21,17 @@ ELSEWHERE = {
     "doctor": "test_commands.py, tests/unit/test_rates.py",
     "verify": "test_verify.py",
 }
-MAKE = {"train", "finetune", "test", "lint", "setup", "docs", "bench", "gpu-check", "gpu-rehearsal"}  # the first two are run here
+MAKE = {
+    "train",
+    "finetune",
+    "test",
+    "lint",
+    "setup",
+    "docs",
+    "bench",
+    "gpu-check",
+    "gpu-rehearsal",
+}  # the first two are run here
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md", "configs/*.yaml"]
 COMMAND = re.compile(
     r"(?:python |deepspeed (?:--num_gpus (\d) )?)?launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?"
