@@ -30,7 +30,7 @@ REPO = Path(__file__).resolve().parent.parent
 TAR_BYTES = 16 << 20  # what may come back
 LARGEST_FILE = 2 << 20
 GRACE_S = 10  # for faulthandler to speak
-PEERS = ("ours-budget", "deepspeed-zero2", "deepspeed-zero3", "fsdp2", "torchao")
+PEERS = ("ours-budget", "deepspeed-zero2", "superoffload", "deepspeed-zero3", "fsdp2", "torchao")
 
 
 @dataclass(frozen=True, slots=True)

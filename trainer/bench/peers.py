@@ -20,25 +20,35 @@ TIMEOUT_S = 600
 FEWEST_BUCKET = 50_000_000  # elements; DeepSpeed's own guides go no lower
 
 
+SUPER_BUCKET = 400_000_000
+
+
 class DeepSpeed(Trained):
     """ZeRO-2 with the optimizer on the host, or ZeRO-3 with the parameters there too; DeepSpeed's CPU Adam."""
 
-    def __init__(self, work: Work, model: nn.Module, device: torch.device, *, stage: int) -> None:
+    def __init__(
+        self, work: Work, model: nn.Module, device: torch.device, *, stage: int, super_offload: bool = False
+    ) -> None:
         super().__init__(work, device)
+        if super_offload and device.type != "cuda":
+            raise Unavailable("needs a CUDA GPU")
         self.group = ExitStack()
         self.group.enter_context(process_group(Ranks(), TIMEOUT_S, single=True))
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        self.settings = config = self.config(stage)
+        self.settings = config = self.config(stage, super_offload=super_offload)
         if stage == 3:
             deepspeed.zero.Init(module=model, config_dict_or_path=config)  # split at once, never whole on the device
         optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **work.adamw)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.model = self.engine
 
-    def config(self, stage: int) -> dict[str, Any]:
-        """Pinned memory, overlapped copies, buckets of at least one block, so that a block is one or few copies."""
+    def config(self, stage: int, *, super_offload: bool) -> dict[str, Any]:
+        """Pinned memory, overlapped copies, buckets of at least one block, so that a block is one or few copies.
+
+        SuperOffload as in its authors' examples: weights stay on the device, a tenth of the updates, too.
+        """
         block = self.work.shape.block_params
         bucket = max(FEWEST_BUCKET, block)
         host = {"device": "cpu", "pin_memory": True}
@@ -49,7 +59,10 @@ class DeepSpeed(Trained):
             "contiguous_gradients": True,
             "reduce_bucket_size": bucket,
         }
-        if stage == 2:
+        if super_offload:
+            host |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
+            zero |= {"overlap_comm": False, "reduce_bucket_size": SUPER_BUCKET, "sub_group_size": SUPER_BUCKET}
+        elif stage == 2:
             zero |= {"allgather_bucket_size": bucket}
         else:
             zero |= {"offload_param": host, "stage3_prefetch_bucket_size": bucket}

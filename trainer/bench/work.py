@@ -111,6 +111,7 @@ SUBJECTS: tuple[Subject, ...] = (
     BUDGET,  # one row for each --gpu-memory
     Subject("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
     Subject("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
+    Subject("superoffload", "peers:DeepSpeed", {"stage": 3, "super_offload": True}),
     Subject("fsdp2", "peers:Fsdp2"),
     Subject("torchao", "peers:TorchAo"),
 )
