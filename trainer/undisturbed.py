@@ -29,18 +29,22 @@ def undisturbed(*objects: Any) -> Iterator[None]:
     with ExitStack() as undo, torch.random.fork_rng():
         undo.callback(random.setstate, random.getstate())
         undo.callback(numpy.random.set_state, numpy.random.get_state())
+        seen: set[int] = set()
         for one in everyone:
             if hasattr(one, "__dict__"):
-                _remember(vars(one), undo)
+                _remember(vars(one), undo, seen)
         yield
 
 
-def _remember(attributes: dict[str, Any], undo: ExitStack) -> None:
+def _remember(attributes: dict[str, Any], undo: ExitStack, seen: set[int]) -> None:
     """Also of dicts within: trainers keep metrics in dicts of dicts of lists."""
+    if id(attributes) in seen:
+        return
+    seen.add(id(attributes))
     undo.callback(_fill, attributes, attributes.copy())
     for value in attributes.values():
         if isinstance(value, dict):
-            _remember(value, undo)
+            _remember(value, undo, seen)
         else:
             back = _back(value)
             if back is not None:

@@ -1,0 +1,53 @@
+"""What runs inside leaves no trace in objects and random numbers."""
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from trainer.undisturbed import undisturbed
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.count, self.rows, self.names = 0, [1], {"a"}
+        self.metrics: dict[str, Any] = {"train": {"loss": [1.0]}}
+        self.metrics["itself"] = self.metrics
+        self.numbers = [torch.Generator().manual_seed(1), random.Random(1), numpy.random.default_rng(1)]
+        self.torch, self.python, self.numpy, self.old = *self.numbers, numpy.random.RandomState(1)
+
+    def draw(self) -> list[float]:
+        return [
+            float(torch.rand((), generator=self.torch)), self.python.random(), self.numpy.random(), self.old.rand(),
+            float(torch.rand(())), random.random(), float(numpy.random.rand()),
+        ]  # fmt: skip
+
+
+class Sly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def test_attributes_containers_and_generators() -> None:
+    thing, module = Thing(), Sly()
+    weight, seen = module.inner.weight, module.seen
+    with pytest.raises(ZeroDivisionError), undisturbed(thing, module, [1, 2]):
+        drawn = thing.draw()
+        thing.count, thing.new = 1, 2  # type: ignore[attr-defined]
+        thing.rows.append(2)
+        thing.names.clear()
+        thing.metrics["train"]["loss"].append(2.0)
+        del thing.metrics["itself"]
+        module.inner.weight = nn.Parameter(torch.zeros(2, 2))
+        module.inner.cache = torch.ones(1)
+        module.seen = torch.ones(1)
+        raise ZeroDivisionError
+    assert (thing.count, thing.rows, thing.names, hasattr(thing, "new")) == (0, [1], {"a"}, False)
+    assert thing.metrics["train"] == {"loss": [1.0]} and thing.metrics["itself"] is thing.metrics
+    assert module.inner.weight is weight and module.seen is seen and not hasattr(module.inner, "cache")
+    assert thing.draw() == drawn
