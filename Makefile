@@ -48,7 +48,7 @@ bench: $(READY) ## offload against its peers, on this machine; a record under be
 	python launch/bench.py offload
 
 thirty: $(READY) ## thirty runs of two ranks in a row; each must end with exit code 0
-	python -m pytest tests/e2e/test_thirty.py
+	DEEPSTOW_RUNS=30 python -m pytest tests/e2e/test_thirty.py
 
 clean: ## delete the environment and caches; runs/ stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Thirty runs of two ranks in a row, each through its end and the interpreter's own shutdown: code 0, no last words.
+"""Runs of two ranks in a row (five here, thirty by `make thirty`), each through its end and the interpreter's own shutdown: code 0, no last words.
 
 What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/ranks.py``. The ranks are
 forked from a process that has done its imports (``ranks_server.py``), so a run takes a second or two; with
@@ -15,6 +15,7 @@ from tests.e2e.commands import TRAIN, Server, launcher, run, write_config
 pytestmark = pytest.mark.ranks
 
 LAUNCHER = os.environ.get("DEEPSTOW_LAUNCHER", "")
+RUNS = int(os.environ.get("DEEPSTOW_RUNS", "5"))
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("thirty"), training={"max_steps": 2}, strategies={"zero": {"stage": 2}})
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(RUNS))
 def test_ends_well(number: int, server: Server, config: Path) -> None:
     stage = ["strategies.zero=null"] if number % 2 else []
     if LAUNCHER:
