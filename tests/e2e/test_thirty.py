@@ -1,4 +1,4 @@
-"""Runs of two ranks in a row (five here, thirty by `make thirty`), each through its end and the interpreter's own shutdown: code 0, no last words.
+"""Five runs of two ranks in a row (thirty by `make thirty`), each to the interpreter's own shutdown: code 0, no last words.
 
 What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/ranks.py``. The ranks are
 forked from a process that has done its imports (``ranks_server.py``), so a run takes a second or two; with
