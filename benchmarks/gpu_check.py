@@ -59,7 +59,7 @@ class Size:
 
 REAL = Size("6.7b", "1.3b", 20, 120, ("12GiB", "24GiB", "60GiB"), "24GiB",
             {"8k": "8192", "2k": "2048", "16k": "16384", "32k": "32768"}, "2048", "cuda")  # fmt: skip
-REHEARSED = Size("tiny", "tiny", 4, 4, ("1500KiB", "4MiB", "64MiB"), "1500KiB",
+REHEARSED = Size("tiny", "tiny", 1, 4, ("1500KiB", "4MiB", "64MiB"), "1500KiB",
                  {"8k": "64", "2k": "32", "16k": "96", "32k": "128"}, "32", "cpu")  # fmt: skip
 
 
@@ -67,7 +67,9 @@ def machine(size: Size, out: Path) -> Iterator[Step]:
     """(a) What the machine is, and how fast its parts are."""
     pinned = "1,40" if size is REAL else "0.01"
     yield Step("machine", 120, ("-m", "benchmarks.gpu_machine", "--gib", pinned))
-    yield Step("rates", 200, ("launch/doctor.py", "--rates", "--json", str(out / "doctor.json")))
+    yield Step("doctor", 60, ("launch/doctor.py", "--json", str(out / "doctor.json")))
+    yield Step("rates", 120, ("launch/doctor.py", "--rates", "--out", str(out / "rates.json")))
+    yield Step("build", 300, ("launch/doctor.py", "--build"))
 
 
 def engine(size: Size, out: Path) -> Iterator[Step]:
@@ -75,7 +77,7 @@ def engine(size: Size, out: Path) -> Iterator[Step]:
     script = ("-m", "benchmarks.gpu_engine", "--device", size.device, "--out", str(out))
     yield Step("real widths", 200, (*script, "--wide", str(size.cases), "--cases", "0"))
     yield Step("grid", 220, (*script, "--wide", "0", "--cases", str(size.grid)))
-    yield Step("saved on the host", 100, (*script, "--wide", "0", "--cases", "0", "--saved"))
+    yield Step("saved on the host", 200, (*script, "--wide", "0", "--cases", "0", "--saved"))
 
 
 def planned(size: Size, out: Path) -> Iterator[Step]:
@@ -113,9 +115,9 @@ def more_peers(size: Size, out: Path) -> Iterator[Step]:
 def linear(size: Size, out: Path) -> Iterator[Step]:
     """(e) Routes of linear layers."""
     dtypes, tokens = ("bf16", "2048,8192") if size is REAL else ("fp32", "4")
-    options = ("--dtypes", dtypes, "--tokens", tokens, "--seconds", "0.5", "--steps", "8", "--step-model", size.small)
-    more = () if size is REAL else ("--models", "45m")
-    yield Step("linear", 400, ("launch/bench.py", "linear", *options, *more, "--out", str(out / "linear")))
+    options = ("--dtypes", dtypes, "--tokens", tokens, "--step-model", size.small, "--out", str(out / "linear"))
+    more = ("--seconds", "0.5", "--steps", "8") if size is REAL else ("--seconds", "1", "--models", "gpt2-xl")
+    yield Step("linear", 400, ("launch/bench.py", "linear", *options, *more))
 
 
 def recompute(size: Size, out: Path) -> Iterator[Step]:

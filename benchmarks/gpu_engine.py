@@ -66,7 +66,7 @@ def wide(number: int) -> list[tuple[Row, torch.dtype]]:
     ):  # fmt: skip
         if (site, park) != ("device", "host"):
             row = same | {"clip": clip, "site": site, "weights": weights, "park": park, "recompute": "none"}
-            found.append((tuple((row | {"transfer": "at-once"}).items()), dtype))
+            found.append((row | {"transfer": "at-once"}, dtype))
     random.Random(0).shuffle(found)
     return found[:number]
 
