@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -32,6 +31,7 @@ from tests.helpers.grid import BF16, FP32, both, noise, title
 from tests.helpers.pairwise import Row
 from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
 from trainer.memory import plan_for
+from trainer.verify import repeat_sums
 
 LONGEST_PAUSE = 2_000_000  # clock cycles: about a millisecond, longer than any copy or kernel of these models
 
@@ -120,8 +120,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it where results have to repeat
-    torch.use_deterministic_algorithms(mode=True)
+    repeat_sums()
     cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
     random.Random(0).shuffle(cases)
     todo = [*wide(arguments.wide), *cases[: arguments.cases]]

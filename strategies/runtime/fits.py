@@ -6,6 +6,7 @@ it otherwise, would train to other bits, or would go stale, without anybody noti
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -65,15 +66,17 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
     for (_, end, first), (begin, _, second) in pairwise(places):
         if begin < end:
             yield f"{first} and {second} share memory and are two parameters: tie them by giving both modules the same"
-    starts, names = {begin: name for begin, _, name in places}, {id(own) for own in params.values()}
+    if not places:
+        return
+    starts, mine = [begin for begin, _, _ in places], {id(own) for own in params.values()}
     for name, module in model.named_modules():
-        kept = {**module._buffers, **{key: value for key, value in vars(module).items() if key[0] != "_"}}
+        kept = {**vars(module), **module._buffers}
         for key in [key for key in kept if f"{key}_orig" in module._parameters]:
             del kept[key]  # torch.nn.utils.spectral_norm computes it anew in every forward
         for key, value in kept.items():
-            for tensor in _tensors(value):
-                if id(tensor) not in names and _begin(tensor) in starts:
-                    whose = starts[_begin(tensor)]
+            for tensor in _tensors(value) if key != "_buffers" else ():
+                begin, end, whose = places[bisect(starts, _begin(tensor)) - 1]
+                if id(tensor) not in mine and begin <= _begin(tensor) < end:
                     yield f"{whose}: {name}.{key} shares its memory, and would keep the old weight: make a clone"
 
 

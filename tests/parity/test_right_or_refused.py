@@ -350,7 +350,7 @@ def turned() -> nn.Module:
 
 def with_alias() -> nn.Module:
     model = Net()
-    model.layers[0].cache = [model.layers[0].up.weight.data]  # type: ignore[union-attr, list-item]
+    model.layers[0]._cache = [model.layers[0].up.weight.data[1:]]  # type: ignore[union-attr, list-item]
     return model
 
 
@@ -363,7 +363,7 @@ def hooked() -> nn.Module:
 MODELS: dict[str, tuple[Any, str]] = {
     "tied by memory": (tied_by_memory, "embed.weight and head.weight share memory"),
     "turned": (turned, "layers.0.up.weight: its memory is not in order of rows"),
-    "an alias": (with_alias, "layers.0.up.weight: layers.0.cache shares its memory"),
+    "an alias": (with_alias, "layers.0.up.weight: layers.0._cache shares its memory"),
     "a hook": (hooked, "head.weight: gradients leave as they are accumulated"),
 }
 
