@@ -30,8 +30,8 @@ from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FP32, both, noise, title
 from tests.helpers.pairwise import Row
 from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
+from trainer.differences import repeat_sums
 from trainer.memory import plan_for
-from trainer.verify import repeat_sums
 
 LONGEST_PAUSE = 2_000_000  # clock cycles: about a millisecond, longer than any copy or kernel of these models
 

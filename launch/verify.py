@@ -22,7 +22,8 @@ from trainer.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
-    from trainer.verify import Check, Difference
+    from trainer.differences import Difference
+    from trainer.verify import Check
 
 NOTHING_CAN = (
     "nothing can move in a copy of this model under these options, so nothing is shown about strategies.offload: leave "

@@ -14,10 +14,8 @@ last bit with the configured optimizer, its state included. Copies run with ``st
 
 from __future__ import annotations
 
-import hashlib
-import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ import torch
 
 from strategies.buffers import Buffers
 from strategies.core.layout import Site
+from trainer.differences import Difference, compare, repeat_sums, repeatable
 from trainer.errors import ConfigError, DataError, UserError
 from trainer.ranks import Ranks
 from trainer.shrink import LAYERS, LENGTH, MOVING_LAYERS, UPDATES, VOCAB, Copy, features, leaves, moving, shrink_model
@@ -54,16 +53,6 @@ KEPT = frozenset(
         "label_smoothing_factor",
     ]
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One tensor that is not equal. ``relative``: largest difference over the largest weight of the tensor."""
-
-    name: str
-    relative: float
-    num_different: int
-    num_elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +129,7 @@ def train_watched(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     """Train on random tokens: ``weights`` as above, and of a memory engine ``state`` and what it ``moved``."""
     from trainer import build
 
-    if _on_gpu():
+    if torch.cuda.is_available():
         repeat_sums()
     run = random_run(config, ranks)
     trainer = build.make_trainer(run)
@@ -230,36 +219,6 @@ def _gathered(parameter: torch.nn.Parameter) -> Any:
     return deepspeed.zero.GatheredParameters([parameter])
 
 
-def digest(weights: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names and bytes: equal digests are equal bits."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(name.encode())
-        digest.update(weights[name].contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """Tensors that differ in any bit, the worst first.
-
-    Raises:
-        ValueError: the names are not the same; a strategy renamed or dropped a parameter.
-    """
-    if plain.keys() != other.keys():
-        raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
-    return sorted(_differences(plain, other), key=lambda found: -found.relative)
-
-
-def _differences(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterable[Difference]:
-    for name, expected in plain.items():
-        found = other[name]
-        if torch.equal(expected.view(torch.int32), found.view(torch.int32)):
-            continue
-        scale = expected.abs().max().clamp_min(1e-12)
-        relative = float((expected - found).abs().max() / scale)
-        yield Difference(name, relative, int((expected != found).sum()), expected.numel())
-
-
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     """Train the shrunk copy plainly and with the strategies of ``config``; the tensors that differ.
 
@@ -270,37 +229,6 @@ def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
         small = shrink(config, Path(name), steps)
         plain = repeatable(lambda: _trained(num_ranks, without_strategies(small)))
         return compare(plain["weights"], _trained(num_ranks, small)["weights"])
-
-
-def repeatable(train: Callable[[], dict[str, Any]], *, twice: bool | None = None) -> dict[str, Any]:
-    """What plain training leaves; on a GPU, where sums may be made in any order, it runs twice.
-
-    Raises:
-        UserError: the two differ, so that no comparison with them would say anything.
-    """
-    found = train()
-    noise = compare(found["weights"], train()["weights"]) if twice or (twice is None and _on_gpu()) else []
-    if noise:
-        raise UserError(
-            f"plain training does not repeat itself here: {len(noise)} tensors differ between two runs, "
-            f"{noise[0].name} by {noise[0].relative:.1e}; an operator has no deterministic kernel"
-        )
-    return found
-
-
-def repeat_sums() -> None:
-    """Kernels whose sums have one order, in this process.
-
-    Not Hugging Face's ``full_determinism``: that makes each kernel wait for the one before, and a forgotten wait of the
-    engine would not show.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-    torch.use_deterministic_algorithms(mode=True)
-    torch.backends.cudnn.benchmark = False
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available()
 
 
 def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:

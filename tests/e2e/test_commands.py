@@ -70,7 +70,7 @@ def test_verify_judges_by_what_is_declared(
 ) -> None:
     from launch import verify as command
     from trainer import verify
-    from trainer.verify import Difference
+    from trainer.differences import Difference
 
     config = write_config(tmp_path, strategies={"zero": {"stage": 3}})
 

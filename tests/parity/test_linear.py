@@ -18,11 +18,12 @@ from tests.parity.test_strategies import GPT2, LLAMA, RANKS, STEPS
 from trainer import tuning
 from trainer.build import make_model, make_trainer
 from trainer.config.sections import RunConfig
+from trainer.differences import compare
 from trainer.facts import gather, run_facts
 from trainer.machine import probe
 from trainer.planning import plan_of
 from trainer.ranks import Ranks
-from trainer.verify import compare, random_run, shrink, train_weights, without_strategies
+from trainer.verify import random_run, shrink, train_weights, without_strategies
 from trainer.worlds import run_world
 
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {

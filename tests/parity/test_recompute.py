@@ -26,9 +26,10 @@ from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
 from tests.helpers.tiny import MODELS
 from trainer.build import plan_of as planned
 from trainer.config.sections import RunConfig
+from trainer.differences import compare, digest
 from trainer.machine import probe
 from trainer.memory import plan_for
-from trainer.verify import compare, digest, shrink, train_weights
+from trainer.verify import shrink, train_weights
 from trainer.worlds import run_world
 
 ARCHITECTURES = ("llama", "gpt2", "opt", "bloom", "qwen3", "mixtral")

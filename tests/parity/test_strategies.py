@@ -14,12 +14,13 @@ import torch
 from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 from strategies.core.registry import available, find
 from trainer.config.sections import RunConfig
+from trainer.differences import compare, digest
 from trainer.errors import ConfigError
 from trainer.facts import run_facts
 from trainer.machine import probe
 from trainer.planning import plan_of
 from trainer.ranks import Ranks
-from trainer.verify import compare, digest, shrink, train_weights, without_strategies
+from trainer.verify import shrink, train_weights, without_strategies
 from trainer.worlds import run_world
 
 RANKS, STEPS = 2, 4

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "trainer/ranks.py": "launchers describe the job there, and libraries read their settings from it",
     "trainer/worlds.py": "is the launcher of its own ranks",
     "trainer/ops.py": "torch finds compilers and its folder of compiled extensions by it",
+    "trainer/differences.py": "cuBLAS repeats its sums only where it is asked to by it",
     "launch/doctor.py": "examines the environment that a run would find",
 }
 # Whose functions need no docstring, and why.

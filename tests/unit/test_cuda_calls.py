@@ -12,9 +12,9 @@ from torch import nn
 from strategies.runtime.gradients import _together
 from strategies.runtime.transfer import CudaTransfer, Lane
 from strategies.runtime.worker import Worker
+from trainer.differences import repeatable
 from trainer.errors import UserError
 from trainer.timing import UnitClock
-from trainer.verify import repeatable
 
 DEVICE = torch.device("cuda", 1)
 

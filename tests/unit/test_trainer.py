@@ -14,9 +14,10 @@ import torch
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.packing import MASKED, rows, whole
+from trainer.differences import compare, digest
 from trainer.nonfinite import NonFinite
 from trainer.ranks import Ranks
-from trainer.verify import compare, digest, full_weights
+from trainer.verify import full_weights
 from trainer.worlds import run_world
 
 Row = Mapping[str, Sequence[int]]

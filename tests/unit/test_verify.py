@@ -16,12 +16,13 @@ from strategies.core.registry import find
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer import facts, verify
 from trainer.config.sections import RunConfig
+from trainer.differences import Difference
 from trainer.errors import ExitCode
 from trainer.machine import probe
 from trainer.planning import plan_of
 from trainer.ranks import Ranks
 from trainer.shrink import TRAVEL, UPDATES, features, leaves, moves, moving
-from trainer.verify import Check, Difference, Moved, Offloaded, shrink
+from trainer.verify import Check, Moved, Offloaded, shrink
 
 ON_DEVICE, ON_HOST, STREAMED = (UPDATES[site] for site in (Site.DEVICE, Site.HOST, Site.STREAMED))
 WAIT_DEVICE, WAIT_HOST = "gradients wait on the device", "gradients wait on the host"
