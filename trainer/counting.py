@@ -155,6 +155,7 @@ class Counter:
         self._parameters = {p.untyped_storage()._cdata for p in (weights or dict(model.named_parameters())).values()}
         self._readers = Readers(model, weights)
         self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address comes twice
+        self._saved_in: dict[int, str] = {}  # the unit, by storage
         self._inputs: dict[int, object] = {}
         self._bytes: dict[str, int] = {}
         self._running: list[str] = []
@@ -203,7 +204,7 @@ class Counter:
             self._forwards[name] = Forward(Names(module), self._new([args, kwargs]), stream)
             hidden = stream if args else kwargs.get("hidden_states")
             if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
-                self._save(hidden)
+                self._keep_input(hidden)
 
         return enter
 
@@ -220,6 +221,14 @@ class Counter:
     def _forward(self) -> Forward | None:
         return self._forwards[self._running[-1]] if self._running else None
 
+    def _keep_input(self, hidden: Tensor) -> None:
+        """A checkpointed block's input is the block's, where torch (up to 2.12) saved it just before the block ran."""
+        storage = hidden.untyped_storage()
+        if self._saved_in.get(storage._cdata) in (EMBEDDING, HEAD):
+            self._bytes[self._saved_in[storage._cdata]] -= storage.nbytes()
+            del self._seen[storage._cdata]
+        self._save(hidden)
+
     def _save(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         forward = self._forward()
@@ -228,6 +237,7 @@ class Counter:
         if storage._cdata not in self._parameters and storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
             unit = self._running[-1] if self._running else self._outside
+            self._saved_in[storage._cdata] = unit
             self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
 
     @property

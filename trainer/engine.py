@@ -5,10 +5,14 @@ Each key has one writer: a strategy through the plan (``EngineSet``), or this fi
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from trainer.errors import ConfigError
+
+STAGE_3_FROM = (5, 23)  # releases of Transformers
 
 
 def uses_engine(plan: Plan) -> bool:
@@ -20,6 +24,23 @@ def stage(plan: Plan) -> int | None:
     """The ZeRO stage in DeepSpeed's engine, or None without it."""
     value = plan.engine().get("zero_optimization.stage")
     return int(value) if value is not None else None
+
+
+def refuse_transformers(plan: Plan, installed: str | None = None) -> None:
+    """Stage 3 needs a Transformers that builds the same model under ``deepspeed.zero.Init`` as outside of it.
+
+    Releases before 5.23 round rotary frequencies to bf16 there, and give weights that a module sets in its children
+    (GPT-2's output projections) to a shard of them only.
+
+    Raises:
+        ConfigError: the release is older.
+    """
+    installed = installed or version("transformers")
+    if stage(plan) == 3 and tuple(int(part) for part in installed.split(".")[:2]) < STAGE_3_FROM:
+        raise ConfigError(
+            f"strategies.zero.stage = 3: Transformers {installed} gives some weights and rotary frequencies other "
+            f"values under it; install 5.23, or write stage 2"
+        )
 
 
 def clips_itself(plan: Plan) -> bool:

@@ -15,6 +15,9 @@ padded or packed, which most are. Full rows keep somewhat less.
 ``gather`` describes a run of a config, ``describe`` a live model of any kind. What was counted for a config is
 remembered (``trainer/remembered.py``).
 
+[Note: layer drop] Some models draw a number before each block and skip the block where it is small. A fake number has
+no value to compare; here it is 1, so that no block is skipped, which costs the most.
+
 [Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take
 any float dtype, its fake version takes bf16 only and its flop counter does not know the operation, so both answers
 are given here: the output's shape, and two flop per row of tokens, column and summed element.
@@ -281,7 +284,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
 
 
 def _grouped_matmul() -> AbstractContextManager[object]:
-    """A mode in which fake grouped matmuls take any dtype; see [Note: grouped matmul]. It stands below autograd."""
+    """A mode of answers that fake tensors lack; see [Note: grouped matmul] and [Note: layer drop]; below autograd."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -290,6 +293,8 @@ def _grouped_matmul() -> AbstractContextManager[object]:
             if func is torch.ops.aten._grouped_mm.default:
                 rows, weight = args[:2]
                 return rows.new_empty(rows.shape[0], weight.shape[2])
+            if func is torch.ops.aten.rand.default and list(args[0]) == []:
+                return torch.tensor(1.0)  # a fake tensor that knows its value
             return func(*args, **(kwargs or {}))
 
     return AnyDtype()

@@ -17,7 +17,8 @@ from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer import engine
 from trainer.config.sections import RunConfig
-from trainer.engine import clips_itself, ds_config, uses_engine
+from trainer.engine import clips_itself, ds_config, refuse_transformers, uses_engine
+from trainer.errors import ConfigError
 from trainer.ranks import Ranks
 from trainer.verify import train_weights, verify
 from trainer.worlds import run_world
@@ -206,3 +207,10 @@ def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(base: dict[str, An
     lora = {"lora": {"r": 3, "target_modules": targets}}
     config = run_config(base, stage=3, model=lora, max_grad_norm=0.0, learning_rate=1e-2)
     assert verify(config, num_ranks=2, steps=3) == []
+
+
+def test_stage_3_is_refused_where_transformers_builds_another_model() -> None:
+    with pytest.raises(ConfigError, match=r"stage = 3: Transformers 5\.17\.2 .* install 5\.23, or write stage 2$"):
+        refuse_transformers(plan_of(3, golden_facts()), "5.17.2")
+    refuse_transformers(plan_of(3, golden_facts()), "5.23.0")
+    refuse_transformers(plan_of(2, golden_facts()), "5.17.2")
