@@ -47,7 +47,7 @@ def test_in_bf16_the_engine_equals_itself_with_the_optimizer_of_the_config(
     code, lines, err = run(config, capsys, "--ranks", "1")
     assert (code, err) == (0, "")
     runs = [line for line in lines if line.startswith("gpu_memory ")]
-    assert runs[0].endswith("against the engine with all on the device, adamw_torch: bitwise equal")
+    assert runs[0].endswith("against the engine with all on the device, adamw_torch_fused: bitwise equal")
     assert "travelled" in runs[-1] and "against plain training, sgd: " in runs[-1]
     assert lines[-1].startswith("equal within the declared 2e-02: ")
 

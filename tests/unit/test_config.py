@@ -56,7 +56,7 @@ def test_quickstart(file: Path) -> None:
         "num_train_epochs": 3.0,
         "max_steps": 200,
         "max_grad_norm": 1.0,
-        "optim": "adamw_torch",
+        "optim": "adamw_torch_fused",
         "seed": 42,
         "bf16": False,
         "fp16": False,

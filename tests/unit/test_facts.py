@@ -112,11 +112,9 @@ def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, pack
     rows = [row(9, 7), row(12, 1)]  # one full row of two documents, one with room left
     counted, real = count_model(config).units, count_real(config, rows)
     if name == "opt" and packing and counted != real:
-        # Transformers 5.17 looks into OPT's mask of ones and may make one square for all rows; nobody looks into a fake.
-        squares = BATCH * LENGTH * LENGTH * 4
-        assert all(
-            0 <= fake.saved_bytes - true.saved_bytes <= squares for fake, true in zip(counted, real, strict=True)
-        )
+        # Transformers 5.17 looks into OPT's mask of ones and may make one square for all rows; a fake has no values.
+        more = [fake.saved_bytes - true.saved_bytes for fake, true in zip(counted, real, strict=True)]
+        assert 0 <= min(more) <= max(more) <= BATCH * LENGTH * LENGTH * 4
     else:
         assert counted == real
 

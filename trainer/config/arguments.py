@@ -135,7 +135,7 @@ class TrainingSection(Section):
     max_grad_norm: NonNegative = Field(
         default=1.0, description="Gradients are clipped to this global norm; 0 switches clipping off."
     )
-    optim: Optimizer = Field(default="adamw_torch", description="Optimizer; those that need no further package.")
+    optim: Optimizer = Field(default="adamw_torch_fused", description="Optimizer; those that need no further package.")
     weight_decay: NonNegative | None = Field(default=None, description="Weight decay; not applied to biases and norms.")
     adam_beta1: Beta | None = Field(default=None, description="Decay of Adam's first moment.")
     adam_beta2: Beta | None = Field(default=None, description="Decay of Adam's second moment.")
