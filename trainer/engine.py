@@ -26,19 +26,25 @@ def stage(plan: Plan) -> int | None:
     return int(value) if value is not None else None
 
 
-def refuse_transformers(plan: Plan, installed: str | None = None) -> None:
-    """Stage 3 needs a Transformers that builds the same model under ``deepspeed.zero.Init`` as outside of it.
+def builds_under_stage_3(transformers: str | None = None) -> bool:
+    """Whether this release (else the installed one) builds the same model under ``deepspeed.zero.Init`` as without it.
 
-    Releases before 5.23 round rotary frequencies to bf16 there, and give weights that a module sets in its children
-    (GPT-2's output projections) to a shard of them only.
+    Those before 5.23 round rotary frequencies to bf16 there, and where a module draws the weights of its children
+    (GPT-2's output projections), the draw is lost.
+    """
+    release = transformers or version("transformers")
+    return tuple(int(part) for part in release.split(".")[:2]) >= STAGE_3_FROM
+
+
+def refuse_transformers(plan: Plan, installed: str | None = None) -> None:
+    """Nothing, unless stage 3 would train another model; see ``builds_under_stage_3``.
 
     Raises:
         ConfigError: the release is older.
     """
-    installed = installed or version("transformers")
-    if stage(plan) == 3 and tuple(int(part) for part in installed.split(".")[:2]) < STAGE_3_FROM:
+    if stage(plan) == 3 and not builds_under_stage_3(installed):
         raise ConfigError(
-            f"strategies.zero.stage = 3: Transformers {installed} gives some weights and rotary frequencies other "
+            f"strategies.zero.stage = 3: Transformers {installed or version('transformers')} gives some weights and rotary frequencies other "
             f"values under it; install 5.23, or write stage 2"
         )
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from strategies.core.plan import Home, Kind
+from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import GPT2, run_config
 from trainer.config.sections import RunConfig
 from trainer.ranks import Ranks
@@ -102,7 +103,7 @@ def slack(kind: Kind, stage: int | None, found: Mapping[str, int], element_bytes
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, STAGE_3])
 def test_the_plan_is_what_deepspeed_holds(stage: int | None, precision: str, tmp_path: Path) -> None:
     bf16 = precision == "bf16"
     config = run_config(
@@ -113,7 +114,7 @@ def test_the_plan_is_what_deepspeed_holds(stage: int | None, precision: str, tmp
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, STAGE_3])
 def test_frozen_weights_have_no_state(stage: int, tmp_path: Path) -> None:
     config = run_config(
         ODD, output_dir=tmp_path, stage=stage, model=LORA, max_steps=2, per_device_train_batch_size=2,

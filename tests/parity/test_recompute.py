@@ -23,6 +23,7 @@ from strategies.runtime.recompute import checkpoint_blocks, checkpointed, recomp
 from strategies.runtime.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
+from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import MODELS
 from trainer.build import plan_of as planned
 from trainer.config.sections import RunConfig
@@ -266,7 +267,7 @@ def test_autocast() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("model_type", "stage"), [("gpt2", 2), ("opt", 3)])
+@pytest.mark.parametrize(("model_type", "stage"), [("gpt2", 2), pytest.param("opt", 3, marks=needs_stage_3)])
 def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> None:
     """With dropout, and with biases, which DeepSpeed's linear layer of stage 3 adds in place."""
 

@@ -69,7 +69,8 @@ def alone() -> Iterator[Any]:
     for name in available():
         for options in find(name).examples:
             for case in CASES:
-                yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}")
+                marks = [needs_stage_3] if options == {"stage": 3} else []
+                yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}", marks=marks)
 
 
 def declared(strategy: Strategy, config: RunConfig, case: str) -> Parity:
@@ -98,7 +99,8 @@ def together() -> Iterator[Any]:
     names = available()
     groups = [(first, second) for i, first in enumerate(names) for second in names[i + 1 :]]
     for group in dict.fromkeys([*groups, tuple(names)]):
-        yield pytest.param(group, id=" + ".join(group))
+        goes = {"zero", "offload"} <= set(group) or "zero" not in group  # with zero by its last example, stage 3
+        yield pytest.param(group, id=" + ".join(group), marks=[] if goes else [needs_stage_3])
 
 
 @pytest.mark.ranks

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainerState
 
+from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from trainer import export as export_module
 from trainer.card import model_card
@@ -360,7 +361,7 @@ def train_and_export(ranks: Ranks, config: RunConfig, folder: Path, merge: bool)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [None, 2, 3])
+@pytest.mark.parametrize("stage", [None, 2, STAGE_3])
 def test_merged_adapters_after_training_on_two_ranks(tmp_path: Path, stage: int | None) -> None:
     config = run_config(
         LLAMA, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=2, model={"lora": LORA},
@@ -373,7 +374,7 @@ def test_merged_adapters_after_training_on_two_ranks(tmp_path: Path, stage: int 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["untied", "tied"])
-@pytest.mark.parametrize("stage", [None, 2, 3])
+@pytest.mark.parametrize("stage", [None, 2, STAGE_3])
 def test_export_after_training_on_two_ranks(tmp_path: Path, stage: int | None, base: Mapping[str, Any]) -> None:
     config = run_config(
         base, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=2, data={"max_length": 32}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.errors import ExitCode
@@ -133,7 +134,7 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
 @pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are read from Linux's /proc")
 @pytest.mark.parametrize("fails", [False, True], ids=["finished", "failed"])
-@pytest.mark.parametrize("stage", [None, 2, 3], ids=["plain", "stage 2", "stage 3"])
+@pytest.mark.parametrize("stage", [None, 2, STAGE_3], ids=["plain", "stage 2", "stage 3"])
 def test_no_thread_outlives_its_group(tmp_path: Path, stage: int | None, fails: bool) -> None:
     config = run_config(
         LLAMA, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=1, data={"max_length": 32}

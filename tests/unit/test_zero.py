@@ -14,6 +14,7 @@ from strategies.core.protocol import Phase
 from strategies.core.registry import find
 from strategies.zero import MAX_BUCKET
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
+from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer import engine
 from trainer.config.sections import RunConfig
@@ -191,6 +192,7 @@ def linear_after_training(ranks: Ranks, config: RunConfig) -> bool:
     return torch.nn.functional.linear is original
 
 
+@needs_stage_3
 @pytest.mark.ranks
 def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
     config = run_config(
@@ -199,6 +201,7 @@ def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
     assert run_world(1, linear_after_training, config) is True
 
 
+@needs_stage_3
 @pytest.mark.ranks
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(base: dict[str, Any]) -> None:

@@ -1,0 +1,10 @@
+"""What the installed releases cannot do, as marks with a reason."""
+
+import pytest
+
+from trainer.engine import builds_under_stage_3
+
+needs_stage_3 = pytest.mark.skipif(
+    not builds_under_stage_3(), reason="this release of Transformers is refused with ZeRO stage 3"
+)
+STAGE_3 = pytest.param(3, marks=needs_stage_3)
