@@ -44,8 +44,8 @@ def refuse_transformers(plan: Plan, installed: str | None = None) -> None:
     """
     if stage(plan) == 3 and not builds_under_stage_3(installed):
         raise ConfigError(
-            f"strategies.zero.stage = 3: Transformers {installed or version('transformers')} gives some weights and rotary frequencies other "
-            f"values under it; install 5.23, or write stage 2"
+            f"strategies.zero.stage = 3: under it Transformers {installed or version('transformers')} gives some "
+            f"weights and rotary frequencies other values; install 5.23, or write stage 2"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 from strategies.core.registry import available, find
+from tests.helpers.releases import needs_stage_3
 from trainer.config.sections import RunConfig
 from trainer.differences import compare, digest
 from trainer.errors import ConfigError
