@@ -2,6 +2,10 @@
 
 Tensors that stand for a parameter or a gradient (``parameters.py``, ``parked.py``) see every function that is called
 with them and answer by kind. What is in no table here is taken for a reader of values, which gets the right ones.
+
+[Note: several kinds] One function may be called with tensors of several such classes. Torch asks one class, which knows
+its own tensors only. It puts values in their place and calls the function again, so that the next class is asked. Those
+that put nothing in their place, because the memory is right as it is, wait until they are alone.
 """
 
 from __future__ import annotations
@@ -69,6 +73,19 @@ def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 def each(value: Any) -> list[Any]:
     """A list of what ``value`` is or has."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def others_stand(types: Sequence[type], *own: type) -> bool:
+    """Whether tensors of further classes that stand for something are in the call; see [Note: several kinds]."""
+    return len(types) > 1 and any(hasattr(kind, "_stands_for") and not issubclass(kind, own) for kind in types)
+
+
+def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
+    """``func``; ``ask``: other classes first, although the class that calls this is not asked again."""
+    if not ask:
+        return func(*args, **kwargs)
+    with torch._C._EnableTorchFunction():
+        return func(*args, **kwargs)
 
 
 def looks_for_node(func: Any, args: Any) -> bool:

@@ -39,10 +39,12 @@ from strategies.runtime.functions import (
     ARRAYS,
     NEW,
     asks_about,
+    call,
     converts_nothing,
     for_aliases,
     looks_for_node,
     only_read,
+    others_stand,
     written,
 )
 from strategies.runtime.guard import others_keep
@@ -160,6 +162,8 @@ class PresentParameter(StowedParameter):
 class VisitingParameter(StowedParameter):
     """As present, in a home that it will leave."""
 
+    _stands_for = "a weight that is here"
+
     @property
     def data(self) -> Tensor:
         """Its newest value, to read."""
@@ -173,6 +177,11 @@ class VisitingParameter(StowedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1:
+            if others_stand(types, VisitingParameter, Alias):
+                return NotImplemented
+            if Alias in types:
+                return Alias.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             is_new = func in NEW
             if not is_new and asks_about(func):
@@ -195,11 +204,14 @@ class VisitingParameter(StowedParameter):
 class Alias(Tensor):
     """A view of a weight that travels, made while it was there."""
 
+    _stands_for = "a view of a weight"
     _keeper: Keeper
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if others_stand(types, VisitingParameter, Alias):
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             if asks_about(func):
                 return func(*args, **kwargs)
@@ -215,7 +227,10 @@ class Alias(Tensor):
                 return value
 
             args, kwargs = tree_map_only(Alias, read, (args, kwargs))
-            out = func(*args, **kwargs)
+            if VisitingParameter in types:
+                out = VisitingParameter.__torch_function__(func, (VisitingParameter,), args, kwargs)
+            else:
+                out = func(*args, **kwargs)
             for alias in found:
                 out = for_aliases(out, *alias._keeper.home, alias._keeper.follow)
                 if func in ARRAYS:
@@ -225,6 +240,8 @@ class Alias(Tensor):
 
 class AbsentParameter(StowedParameter):
     """Away, being updated, or present for somebody else. Torch's functions come by here."""
+
+    _stands_for = "a weight that is not here"
 
     @property
     def data(self) -> Tensor:
@@ -260,12 +277,14 @@ class AbsentParameter(StowedParameter):
                 return value
 
             args, kwargs = tree_map_only(AbsentParameter, read, (args, kwargs))
-            return only_read(func, func(*args, **kwargs), copies, ReadOnly)
+            out = call(func, args, kwargs, ask=others_stand(types, AbsentParameter))
+            return only_read(func, out, copies, ReadOnly)
 
 
 class ReadOnly(Tensor):
     """A value that is shown. Writing to it, or to a view of it, raises: it would reach nobody."""
 
+    _stands_for = "a value that is shown"
     _refusal = f"on what a stowed parameter shows; {WRITE}"
 
     @classmethod
@@ -278,7 +297,10 @@ class ReadOnly(Tensor):
             if asks_about(func):
                 return func(*args, **kwargs)
             shown = [value for value in (*args, *kwargs.values()) if isinstance(value, ReadOnly)]
-            return only_read(func, func(*args, **kwargs), shown, type(shown[0]) if shown else ReadOnly)
+            ask = others_stand(types, ReadOnly)
+            if ask:
+                args, kwargs = tree_map_only(ReadOnly, lambda value: value.as_subclass(Tensor), (args, kwargs))
+            return only_read(func, call(func, args, kwargs, ask=ask), shown, type(shown[0]) if shown else ReadOnly)
 
 
 TABLES = frozenset([nn.functional.embedding, torch.embedding])

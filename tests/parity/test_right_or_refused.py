@@ -74,7 +74,7 @@ def run(make: Callable[[], nn.Module], loop: Loop, stowed: bool, **options: Any)
 def backward(model: nn.Module, number: int) -> float:
     loss = model(TEXT[number])
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def every_step(
