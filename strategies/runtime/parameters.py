@@ -52,7 +52,7 @@ from strategies.runtime.guard import others_keep
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
-WRITE = "write under `with optimizer.present([parameter]):`, or use load_state_dict"
+WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
 
 
 class Keeper(Protocol):
@@ -291,11 +291,11 @@ class ReadOnly(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if asks_about(func):
+                return func(*args, **kwargs)
             for target in written(func, args, kwargs):
                 if isinstance(target, ReadOnly):
                     raise RuntimeError(f"{func.__name__} {target._refusal}")
-            if asks_about(func):
-                return func(*args, **kwargs)
             shown = [value for value in (*args, *kwargs.values()) if isinstance(value, ReadOnly)]
             ask = others_stand(types, ReadOnly)
             if ask:

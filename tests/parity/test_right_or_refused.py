@@ -288,6 +288,11 @@ def test_the_same(case: str) -> None:
     assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
 
 
+def under_autocast(weight: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        (weight @ weight.t()).sum()
+
+
 ONCE = {"max_grad_norm": 0.0}  # updates begin in backward
 REFUSED: dict[str, tuple[Any, ...]] = {
     "weight[:2].zero_()": (every_step(after=lambda m, _: m.layers[1].up.weight.detach()[:2].zero_()), "zero_ on what"),
@@ -307,6 +312,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "torch.func": (
         lambda m, _: torch.func.grad(lambda x: m.layers[0](x).sum())(torch.zeros(2, 32)),
         "cannot be in torch.func",
+    ),
+    "a graph of a copy, under autocast": (
+        every_step(lambda m, _: under_autocast(m.layers[1].up.weight)), "read under autocast outside of the module",
     ),
     "a slice of a gradient": (every_step(lambda m, _: m.embed.weight.grad[:10].zero_()), "zero_ on a copy of a gr"),
     "a view of a gradient": (every_step(lambda m, _: m.head.weight.grad.view(-1).mul_(2)), "mul_ on a copy of a gr"),
