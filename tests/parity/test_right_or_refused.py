@@ -141,6 +141,34 @@ class LateUnderHooks(Net):
         return sum((layer.kept for layer in self.layers), torch.zeros(()))  # type: ignore[misc]
 
 
+class Surroundings(nn.Module):
+    """Has a weight of its own, and hands on what its last block makes, or what each of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.position = nn.ModuleList(Block() for _ in range(4)), nn.Parameter(torch.ones(8, 32))
+
+    def forward(self, x: Tensor, depth: int) -> list[Tensor]:
+        made = [x + self.position]
+        for layer in list(self.layers)[:depth]:
+            made.append(layer(made[-1]))
+        return made if depth == 2 else made[-1:]
+
+
+class EarlyExit(Net):
+    """Guards are gone after two steps that are alike; then another block is the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers
+        self.inner = Surroundings()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        made = self.inner(self.embed(ids), (4, 4, 3, 2, 4, 2)[self.calls - 1])
+        return sum((cross_entropy(self.head(x).flatten(0, 1), ids.flatten()) for x in made), torch.zeros(()))
+
+
 def a_hook_that_keeps_weights(model: nn.Module, optimizer: Any) -> list[Any]:
     kept: list[Tensor] = []
     for layer in model.layers:  # type: ignore[union-attr]
@@ -259,6 +287,7 @@ def change(name: str, value: Any) -> Callable[[Any, Any], None]:
 SAME: dict[str, tuple[Any, ...]] = {
     "a view, read when its block is over": (ReadsKept, every_step()),
     "a view, from the third step on": (lambda: ReadsKept(2), every_step(steps=4)),
+    "a node that ends a block and what is around it": (EarlyExit, every_step(steps=6)),
     "late nodes under hooks of others": (LateUnderHooks, every_step()),
     "a hook that keeps weights": (Net, a_hook_that_keeps_weights),
     "autograd.grad of weights": (Net, gradients_of_weights),
