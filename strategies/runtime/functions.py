@@ -23,10 +23,12 @@ ABOUT = frozenset(
     for name in (
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
         "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "is_same_size",
-        "get_device", "register_hook", "requires_grad_", "untyped_storage", "_is_view", "__hash__", "__len__",
+        "get_device", "register_hook", "retain_grad", "requires_grad_", "untyped_storage", "_is_view", "__hash__",
+        "__len__",
     )
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
 GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # ask for the place in a graph
+HOOKS = frozenset([Tensor.register_hook, Tensor.retain_grad])
 NODES = frozenset([Tensor.expand_as, Tensor.view_as])  # of a tensor as itself: how torch looks for its node
 VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes that are views of the value
 ADDRESSES = frozenset([Tensor.data_ptr])
@@ -51,6 +53,13 @@ def asks_about(func: Any) -> bool:
     if type(func).__name__ == "method-wrapper":  # the getter or setter of an attribute
         return func.__self__.__name__ not in VALUES
     return func in ABOUT or func in GRAPH
+
+
+def asks_for_node(func: Any) -> bool:
+    """Whether the answer is, or hangs on, the tensor's place in a graph."""
+    if type(func).__name__ == "method-wrapper":
+        return bool(func.__self__.__name__ == "grad_fn")
+    return func in GRAPH or func in HOOKS
 
 
 def converts_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -32,13 +32,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.runtime.functions import (
     ADDRESSES,
     ARRAYS,
     NEW,
     asks_about,
+    asks_for_node,
     call,
     converts_nothing,
     for_aliases,
@@ -53,6 +54,7 @@ STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
 WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
+NODE = "so is its place in the graph: use param.register_hook"
 
 
 class Keeper(Protocol):
@@ -92,6 +94,10 @@ class Keeper(Protocol):
 
     def zero_gradient(self) -> None:
         """The gradient becomes zero, as by ``zero_grad(set_to_none=False)``."""
+
+    @property
+    def here(self) -> bool:
+        """Whether it is shown in its home."""
 
     def follow(self, view: Tensor) -> Tensor:
         """``view``, which shares the parameter's home, as an ``Alias`` from now on."""
@@ -213,6 +219,10 @@ class Alias(Tensor):
         if others_stand(types, VisitingParameter, Alias):
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
+            if asks_for_node(func):  # which torch would make anew, of a weight that is not here
+                for alias in tree_leaves((args, kwargs)):
+                    if isinstance(alias, Alias) and not alias._keeper.here:
+                        raise RuntimeError(f"a view of {alias._keeper.name} is away; {NODE}")
             if asks_about(func):
                 return func(*args, **kwargs)
             for target in written(func, args, kwargs):
@@ -262,9 +272,7 @@ class AbsentParameter(StowedParameter):
                 if isinstance(target, AbsentParameter):
                     raise RuntimeError(f"{target._keeper.name}: {func.__name__} on a parameter that is away; {WRITE}")
             if looks_for_node(func, args):
-                raise RuntimeError(
-                    f"{args[0]._keeper.name} is away, and so is its place in the graph: use param.register_hook"
-                )
+                raise RuntimeError(f"{args[0]._keeper.name} is away; {NODE}")
             if func in ADDRESSES:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)

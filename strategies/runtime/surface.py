@@ -96,8 +96,13 @@ class Surface(Copied):
                 f"{held.bucket.params[index]} travels, and a view of it as {view.dtype} outlives its stay"
             )
         start = view.storage_offset() - held.shaped(held.weight, index).storage_offset()
-        if view.requires_grad:
+        if view.requires_grad and torch.is_grad_enabled():
             _refuse_casts(held.bucket.params[index], held.params[index])
+            if view.retains_grad or view._backward_hooks:
+                raise RuntimeError(
+                    f"a view of {held.bucket.params[index]}, which travels, has hooks and is used when its block is "
+                    f"over, which they would not see: use param.register_hook"
+                )
         # From the parameter, and not from the view: torch makes the view's node anew, of what its base is by now.
         whole = _with_gradient(held.params[index], value) if view.requires_grad else value
         return whole.as_strided(view.size(), view.stride(), start)
@@ -277,6 +282,10 @@ class Keeper(Copied):
             view.__class__ = Alias  # and not as_subclass, which would put a node into the graph
             view._keeper = self  # type: ignore[attr-defined]
         return view
+
+    @property
+    def here(self) -> bool:
+        return self._held.shown
 
     def read_view(self, view: Tensor) -> Tensor:
         return self._surface.read_view(self._held, self._index, view)

@@ -113,8 +113,8 @@ class KeepsView(Block):
 class ReadsKept(Net):
     """The view is used when its block is long over; in one case not before the third step."""
 
-    def __init__(self, since: int = 0) -> None:
-        super().__init__(KeepsView)
+    def __init__(self, since: int = 0, block: type[Block] = KeepsView) -> None:
+        super().__init__(block)
         self.since = since
 
     def more(self) -> Tensor | float:
@@ -322,6 +322,18 @@ def under_autocast(weight: Tensor) -> None:
         (weight @ weight.t()).sum()
 
 
+class HooksView(KeepsView):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.kept.register_hook(lambda grad: 2 * grad)
+        return out
+
+
+def hooked_late(model: nn.Module, optimizer: Any) -> None:
+    model(TEXT[0])
+    model.layers[0].kept.register_hook(print)  # type: ignore[union-attr, index]
+
+
 ONCE = {"max_grad_norm": 0.0}  # updates begin in backward
 REFUSED: dict[str, tuple[Any, ...]] = {
     "weight[:2].zero_()": (every_step(after=lambda m, _: m.layers[1].up.weight.detach()[:2].zero_()), "zero_ on what"),
@@ -363,6 +375,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "not stepped": (every_step(lambda _, o: o.zero_grad(), clip=False), "updates have begun", ONCE),
     "more passes than planned": (lambda m, _: [backward(m, 0), backward(m, 1)], "backward pass after the gradients"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "loop"), [(HooksView, every_step()), (KeepsView, hooked_late)])
+def test_hooks_on_a_view_that_outlives_its_block(block: type[Block], loop: Loop) -> None:
+    with pytest.raises(RuntimeError, match=r"use param\.register_hook"):
+        run(lambda: ReadsKept(block=block), loop, stowed=True)
 
 
 @pytest.mark.parametrize("case", REFUSED)
