@@ -36,13 +36,13 @@ def builds_under_stage_3(transformers: str | None = None) -> bool:
     return tuple(int(part) for part in release.split(".")[:2]) >= STAGE_3_FROM
 
 
-def refuse_transformers(plan: Plan, installed: str | None = None) -> None:
+def refuse_transformers(stage: int | None, installed: str | None = None) -> None:
     """Nothing, unless stage 3 would train another model; see ``builds_under_stage_3``.
 
     Raises:
         ConfigError: the release is older.
     """
-    if stage(plan) == 3 and not builds_under_stage_3(installed):
+    if stage == 3 and not builds_under_stage_3(installed):
         raise ConfigError(
             f"strategies.zero.stage = 3: under it Transformers {installed or version('transformers')} gives some "
             f"weights and rotary frequencies other values; install 5.23, or write stage 2"

@@ -7,9 +7,11 @@ compiler, it ends before anything is prepared.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +30,16 @@ class Op:
 
 SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
 CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
+LONGEST_BUILD_S = 600.0
 FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the GPU")
 
 
 def cache_folder() -> Path:
     """Where torch keeps compiled extensions; the same rule as torch.utils.cpp_extension, which names no function."""
     import torch
+
+    # Else it says, where it is loaded, that CUDA's compiler is here and no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils.cpp_extension import get_default_build_root
 
     if "TORCH_EXTENSIONS_DIR" in os.environ:
@@ -59,12 +65,19 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def refuse_without_compiler() -> None:
+def refuse_what_cannot_be_built() -> None:
     """Raise where DeepSpeed's engine would have to compile something and cannot.
+
+    A build that was killed leaves its lock, for which torch would wait for ever, without a word.
 
     Raises:
         ConfigError: with the cure.
     """
+    import torch
+
+    lock = cache_folder() / SHM.name / "lock"
+    if not torch.cuda.is_available() and lock.exists() and time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
+        raise ConfigError(f"strategies.zero: a build of DeepSpeed's {SHM.name} was cut off; delete {lock}")
     if announcement() is not None and compiler() is None:
         raise ConfigError(
             f"strategies.zero: DeepSpeed has to compile {SHM.use} on this machine, and there is no C++ compiler: "

@@ -12,7 +12,7 @@ from strategies.core.compose import compose
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.render import human
-from trainer import engine, facts, model, timing, tuning
+from trainer import facts, model, timing, tuning
 from trainer.errors import ConfigError
 from trainer.shrink import PER_LAYER
 
@@ -53,7 +53,6 @@ def plan_of(
     except (Conflict, Refusal) as refused:
         raise ConfigError(str(refused)) from None
     _refuse_compiled(config, plan)
-    engine.refuse_transformers(plan)
     return plan
 
 

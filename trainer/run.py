@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from strategies.core.render import human
+from strategies.zero import Zero
 from trainer import build, ops, shortage
 from trainer.callbacks import write_line
 from trainer.card import model_card
+from trainer.engine import refuse_transformers
 from trainer.errors import ExitCode, UserError
 from trainer.export import export
 from trainer.ranks import GRACE_S, Ranks, process_group
@@ -31,13 +33,15 @@ NEXT_STEPS = {"runs/quickstart": "make finetune"}
 
 
 def refuse_unbuildable(config: RunConfig) -> None:
-    """Raise where something would have to be compiled that cannot be; before anything is prepared.
+    """Raise where something would have to be compiled that cannot be, or built right; before anything is prepared.
 
     Raises:
         ConfigError: it cannot.
     """
-    if "zero" in config.strategies:
-        ops.refuse_without_compiler()
+    zero = config.strategies.get("zero")
+    if isinstance(zero, Zero):
+        refuse_transformers(zero.stage)
+        ops.refuse_what_cannot_be_built()
 
 
 def run(config: RunConfig, ranks: Ranks) -> int:

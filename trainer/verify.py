@@ -24,6 +24,7 @@ import torch
 
 from strategies.buffers import Buffers
 from strategies.core.layout import Site
+from trainer import engine
 from trainer.differences import Difference, compare, repeat_sums, repeatable
 from trainer.errors import ConfigError, DataError, UserError
 from trainer.ranks import Ranks
@@ -183,6 +184,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     prepared = Prepared(data, None, "random", "input_ids", ROWS * LENGTH, ROWS * LENGTH)
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
+    engine.refuse_transformers(engine.stage(plan))
     return build.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), prepared, machine, plan, None)
 
 

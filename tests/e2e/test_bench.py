@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,8 +179,8 @@ def check(subject: Subject, runs: Results) -> None:
     """``subject`` trained like plain torch, was measured, and went on as if nothing had been measured."""
     assert subject.label in runs, "it ended without a result"
     run, plain = runs[subject.label], runs[work.PLAIN]
-    if subject.label == "torchao" and find_spec("torchao") is None:
-        assert run["failed"] == "not installed"
+    if subject.label == "torchao":  # moves to CUDA and XPU only
+        assert run["failed"] == "not installed" or "only supports CUDA" in run["failed"]
         return
     if subject.label == "superoffload":
         assert run["failed"] == "needs a CUDA GPU"

@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.commands import PYTHON, REPO, TRAIN, Result, run, write_config
 from tests.e2e.test_errors import MEASURED, without_torch
+from tests.helpers.releases import needs_stage_3
 
 LARGE = str(REPO / "configs" / "llama-70b.yaml")
 
@@ -57,6 +58,7 @@ def test_plan_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     assert found.err.splitlines() == ["--json /proc/no/plan.json: No such file or directory"]
 
 
+@needs_stage_3
 @pytest.mark.ranks
 def test_verify(tmp_path: Path) -> None:
     config = write_config(tmp_path, strategies={"zero": {"stage": 3}})

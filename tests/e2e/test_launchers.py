@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.e2e.commands import TRAIN, Result, digest, launcher, metrics, run, write_config
+from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +23,7 @@ RUNS = [
     ("deepspeed", 2, 2),
     ("torchrun", 1, 0),
     ("torchrun", 2, None),
-    ("accelerate", 1, 3),
+    ("accelerate", 1, HIGHEST_STAGE),
     ("accelerate", 2, 1),
 ]
 IDS = [f"{name}-{num_ranks}" for name, num_ranks, _ in RUNS]

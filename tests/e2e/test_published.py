@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.e2e.commands import REPO, Server
+from tests.helpers.releases import HIGHEST_STAGE
 
 ELSEWHERE = {
     "bench": "test_bench.py, tests/unit/test_bench.py",
@@ -87,6 +88,8 @@ def test_commands_that_train(server: Server, tmp_path: Path) -> None:
     assert len(commands) >= 5
     for ranks, arguments in commands:
         here = [re.sub("(configs|runs)/", rf"{tmp_path}/\1/", argument) for argument in arguments]
+        if "strategies.zero.stage=3" in arguments and HIGHEST_STAGE < 3:
+            continue  # refused with this release of Transformers
         found = server.start(ranks, here, tmp_path).wait().check().quiet()
         if "zero" not in "".join(arguments):
             assert "streamed" in found.text or "host" in found.text, found.text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, metrics, write_config, write_text_data
+from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = pytest.mark.ranks
 
@@ -23,11 +24,18 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("server", 1, {}),
     ("server", 1, {"zero": {"stage": 0}}),
     ("deepspeed", 2, {"zero": {"stage": 2}}),
-    ("server", 2, {"zero": {"stage": 3}}),
+    ("server", 2, {"zero": {"stage": HIGHEST_STAGE}}),
     ("server", 1, {**STREAMED, **SENT}),
     ("server", 2, STREAMED),
 ]
-IDS = ["plain", "stage 0", "stage 2 on two ranks", "stage 3 on two ranks", "offload, recompute", "offload on two ranks"]
+IDS = [
+    "plain",
+    "stage 0",
+    "stage 2 on two ranks",
+    "highest stage",
+    "offload, recompute",
+    "offload on two ranks",
+]
 
 
 def config_in(folder: Path, strategies: dict[str, Any]) -> Path:

@@ -1,6 +1,7 @@
 """DeepSpeed's extensions: a machine that cannot build them hears of it before anything is prepared."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,4 +39,18 @@ def test_what_is_built_needs_no_compiler(slim: Path) -> None:
     built = ops.cache_folder() / ops.SHM.name
     built.mkdir(parents=True)
     (built / f"{ops.SHM.name}.so").touch()
-    ops.refuse_without_compiler()
+    ops.refuse_what_cannot_be_built()
+
+
+def test_a_build_that_was_cut_off_is_one_line(slim: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Torch would wait for whoever holds the lock."""
+    lock = ops.cache_folder() / ops.SHM.name / "lock"
+    lock.parent.mkdir(parents=True)
+    (lock.parent / f"{ops.SHM.name}.so").touch()
+    lock.touch()
+    ops.refuse_what_cannot_be_built()  # somebody may be building
+    os.utime(lock, (0, 0))
+    assert main(["--config", str(slim)]) == ExitCode.CONFIG
+    assert capsys.readouterr().err.splitlines() == [
+        f"strategies.zero: a build of DeepSpeed's {ops.SHM.name} was cut off; delete {lock}"
+    ]
