@@ -84,7 +84,9 @@ class Engine(Copied):
         self.place_of = {id(param): (held, i) for held in self.held for i, param in enumerate(held.params)}
         order = [self.place_of[id(param)] for param in model.parameters() if param.requires_grad]
         self.trained = {id(held.params[index]) for held, index in order}
-        self.gradients = Gradients(layout, order, transfer, self.worker, self.updates, self._completed, group)
+        self.gradients = Gradients(
+            layout, order, transfer, self.worker, self.updates, self._completed, self._catch_up, group
+        )
         self._itinerary = Itinerary(scopes)
         self._used: dict[int, dict[str, Any]] = {}  # hyperparameters of this step's updates, by group
         self._ready: list[Held] = []  # complete buckets whose update starts in backward
@@ -238,6 +240,11 @@ class Engine(Copied):
         if self.layout.in_backward:
             self._ready.append(held)
 
+    def _catch_up(self, held: Held) -> None:
+        """After backward: the last update of a bucket that this rank did not use since, before it gets another."""
+        self.borders.close_all()
+        self.settle(held)
+
     def _update_ready(self) -> None:
         """Without clipping: update what is complete and no longer used in this backward."""
         waiting = [held for held in self._ready if held.open]
@@ -272,7 +279,6 @@ class Engine(Copied):
             touched = [held for held in self.held if held.touched]
             scale = self.clipping.of_step(touched)
             for held in touched:
-                self.settle(held)  # where only other ranks have used it since the last update
                 self._submit(held, scale)
         if self.clipping.scale is not None:
             self.verdicts.add(self.clipping.scale, self.gradients.norms())
