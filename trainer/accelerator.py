@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class DrivesModel(Protocol):
     """An optimizer that has hooked the model itself and clips what it holds."""
 
+    param_groups: list[dict[str, Any]]
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
 
     def step(self) -> None: ...
@@ -79,7 +81,24 @@ class StowAccelerator(Accelerator):
         if self.driver is not None:
             if norm_type != 2:
                 raise ValueError(f"norm_type={norm_type}: a stowed model clips by the Euclidean norm, 2")
+            self._refuse_some(parameters, self.driver)
             return self.driver.clip_grad_norm_(max_norm)
         if self._norm is not None:
             return self._norm
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @staticmethod
+    def _refuse_some(chosen: Iterable[Tensor], driver: DrivesModel) -> None:
+        """Do nothing where all parameters that have a gradient are chosen.
+
+        Raises:
+            ValueError: some are left out, which plain training would not clip.
+        """
+        ids = {id(parameter) for parameter in chosen}
+        trained = [parameter for group in driver.param_groups for parameter in group["params"]]
+        left_out = sum(id(parameter) not in ids and parameter.grad is not None for parameter in trained)
+        if left_out:
+            raise ValueError(
+                f"clip_grad_norm_ leaves out {left_out} of {len(trained)} parameters: all of a stowed model's are "
+                f"clipped together; give it model.parameters()"
+            )

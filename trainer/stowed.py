@@ -195,6 +195,10 @@ class StowedTrainer:
             raise ValueError("fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True")
         if args.n_gpu > 1:
             raise ValueError(f"one process with {args.n_gpu} GPUs: start one for each, as torchrun does")
+        if args.ddp_broadcast_buffers is False and args.world_size > 1:
+            raise ValueError(
+                "ddp_broadcast_buffers=False: a stowed trainer gives all ranks the buffers of the first; leave it out"
+            )
         if "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing):
             raise ValueError("recompute= cannot go with gradient_checkpointing=True: keep one of the two")
 

@@ -29,7 +29,9 @@ from strategies.runtime.homes import Homes
 from strategies.runtime.parameters import Copied, set_data
 from strategies.runtime.rules import Rule
 from strategies.runtime.scopes import Borders, Itinerary, Scope, Visit, find_scopes
+from strategies.runtime.sharing import SharedBuffers, share_start
 from strategies.runtime.transfer import Transfer
+from strategies.runtime.unseen import unseen
 from strategies.runtime.update import Job, Scale, Updates
 from strategies.runtime.verdicts import Verdicts
 from strategies.runtime.worker import Worker, spare_cores
@@ -67,6 +69,7 @@ class Engine(Copied):
         self.arena = Arena(addresses, device)
         dtypes = {param.dtype for param in model.parameters()}
         self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
+        self._buffers = None if group is None else SharedBuffers(model, group)
         if group is not None:
             share_start(model, device, group)
         self.held = list(self._hold(model))
@@ -76,7 +79,12 @@ class Engine(Copied):
         scopes = find_scopes(model, held_of)
         self.homes = Homes(transfer, debug=debug)
         self.borders = Borders(
-            scopes, self._enter_forward, self._enter_backward, self.homes.left, self._bring_unannounced, debug=debug
+            scopes,
+            self._enter_forward,
+            self._enter_backward,
+            unseen(self.homes.left),
+            self._bring_unannounced,
+            debug=debug,
         )
         self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
@@ -84,7 +92,9 @@ class Engine(Copied):
         self.place_of = {id(param): (held, i) for held in self.held for i, param in enumerate(held.params)}
         order = [self.place_of[id(param)] for param in model.parameters() if param.requires_grad]
         self.trained = {id(held.params[index]) for held, index in order}
-        self.gradients = Gradients(layout, order, transfer, self.worker, self.updates, self._completed, group)
+        self.gradients = Gradients(
+            layout, order, transfer, self.worker, self.updates, self._completed, self._catch_up, group
+        )
         self._itinerary = Itinerary(scopes)
         self._used: dict[int, dict[str, Any]] = {}  # hyperparameters of this step's updates, by group
         self._ready: list[Held] = []  # complete buckets whose update starts in backward
@@ -134,9 +144,11 @@ class Engine(Copied):
         self.borders.close_all()
         self._itinerary.begin()
         if torch.is_grad_enabled():
+            if self._buffers is not None:
+                self._buffers.forward(is_last=self.gradients.passes + 1 >= self.layout.accumulation)
             self.gradients.new_pass()
 
-    @torch.no_grad()
+    @unseen
     def _enter_forward(self, scope: Scope) -> None:
         recomputing = self.borders.recomputing
         if not recomputing:
@@ -149,19 +161,19 @@ class Engine(Copied):
         for held in scope.held:
             self.ensure(held)
 
-    @torch.no_grad()
+    @unseen
     def _enter_backward(self, scope: Scope) -> None:
         self._itinerary.backward(scope)
         self._update_ready()
         self._ensure(scope)
         self._fetch_ahead(self._itinerary.ahead_in_backward())
 
-    @torch.no_grad()
+    @unseen
     def _bring_unannounced(self, held: Held) -> None:
         self.unannounced += not held.present
         self.ensure(held)
 
-    @torch.no_grad()
+    @unseen
     def reads_along(self, held: Held) -> None:
         """A resident bucket is read outside of the modules that own it; from now on the scope that did has it ready."""
         self.ensure(held)
@@ -174,7 +186,7 @@ class Engine(Copied):
             self.homes.fetch(held)
         self.homes.use(held)
 
-    @torch.no_grad()
+    @unseen
     def settle(self, held: Held) -> None:
         """The newest weights of ``held`` are where they rest."""
         if held.settled:
@@ -238,6 +250,11 @@ class Engine(Copied):
         if self.layout.in_backward:
             self._ready.append(held)
 
+    def _catch_up(self, held: Held) -> None:
+        """After backward: the last update of a bucket that this rank did not use since, before it gets another."""
+        self.borders.close_all()
+        self.settle(held)
+
     def _update_ready(self) -> None:
         """Without clipping: update what is complete and no longer used in this backward."""
         waiting = [held for held in self._ready if held.open]
@@ -261,6 +278,8 @@ class Engine(Copied):
             NonFiniteError: nothing has changed for several steps.
         """
         self.borders.close_all()
+        if self._buffers is not None:
+            self._buffers.step()
         self.gradients.leftovers.refuse()
         self.gradients.finish()
         if self.gradients.empty:
@@ -272,7 +291,6 @@ class Engine(Copied):
             touched = [held for held in self.held if held.touched]
             scale = self.clipping.of_step(touched)
             for held in touched:
-                self.settle(held)  # where only other ranks have used it since the last update
                 self._submit(held, scale)
         if self.clipping.scale is not None:
             self.verdicts.add(self.clipping.scale, self.gradients.norms())
@@ -363,27 +381,3 @@ class Engine(Copied):
 
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 HALFWAY = "the plan updates in backward (without max_grad_norm), and updates have begun"
-
-
-def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> None:
-    """Give all ranks the first one's parameters and buffers, as torch's data parallelism does. A collective.
-
-    Raises:
-        ValueError: the ranks have different models.
-    """
-    import torch.distributed as dist
-
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
-    models: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(models, mine, group=group)
-    if any(other != mine for other in models):
-        raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
-    for _, tensor in _tensors(model):
-        value = tensor.detach().to(device)
-        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
-        tensor.detach().copy_(value)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

@@ -50,6 +50,7 @@ class Gradients:
     Args:
         order: for each trained parameter in the order of ``model.parameters()``: its bucket and its place there.
         complete: called when all gradients of a bucket for one update are where they park.
+        settle: computes the last update of a bucket, if that was not done yet.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class Gradients:
         worker: Worker,
         updates: Updates,
         complete: Callable[[Held], None],
+        settle: Callable[[Held], None],
         group: ProcessGroup | None,
     ) -> None:
         self._layout, self._order = layout, order
         self._transfer, self._worker, self._updates = transfer, worker, updates
-        self._complete, self._group = complete, group
+        self._complete, self._settle, self._group = complete, settle, group
         self._all = sorted({held.index: held for held, _ in order}.values(), key=lambda held: -held.index)
         self.leftovers = Leftovers(self._all)
         self.window = 0  # counts the times that all gradients were taken or given up
@@ -190,6 +192,7 @@ class Gradients:
         late = [held for held in self._all if held.index not in self._done]
         if self._group is not None:
             for held in late:
+                self._settle(held)  # where only other ranks have used it, its last update may wait for this memory
                 self._reduce(held)
             self._share_touched()
         for held in late:

@@ -45,6 +45,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT
 from strategies.runtime.activations import HostRoom, Sent, unwritten
+from strategies.runtime.effects import Effects
 from strategies.runtime.nested import tensors_in
 
 if TYPE_CHECKING:
@@ -182,10 +183,16 @@ class Checkpointed:
 
     Args:
         hosted: what of these, and of the input, waits in ``room``.
+        name: of the block, for messages.
     """
 
     def __init__(
-        self, block: nn.Module, kept: Collection[str], hosted: Collection[str] = (), room: HostRoom | None = None
+        self,
+        block: nn.Module,
+        kept: Collection[str],
+        hosted: Collection[str] = (),
+        room: HostRoom | None = None,
+        name: str = "",
     ) -> None:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the first forward, and each time again
         self.watch: Callable[[Tensor], object] | None = None  # is shown what is kept on the device; for the ledger
@@ -193,6 +200,7 @@ class Checkpointed:
         self.room = room if hosted else None
         self._block, self._kept, self._hosted = block, frozenset(kept), frozenset(hosted)
         self._written: frozenset[str] | None = None if kept else frozenset()
+        self._effects = Effects(block, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own; without gradients it is just that."""
@@ -234,11 +242,11 @@ class Checkpointed:
             return self.forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
 
     def _contexts(self, seen: Seen | None) -> Contexts:
+        found = self._effects.begin()
+        forwards: list[AbstractContextManager[Any]] = [found.first(), *([seen] if seen is not None else [])]
+        agains: list[AbstractContextManager[Any]] = [found]
         if self._written is None:
-            assert seen is not None
-            return seen, nullcontext()  # the first time nothing is kept
-        forwards: list[AbstractContextManager[Any]] = [seen] if seen is not None else []
-        agains: list[AbstractContextManager[Any]] = []
+            return Within(forwards), Within(agains)  # the first time nothing is kept
         kept, hosted = self._kept - self._written - self._hosted, (self._hosted - {INPUT}) - self._written
         if hosted and self.room is not None:
             sending = Sending(self._block, kept, hosted, self.room)
@@ -328,7 +336,7 @@ def checkpoint_blocks(
         block: Any = model.get_submodule(path)
         if checkpointed(block) is not None or getattr(block, "gradient_checkpointing", False):
             raise ValueError(f"{path} is recomputed already")
-        block.forward = Checkpointed(block, names, hosted.get(path, ()), room)
+        block.forward = Checkpointed(block, names, hosted.get(path, ()), room, path)
 
 
 def checkpointed(module: nn.Module) -> Checkpointed | None:

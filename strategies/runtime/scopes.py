@@ -328,7 +328,8 @@ class Borders:
     @contextmanager
     def _run_again(self, scope: Scope) -> Iterator[None]:
         """Around the forward of a checkpointed block, the first time inside its borders, later wherever it begins."""
-        if self._backward and (scope not in self._in_backward or scope is self._partly):
+        replays = self._backward or scope not in self._in_forward  # a backward may begin with a replay
+        if replays and (scope not in self._in_backward or scope is self._partly):
             self._unannounced(scope, *scope.held)
         hooks = self._guarded(scope)
         try:

@@ -1,10 +1,12 @@
 """The engine on two real ranks: a step is skipped by all or by none, and weights stay the same everywhere."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from strategies.runtime import AdamW, stow
 from tests.helpers.models import build, tokens
@@ -57,32 +59,104 @@ def test_one_rank_that_is_not_finite_stops_the_step_of_all(max_norm: float) -> N
     assert all(found.values()), found
 
 
-def skipping(ranks: Ranks) -> list[float]:
+def skipping(ranks: Ranks, max_norm: float, site: str) -> list[float]:
     """Each rank leaves out another block, in turn; against torch's data parallelism."""
     import copy
 
     plain: Any = build("llama")
     model = copy.deepcopy(plain)
-    plan = plan_for(model, max_grad_norm=1.0, site="host", weights="streamed", gradients="device")
+    plan = plan_for(model, max_grad_norm=max_norm, site=site, weights="streamed", prefetch=0, gradients="device")
     ours = stow(model, plan, rule=AdamW(), device="cpu")
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     parallel = torch.nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
     unequal = []
     for step, batch in enumerate(tokens("llama", 4)):
-        norms = []
+        norms = [0.0, 0.0]
         for net, bare, optimizer in ((parallel, plain, theirs), (model, model, ours)):
-            all_blocks = list(bare.model.layers)
-            left_out = (step + ranks.rank) % len(all_blocks)
-            handle = all_blocks[left_out].register_forward_hook(lambda module, args, out: args[0])
+            all_blocks = bare.model.layers
+            left_out = all_blocks[(step + ranks.rank) % len(all_blocks)]
+            bare.model.layers = torch.nn.ModuleList(block for block in all_blocks if block is not left_out)
             net(**batch).loss.backward()
-            handle.remove()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)))
+            bare.model.layers = all_blocks
+            if max_norm:
+                norms.append(float(torch.nn.utils.clip_grad_norm_(bare.parameters(), max_norm)))
             optimizer.step()
             optimizer.zero_grad()
-        unequal.append(norms[0] - norms[1])
+        unequal.append(norms[-2] - norms[-1])
     state = model.state_dict()
     return [*unequal, *(float((value - state[name]).abs().max()) for name, value in plain.state_dict().items())]
 
 
-def test_ranks_that_leave_out_blocks() -> None:
-    assert set(run_world(2, skipping)) == {0.0}
+@pytest.mark.parametrize("site", ["host", "streamed"])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_ranks_that_leave_out_blocks(max_norm: float, site: str) -> None:
+    assert set(run_world(2, skipping, max_norm, site)) == {0.0}
+
+
+class Averaging(nn.Module):
+    """A block with buffers that change in training: one that the output depends on, and an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+        out: Tensor = x + self.norm(self.up(x - self.mean))
+        return out
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Averaging() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def buffers(ranks: Ranks, accumulation: int) -> list[float]:
+    """Against torch's data parallelism: losses, evaluation by the model itself, and the state, of both ranks.
+
+    The last window is one micro-batch short, as at the end of an epoch, and followed by another step.
+    """
+    import copy
+
+    plain = Blocks()
+    model = copy.deepcopy(plain)
+    plan = plan_for(model, max_grad_norm=0.0, accumulation=accumulation, site="host", weights="streamed", prefetch=0)
+    ours = stow(model, plan, rule=AdamW(), device="cpu")
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    parallel = nn.parallel.DistributedDataParallel(plain)
+    seen: list[list[float]] = []
+    for net, bare, optimizer in ((parallel, plain, theirs), (model, model, ours)):
+        torch.manual_seed(1 + ranks.rank)
+        found: list[float] = []
+        for last in [accumulation, accumulation, accumulation - 1 or 1, accumulation]:
+            for micro_batch in range(1, last + 1):
+                averages = net is model or micro_batch == last
+                with nullcontext() if averages else parallel.no_sync():
+                    loss = net(torch.randn(4, 8))
+                    loss.backward()
+                found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            bare.eval()
+            with torch.no_grad():
+                found.append(bare(torch.ones(1, 8)).item())
+            bare.train()
+        state = bare.state_dict()
+        seen.append(found + torch.cat([state[name].flatten().double() for name in sorted(state)]).tolist())
+    unlike = torch.tensor(seen[0]).sub(torch.tensor(seen[1])).abs()
+    dist.all_reduce(unlike, dist.ReduceOp.MAX)
+    return [float(value) for value in unlike]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_buffers_are_shared_as_torch_does(accumulation: int) -> None:
+    assert set(run_world(2, buffers, accumulation)) == {0.0}

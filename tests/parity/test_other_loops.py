@@ -12,6 +12,7 @@ from strategies.runtime import AdamW, NonFiniteError, stow
 from tests.helpers.engine import DECAY, LR, adamw, plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import LAYOUTS
+from trainer.accelerator import StowAccelerator
 from trainer.memory import plan_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,6 +82,19 @@ def test_accelerates_clipping_clips_and_logs(layout: str) -> None:
     model, optimizer = stowed(layout)
     model, optimizer = accelerator.prepare(model, optimizer)
     assert loop(model, optimizer, lambda params: float(accelerator.clip_grad_norm_(params, NORM))) == wanted
+
+
+def test_our_accelerator_refuses_to_clip_some() -> None:
+    """Plain training would clip these by their own norm; frozen ones and those without a gradient may be left out."""
+    model, optimizer = stowed("streamed")
+    accelerator = StowAccelerator(cpu=True)
+    accelerator.prepare(optimizer)
+    model(**BATCHES[0]).loss.backward()
+    params = list(model.parameters())
+    with pytest.raises(ValueError, match=f"leaves out 1 of {len(params)} parameters"):
+        accelerator.clip_grad_norm_(iter(params[1:]), NORM)
+    params[0].grad = None
+    assert float(accelerator.clip_grad_norm_(iter(params[1:]), NORM)) > NORM
 
 
 def test_gradients_can_be_read() -> None:

@@ -18,6 +18,7 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts
 from strategies.core.plan import INPUT, Home, Plan
 from strategies.core.registry import find
+from strategies.runtime import stow
 from strategies.runtime.activations import HostRoom
 from strategies.runtime.recompute import checkpoint_blocks, checkpointed, recompute
 from strategies.runtime.transfer import Delayed
@@ -351,3 +352,54 @@ def test_the_planner_reads_the_same_model(tmp_path: Path) -> None:
     plan = planned(config, Ranks(), MACHINE)
     assert plan.layout is not None
     assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}
+
+
+class WithAuxiliaryLoss(nn.Module):
+    """A block that leaves a loss in an attribute: backward begins with nodes that no border announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        self.loss = out.square().mean()
+        return out
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WithAuxiliaryLoss() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return torch.stack([x.mean(), *(layer.loss for layer in self.layers)]).sum()  # type: ignore[misc]
+
+
+def test_a_replay_does_not_see_the_engine_at_work() -> None:
+    """Products are kept, and what the engine does when a replay begins is none of the operators that it looks for."""
+
+    def train(recomputed: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = Auxiliary()
+        inputs = torch.randn(4, 4, 8)
+        plan = plan_for(
+            model, batch={"x": inputs[0]}, max_grad_norm=1.0, machine=MACHINE, recompute={"policy": "selective"},
+            site="host", weights="streamed", prefetch=0,
+        )  # fmt: skip
+        if recomputed:
+            recompute(model, plan)
+            assert all(checkpointed(layer) for layer in model.layers)
+        optimizer = stow(model, plan, device="cpu")
+        losses = []
+        for x in inputs:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses + [value.tolist() for value in model.state_dict().values()]
+
+    assert train(recomputed=True) == train(recomputed=False)

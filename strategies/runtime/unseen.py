@@ -1,0 +1,33 @@
+"""The engine's own work, out of sight of whoever watches the operators of a model.
+
+A dispatch mode sees every operator that runs under it. Torch's selective checkpoints are such modes: they number the
+operators of a forward and look for the same ones when they replay it. What the engine does at a border of a scope
+(bring weights, hide those that leave, finish an update) depends on where weights are at that moment, so it is none of
+theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def unseen(work: Callable[P, R]) -> Callable[P, R]:
+    """``work`` without gradients and outside of all dispatch modes."""
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad():
+            if not torch._C._len_torch_dispatch_stack():  # nearly always
+                return work(*args, **kwargs)
+            with _disable_current_modes():
+                return work(*args, **kwargs)
+
+    return run
