@@ -33,7 +33,7 @@ from strategies.core.facts import Home
 from strategies.planner.validate import check
 from strategies.runtime import saving
 from strategies.runtime.engine import Engine
-from strategies.runtime.fits import mismatches, not_in_kernels
+from strategies.runtime.fits import mismatches, not_in_kernels, unlike
 from strategies.runtime.parameters import STOWED
 from strategies.runtime.rules import AdamW, Rule
 from strategies.runtime.state import State
@@ -285,16 +285,42 @@ class StowOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy state in torch's form to where it lives, and hyperparameters into the groups."""
+        """As torch's: parameters of the saved groups are ours in order. State is copied to where it lives.
+
+        Raises:
+            ValueError: other groups, or what the update cannot go on with. Nothing has changed then.
+        """
         self.drain()
-        saved = [{"fused": self.defaults.get("fused"), **group} for group in state_dict["param_groups"]]
-        for complaint in not_in_kernels(saved, self.engine.rule):
-            raise ValueError(complaint)
-        super().load_state_dict({"state": {}, "param_groups": saved})
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
-            self._surface.forget_state(param)
-            self._surface.set_state(param, state_dict["state"].get(index, {}))
+        state: list[tuple[nn.Parameter, Mapping[str, Any]]] = []
+        last = self.register_load_state_dict_pre_hook(lambda _, given: self._take_state(given, state))
+        first = self.register_load_state_dict_post_hook(lambda _: self._put_state(state), prepend=True)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            last.remove()
+            first.remove()
+
+    def _take_state(
+        self, given: Mapping[str, Any], state: list[tuple[nn.Parameter, Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        """Move what a state dict says of parameters into ``state``, checked; torch gets the rest, and checks groups."""
+        groups = [{"fused": self.defaults.get("fused"), **group} for group in given["param_groups"]]
+        complaints = list(not_in_kernels(groups, self.engine.rule))
+        ours = [param for group in self.param_groups for param in group["params"]]
+        params = dict(zip([key for group in groups for key in group["params"]], ours, strict=False))
+        state += [(param, given["state"][key]) for key, param in params.items() if given["state"].get(key)]
+        for param, saved in state:
+            complaints += unlike(self._name_of[id(param)], saved, self._surface.state_of(param), self.engine.rule)
+        if complaints:
+            raise ValueError(complaints[0])
+        return {**given, "state": {}, "param_groups": groups}
+
+    def _put_state(self, state: list[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._surface.forget_state(param)
+        for param, saved in state:
+            self._surface.set_state(param, saved)
 
     # --- on disk -----------------------------------------------------------------------------------------------------
 
