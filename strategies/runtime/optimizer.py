@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from strategies.core.plan import Plan
 
+Saved = list[tuple[nn.Parameter, Mapping[str, Any]]]
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -175,6 +176,7 @@ class StowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
         self._refuse_closed()
+        self._surface.refuse_loans("step()")
         self._refuse_strangers()
         self._refuse_edits()
         self.engine.step()
@@ -243,10 +245,15 @@ class StowOptimizer(torch.optim.Optimizer):
         """Complete all updates that are under way. Afterwards only buckets that travel are absent."""
         self.engine.refuse_halfway()
         self.engine.drain()
+        self._surface.loans.keep()
 
     @contextmanager
     def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Let ``params`` show their newest values, on the device; what is written to them is kept."""
+        """Let ``params`` be plain parameters on the device, with their newest values; what is written is kept.
+
+        The model runs with what was written, state dicts show it. Tensors taken of them, as ``param.data``, are copies
+        from the end of the block on. Refused inside: ``step``, ``close``, and backward where it updates.
+        """
         with self._surface.present(list(params)):
             yield
 
@@ -291,7 +298,7 @@ class StowOptimizer(torch.optim.Optimizer):
             ValueError: other groups, or what the update cannot go on with. Nothing has changed then.
         """
         self.drain()
-        state: list[tuple[nn.Parameter, Mapping[str, Any]]] = []
+        state: Saved = []
         last = self.register_load_state_dict_pre_hook(lambda _, given: self._take_state(given, state))
         first = self.register_load_state_dict_post_hook(lambda _: self._put_state(state), prepend=True)
         try:
@@ -300,9 +307,7 @@ class StowOptimizer(torch.optim.Optimizer):
             last.remove()
             first.remove()
 
-    def _take_state(
-        self, given: Mapping[str, Any], state: list[tuple[nn.Parameter, Mapping[str, Any]]]
-    ) -> dict[str, Any]:
+    def _take_state(self, given: Mapping[str, Any], state: Saved) -> dict[str, Any]:
         """Move what a state dict says of parameters into ``state``, checked; torch gets the rest, and checks groups."""
         groups = [{"fused": self.defaults.get("fused"), **group} for group in given["param_groups"]]
         complaints = list(not_in_kernels(groups, self.engine.rule))
@@ -315,7 +320,7 @@ class StowOptimizer(torch.optim.Optimizer):
             raise ValueError(complaints[0])
         return {**given, "state": {}, "param_groups": groups}
 
-    def _put_state(self, state: list[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+    def _put_state(self, state: Saved) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 self._surface.forget_state(param)
@@ -384,6 +389,7 @@ class StowOptimizer(torch.optim.Optimizer):
         """Give the model its weights back in ordinary memory on the CPU, and forget it. Closing twice does nothing."""
         if self._closed:
             return
+        self._surface.refuse_loans("close()")
         self.engine.drain()
         self._surface.take_out()
         self.engine.close()
