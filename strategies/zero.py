@@ -16,7 +16,8 @@ bit for bit. Two cases add in another order and are equal to about 1e-5 only: cl
 the squares partition by partition), and accumulation (stages 2 and 3 reduce every micro-batch).
 
 Refused: buckets that do not pay. Bucket sizes follow from the model, so that a small model does not reserve
-gigabytes and a large one keeps its link busy.
+gigabytes and a large one keeps its link busy. Stage 3 with Transformers before 5.23, which builds another model under
+it (``trainer/engine.py``).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """

@@ -7,6 +7,9 @@ Operators are counted by torch's dispatcher while a block runs. Those that have 
 kept one by one; all others would run again together. A replay ends as soon as the last tensor is saved, so operators
 after that are not counted: they never run again. An operator costs its floating-point operations; one that has none,
 the bytes that it reads and writes. Views cost nothing.
+
+Sparse tensors are not counted: a forward that uses them ends with an error. It is raised at the end, since torch calls
+operators (``prim.device``) at places where an error would end the process.
 """
 
 from __future__ import annotations
@@ -104,11 +107,16 @@ class Forward:
 
 
 class _Operators(TorchDispatchMode):
-    """Adds every operator to the block that is running, and shows what it reads."""
+    """Adds every operator to the block that is running, and shows what it reads; or that there are sparse tensors."""
 
-    def __init__(self, running: Callable[[], Forward | None], look: Callable[[Iterable[Tensor]], None]) -> None:
+    def __init__(
+        self,
+        running: Callable[[], Forward | None],
+        look: Callable[[Iterable[Tensor]], None],
+        sparse: Callable[[], None],
+    ) -> None:
         super().__init__()
-        self._running, self._look = running, look
+        self._running, self._look, self._sparse = running, look, sparse
         self._flops = {**flop_registry}
         for packet, formula in flop_formulas().items():
             self._flops[packet] = _on_shapes(formula)
@@ -116,6 +124,9 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if not all(map(_is_dense, tensors_in((args, kwargs, out)))):
+            self._sparse()
+            return out
         self._look(tensors_in((args, kwargs)))
         forward = self._running()
         if forward is not None:
@@ -145,6 +156,14 @@ def _on_shapes(formula: Callable[..., int]) -> Callable[..., int]:
     return count
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _refuse_backward(nothing: None) -> Tensor:
+    raise RuntimeError("forward computes gradients itself")
+
+
 class Counter:
     """Context manager around one forward of ``model``: counts what is saved, and the operators of blocks."""
 
@@ -163,6 +182,7 @@ class Counter:
         self._forwards: dict[str, Forward] = {}
         self._called: set[str] = set()  # blocks that ran more than once
         self._choices: dict[str, Choices] = {}
+        self._sparse = False
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
     def __enter__(self) -> None:
@@ -176,23 +196,35 @@ class Counter:
         ]
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
         self._within = ExitStack()
-        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing)
+        saving = torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward)
         self._within.enter_context(saving)
         self._within.enter_context(self._readers.watching())
-        self._within.enter_context(_Operators(self._forward, self._readers.look))
+        self._within.enter_context(_Operators(self._forward, self._readers.look, self._see_sparse))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Sum up.
+
+        Raises:
+            NotImplementedError: forward uses sparse tensors.
+        """
         self._within.close()
         for hook in self._hooks:
             hook.remove()
-        forwards = self._forwards.items()
+        # Outputs and the graph that made them would hold each other for ever.
+        forwards, self._forwards = self._forwards, {}
+        if error is not None:
+            return
+        if self._sparse:
+            raise NotImplementedError("forward uses sparse tensors, whose memory is not counted")
         # Of blocks that save something, ran once, and are not recomputed already.
         self._choices = {
             name: run.choices(self._bytes.get(name, 0), self._seen)
-            for name, run in forwards
+            for name, run in forwards.items()
             if run.last_saved and name not in self._called and not self._checkpointed
         }
-        self._forwards = {}  # outputs and the graph that made them would hold each other for ever
+
+    def _see_sparse(self) -> None:
+        self._sparse = True
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -210,7 +242,8 @@ class Counter:
 
     def _new(self, values: Any) -> dict[int, int]:
         """Bytes of the tensors that no block before was given, by storage."""
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors_in(values)}
+        dense = filter(_is_dense, tensors_in(values))  # a sparse one is seen by the operator that reads it
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in dense}
         new = {key: storage for key, storage in storages.items() if key not in self._inputs}
         self._inputs.update(new)
         return {key: storage.nbytes() for key, storage in new.items()}
@@ -230,6 +263,9 @@ class Counter:
         self._save(hidden)
 
     def _save(self, tensor: Tensor) -> None:
+        if not _is_dense(tensor):
+            self._see_sparse()
+            return
         storage = tensor.untyped_storage()
         forward = self._forward()
         if forward is not None:

@@ -41,7 +41,17 @@ class ConfigError(UserError):
     code = ExitCode.CONFIG
 
 
+class CountingError(ConfigError, ValueError):
+    """What backward keeps cannot be counted: a model's forward does not run on tensors without values."""
+
+
 class DataError(UserError):
     """The data cannot be trained on; the line names file, row and field."""
 
     code = ExitCode.DATA
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's type and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
 from strategies.core.linears import Linear
 from strategies.recompute import Recompute
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, CountingError, first_line
 from trainer.linears import LinearCounter, no_copies
 from trainer.model import load_config, with_lora
 from trainer.params import decay_groups, list_params
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.sections import RunConfig
+    from trainer.counting import Counter
     from trainer.machine import Machine
 
 # Resident besides tensors. On CPU with torch, Transformers and datasets: 600 to 632 MiB in small runs, a few kernels'
@@ -200,28 +201,50 @@ def describe(
         batch: keyword arguments of its forward; (rows, tokens) stands for ids and labels. With None nothing is run, and
             what backward needs counts as nothing.
         groups: names of the optimizer's parameters, group by group; the others are frozen.
+
+    Raises:
+        CountingError: forward fails on tensors without values.
     """
-    import torch
-    from torch.func import functional_call
-    from torch.utils._pytree import tree_map_only
-
     from trainer.counting import Counter, find_blocks
-    from trainer.undisturbed import undisturbed
 
-    named = [*model.named_parameters(), *model.named_buffers()]
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    counter = Counter(model)
-    if batch is not None:
-        with undisturbed(model), _fake_run(model) as mode:
-            fakes = {name: mode.from_tensor(tensor) for name, tensor in named}
-            counter = Counter(model, fakes)
-            inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
-            with counter:
-                functional_call(model, fakes, kwargs=inputs)
+    counter = Counter(model) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
     params = list_params(model, find_blocks(model), group_of, dtype_of.__getitem__, counter.elsewhere)
     largest = max((param.num_elements for param in params), default=0)
     return Facts(counter.units(), replace(run, largest_param=largest), machine, params)
+
+
+def _counted(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any]) -> Counter:
+    """After one forward on fake tensors.
+
+    Raises:
+        CountingError: it failed.
+    """
+    try:
+        return _count_fake(model, batch)
+    except Exception as error:  # whatever a model does that it cannot do here, or nowhere
+        raise CountingError(
+            f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
+            f"otherwise, leave out batch=: what backward keeps then counts as nothing"
+        ) from error
+
+
+def _count_fake(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any]) -> Counter:
+    import torch
+    from torch.func import functional_call
+    from torch.utils._pytree import tree_map_only
+
+    from trainer.counting import Counter
+    from trainer.undisturbed import undisturbed
+
+    with undisturbed(model), _fake_run(model) as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        counter = Counter(model, fakes)
+        inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
+        with counter:
+            functional_call(model, fakes, kwargs=inputs)
+    return counter
 
 
 @contextlib.contextmanager

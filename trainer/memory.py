@@ -9,7 +9,7 @@ not, or the other way round, would train otherwise than it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose
@@ -24,7 +24,7 @@ from trainer.ranks import from_environment
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    Groups = Iterable[Tensor] | Iterable[Mapping[str, Any]]
+    Groups = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
 
 
 def plan_for(
@@ -46,7 +46,8 @@ def plan_for(
     """Where everything rests that training ``model`` needs, and how it moves.
 
     Args:
-        params: what a torch optimizer takes: parameters, or groups of them. None: all that require a gradient.
+        params: what a torch optimizer takes: parameters, with or without names, or groups of them. None: all that
+            require a gradient. An iterator is used up; one within a group becomes a list, as torch's optimizers do.
         max_grad_norm: what gradients are clipped to in each step; None or 0: they are not.
         gpu_memory: "20GiB", a share such as 0.8, bytes, or "auto".
         batch: keyword arguments of forward, or (rows, tokens): counts what backward keeps. None counts nothing.
@@ -58,7 +59,8 @@ def plan_for(
         offload: further options of ``strategies.offload``.
 
     Raises:
-        ValueError: an option that cannot be, or a model that the engine cannot hold. Refusal: it does not fit.
+        ValueError: an option that cannot be, a model that the engine cannot hold, or (CountingError) a forward that
+            does not run on tensors without values. Refusal: it does not fit.
     """
     groups = _group_names(model, params)
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
@@ -103,10 +105,11 @@ def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
     given: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
     if not given:
         raise ValueError("no parameters to train")
-    sets = [group["params"] for group in given] if isinstance(given[0], Mapping) else [given]
-    groups: list[list[Any]] = [[group] if hasattr(group, "requires_grad") else list(group) for group in sets]
+    groups = [_of_group(group) for group in given] if isinstance(given[0], Mapping) else [_unnamed(given)]
     seen: set[Any] = set()
     for parameter in (parameter for group in groups for parameter in group):
+        if not hasattr(parameter, "requires_grad"):
+            raise ValueError(f"params holds {parameter!r:.40}, which is no parameter")
         if parameter not in names:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not in the model")
         if parameter in seen:
@@ -116,6 +119,21 @@ def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
     if left:
         raise ValueError(f"{left[0]} requires a gradient and is in no parameter group; freeze it or add it")
     return [[names[parameter] for parameter in group] for group in groups]
+
+
+def _of_group(group: Any) -> list[Tensor]:
+    """Its parameters. What can be read only once is kept in the group: ``stow`` reads it again."""
+    params = group["params"]
+    if hasattr(params, "requires_grad"):
+        return [params]
+    if isinstance(params, Iterator):
+        group["params"] = params = list(params)
+    return _unnamed(params)
+
+
+def _unnamed(params: Iterable[Any]) -> list[Tensor]:
+    """Torch's optimizers also take pairs of name and parameter, since 2.6."""
+    return [param[1] if isinstance(param, tuple) else param for param in params]
 
 
 def _shape(batch: tuple[int, int] | Mapping[str, Any] | None) -> tuple[int, int]:

@@ -15,18 +15,21 @@ compiled models whose weights travel.
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from strategies.core.protocol import Refusal
 from strategies.runtime import StowOptimizer, stow, stowed_by
 from strategies.runtime.recompute import recompute
 from trainer.accelerator import StowAccelerator
+from trainer.aside import AsideError, aside
 from trainer.callbacks import write_line
+from trainer.errors import CountingError, first_line
 from trainer.memory import plan_for
 from trainer.stowing import adopt
 from trainer.undisturbed import undisturbed
@@ -112,48 +115,61 @@ class StowedTrainer:
             ValueError: nothing fits, or the model cannot be planned.
         """
         options = dict(self.stow_options)
-        options.setdefault("batch", self._first_call())
+        options |= {
+            "max_grad_norm": self.args.max_grad_norm,
+            "accumulation": self.args.gradient_accumulation_steps,
+            "world_size": self.args.world_size,
+            "moments": moments,
+        }
         try:
             with self.accelerator.autocast():
-                plan = plan_for(
-                    self.model,
-                    groups,
-                    max_grad_norm=self.args.max_grad_norm,
-                    accumulation=self.args.gradient_accumulation_steps,
-                    world_size=self.args.world_size,
-                    moments=moments,
-                    **options,
-                )
+                if "batch" in options:
+                    plan = plan_for(self.model, groups, **options)
+                else:
+                    plan = self._plan_for_first_call(groups, options)
         except Refusal as refused:
             raise ValueError(str(refused).replace("strategies.offload.", "")) from None
         if "recompute" in options:
             recompute(self.model, plan)
         return plan
 
-    def _first_call(self) -> dict[str, Any] | None:
-        """The keyword arguments with which the Trainer calls the model on its first rows; None where it has no such.
-
-        Nothing of the run is used up (``undisturbed.py``).
-        """
-        seen: list[dict[str, Any]] = []
-
-        def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            if not args:
-                seen.append(kwargs)
-            raise _Enough
-
-        handle = self.model.register_forward_pre_hook(look, with_kwargs=True)
+    def _plan_for_first_call(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
+        """Without a batch where forward cannot be counted with what the Trainer calls it with."""
         try:
-            with undisturbed(self, self.train_dataset, self.data_collator, self.model):  # type: ignore[attr-defined]
-                inputs = self._prepare_inputs(self._first_rows())  # type: ignore[attr-defined]
-                self.compute_loss(self.model, inputs)  # type: ignore[attr-defined]
-        except _Enough:
-            pass
-        except Exception as error:  # whatever a dataset or a loss does: planning goes on without
-            write_line(f"what backward keeps is not counted ({type(error).__name__}: {error}); say it with batch=")
+            return plan_for(self.model, groups, batch=self._first_call(), **options)
+        except CountingError as error:
+            assert error.__cause__ is not None
+            self._not_counted(f"forward cannot be counted on tensors without values: {first_line(error.__cause__)}")
+            return plan_for(self.model, groups, **options)
+
+    def _not_counted(self, why: str) -> None:
+        if self.args.process_index == 0:
+            write_line(f"what backward keeps is not counted ({why})")
+
+    def _first_call(self) -> dict[str, Any] | None:
+        """The keyword arguments with which the first rank calls the model on its first rows; None where it has no such.
+
+        All ranks plan with the same. Nothing of the run is used up: rows are made in a fork (``aside.py``), and what
+        the loss does before it calls the model is undone (``undisturbed.py``).
+        """
+        from accelerate.utils import broadcast_object_list
+
+        packed: bytes | None = None
+        handle = self.model.register_forward_pre_hook(_stop_at_call, with_kwargs=True)
+        try:
+            with undisturbed(self, self.model):
+                self.compute_loss(self.model, self._prepare_inputs(aside(self._first_rows)))  # type: ignore[attr-defined]
+        except _Called as call:
+            packed = call.packed
+        except AsideError as error:
+            self._not_counted(f"{error}; say it with batch=")
+        except Exception as error:  # whatever a loss does: planning goes on without
+            self._not_counted(f"{first_line(error)}; say it with batch=")
         finally:
             handle.remove()
-        return seen[0] if seen else None
+        if self.args.world_size > 1:
+            (packed,) = broadcast_object_list([packed])
+        return None if packed is None else pickle.loads(packed)
 
     def _first_rows(self) -> Any:
         """A batch as the Trainer collates it, of the first rows of its dataset."""
@@ -164,7 +180,7 @@ class StowedTrainer:
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")  # type: ignore[attr-defined]
         count = min(self.args.per_device_train_batch_size, len(dataset))
-        return copy.deepcopy(collate)([dataset[index] for index in range(count)])
+        return collate([dataset[index] for index in range(count)])
 
     def _refuse_others(self) -> None:
         """Raise where somebody else would hold the model, too.
@@ -222,5 +238,14 @@ class StowedTrainer:
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
 
-class _Enough(Exception):
-    """The call of the model has been seen."""
+class _Called(BaseException):
+    """The model is called with these keyword arguments; None where it is given others, too."""
+
+    def __init__(self, packed: bytes | None) -> None:
+        super().__init__()
+        self.packed = packed
+
+
+def _stop_at_call(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    on_cpu = tree_map_only(torch.Tensor, torch.Tensor.cpu, kwargs)
+    raise _Called(None if args else pickle.dumps(on_cpu))

@@ -2,6 +2,10 @@
 
 Tensors that stand for a parameter or a gradient (``parameters.py``, ``parked.py``) see every function that is called
 with them and answer by kind. What is in no table here is taken for a reader of values, which gets the right ones.
+
+[Note: several kinds] One function may be called with tensors of several such classes. Torch asks one class, which knows
+its own tensors only. It puts values in their place and calls the function again, so that the next class is asked. Those
+that put nothing in their place, because the memory is right as it is, wait until they are alone.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ ABOUT = frozenset(
     for name in (
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
         "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared", "is_pinned", "is_same_size",
-        "get_device", "register_hook", "requires_grad_", "untyped_storage", "_is_view", "__hash__", "__len__",
+        "get_device", "register_hook", "retain_grad", "requires_grad_", "untyped_storage", "_is_view", "__hash__",
+        "__len__",
     )
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
 GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # ask for the place in a graph
+HOOKS = frozenset([Tensor.register_hook, Tensor.retain_grad])
 NODES = frozenset([Tensor.expand_as, Tensor.view_as])  # of a tensor as itself: how torch looks for its node
 VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes that are views of the value
 ADDRESSES = frozenset([Tensor.data_ptr])
@@ -49,6 +55,13 @@ def asks_about(func: Any) -> bool:
     return func in ABOUT or func in GRAPH
 
 
+def asks_for_node(func: Any) -> bool:
+    """Whether the answer is, or hangs on, the tensor's place in a graph."""
+    if type(func).__name__ == "method-wrapper":
+        return bool(func.__self__.__name__ == "grad_fn")
+    return func in GRAPH or func in HOOKS
+
+
 def converts_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether ``func`` is a conversion that would return the tensor itself, as ``model.to(device)`` mostly does."""
     if func not in CONVERSIONS:
@@ -69,6 +82,19 @@ def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 def each(value: Any) -> list[Any]:
     """A list of what ``value`` is or has."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def others_stand(types: Sequence[type], *own: type) -> bool:
+    """Whether tensors of further classes that stand for something are in the call; see [Note: several kinds]."""
+    return len(types) > 1 and any(hasattr(kind, "_stands_for") and not issubclass(kind, own) for kind in types)
+
+
+def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
+    """``func``; ``ask``: other classes first, although the class that calls this is not asked again."""
+    if not ask:
+        return func(*args, **kwargs)
+    with torch._C._EnableTorchFunction():
+        return func(*args, **kwargs)
 
 
 def looks_for_node(func: Any, args: Any) -> bool:

@@ -32,17 +32,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.runtime.functions import (
     ADDRESSES,
     ARRAYS,
     NEW,
     asks_about,
+    asks_for_node,
+    call,
     converts_nothing,
     for_aliases,
     looks_for_node,
     only_read,
+    others_stand,
     written,
 )
 from strategies.runtime.guard import others_keep
@@ -50,7 +53,8 @@ from strategies.runtime.guard import others_keep
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
-WRITE = "write under `with optimizer.present([parameter]):`, or use load_state_dict"
+WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
+NODE = "so is its place in the graph: use param.register_hook"
 
 
 class Keeper(Protocol):
@@ -90,6 +94,10 @@ class Keeper(Protocol):
 
     def zero_gradient(self) -> None:
         """The gradient becomes zero, as by ``zero_grad(set_to_none=False)``."""
+
+    @property
+    def here(self) -> bool:
+        """Whether it is shown in its home."""
 
     def follow(self, view: Tensor) -> Tensor:
         """``view``, which shares the parameter's home, as an ``Alias`` from now on."""
@@ -160,6 +168,8 @@ class PresentParameter(StowedParameter):
 class VisitingParameter(StowedParameter):
     """As present, in a home that it will leave."""
 
+    _stands_for = "a weight that is here"
+
     @property
     def data(self) -> Tensor:
         """Its newest value, to read."""
@@ -173,6 +183,11 @@ class VisitingParameter(StowedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1:
+            if others_stand(types, VisitingParameter, Alias):
+                return NotImplemented
+            if Alias in types:
+                return Alias.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             is_new = func in NEW
             if not is_new and asks_about(func):
@@ -195,12 +210,19 @@ class VisitingParameter(StowedParameter):
 class Alias(Tensor):
     """A view of a weight that travels, made while it was there."""
 
+    _stands_for = "a view of a weight"
     _keeper: Keeper
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if others_stand(types, VisitingParameter, Alias):
+            return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
+            if asks_for_node(func):  # which torch would make anew, of a weight that is not here
+                for alias in tree_leaves((args, kwargs)):
+                    if isinstance(alias, Alias) and not alias._keeper.here:
+                        raise RuntimeError(f"a view of {alias._keeper.name} is away; {NODE}")
             if asks_about(func):
                 return func(*args, **kwargs)
             for target in written(func, args, kwargs):
@@ -215,7 +237,10 @@ class Alias(Tensor):
                 return value
 
             args, kwargs = tree_map_only(Alias, read, (args, kwargs))
-            out = func(*args, **kwargs)
+            if VisitingParameter in types:
+                out = VisitingParameter.__torch_function__(func, (VisitingParameter,), args, kwargs)
+            else:
+                out = func(*args, **kwargs)
             for alias in found:
                 out = for_aliases(out, *alias._keeper.home, alias._keeper.follow)
                 if func in ARRAYS:
@@ -225,6 +250,8 @@ class Alias(Tensor):
 
 class AbsentParameter(StowedParameter):
     """Away, being updated, or present for somebody else. Torch's functions come by here."""
+
+    _stands_for = "a weight that is not here"
 
     @property
     def data(self) -> Tensor:
@@ -245,9 +272,7 @@ class AbsentParameter(StowedParameter):
                 if isinstance(target, AbsentParameter):
                     raise RuntimeError(f"{target._keeper.name}: {func.__name__} on a parameter that is away; {WRITE}")
             if looks_for_node(func, args):
-                raise RuntimeError(
-                    f"{args[0]._keeper.name} is away, and so is its place in the graph: use param.register_hook"
-                )
+                raise RuntimeError(f"{args[0]._keeper.name} is away; {NODE}")
             if func in ADDRESSES:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
@@ -260,25 +285,30 @@ class AbsentParameter(StowedParameter):
                 return value
 
             args, kwargs = tree_map_only(AbsentParameter, read, (args, kwargs))
-            return only_read(func, func(*args, **kwargs), copies, ReadOnly)
+            out = call(func, args, kwargs, ask=others_stand(types, AbsentParameter))
+            return only_read(func, out, copies, ReadOnly)
 
 
 class ReadOnly(Tensor):
     """A value that is shown. Writing to it, or to a view of it, raises: it would reach nobody."""
 
+    _stands_for = "a value that is shown"
     _refusal = f"on what a stowed parameter shows; {WRITE}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if asks_about(func):
+                return func(*args, **kwargs)
             for target in written(func, args, kwargs):
                 if isinstance(target, ReadOnly):
                     raise RuntimeError(f"{func.__name__} {target._refusal}")
-            if asks_about(func):
-                return func(*args, **kwargs)
             shown = [value for value in (*args, *kwargs.values()) if isinstance(value, ReadOnly)]
-            return only_read(func, func(*args, **kwargs), shown, type(shown[0]) if shown else ReadOnly)
+            ask = others_stand(types, ReadOnly)
+            if ask:
+                args, kwargs = tree_map_only(ReadOnly, lambda value: value.as_subclass(Tensor), (args, kwargs))
+            return only_read(func, call(func, args, kwargs, ask=ask), shown, type(shown[0]) if shown else ReadOnly)
 
 
 TABLES = frozenset([nn.functional.embedding, torch.embedding])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.runtime.functions import asks_about, converts_nothing, each, only_read, written
+from strategies.runtime.functions import asks_about, call, converts_nothing, each, only_read, others_stand, written
 from strategies.runtime.parameters import Keeper, ReadOnly
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
@@ -39,6 +39,7 @@ class ReadOnlyGradient(ReadOnly):
 class ParkedGradient(Tensor):
     """Stands for a gradient that waits for the step; its own elements are NaN."""
 
+    _stands_for = "a gradient that waits"
     _keeper: Keeper
     _window: int
     __hash__: ClassVar[Any] = Tensor.__hash__
@@ -64,7 +65,10 @@ class ParkedGradient(Tensor):
                 if isinstance(gradient, ParkedGradient) and gradient._window != gradient._keeper.window:
                     raise RuntimeError(f"{gradient._keeper.name}: this gradient was of an earlier step, and is gone")
             if func in NORMS and _is_euclidean(func, args, kwargs):
-                norms = [grad._keeper.gradient_norm() for grad in each(args[0])]
+                norms = [
+                    grad._keeper.gradient_norm() if isinstance(grad, ParkedGradient) else torch.linalg.vector_norm(grad)
+                    for grad in each(args[0])
+                ]
                 return norms if isinstance(args[0], list | tuple) else norms[0]
             if func is Tensor.zero_:
                 args[0]._keeper.zero_gradient()
@@ -81,6 +85,9 @@ class ParkedGradient(Tensor):
                         )
                     target._keeper.scale_gradient(factor)
             if func in SCALINGS:
+                others = [grad for grad in each(args[0]) if not isinstance(grad, ParkedGradient)]
+                if others:  # gradients of another model
+                    func(others, *args[1:])
                 return args[0]
             copies: list[Tensor] = []
 
@@ -89,7 +96,8 @@ class ParkedGradient(Tensor):
                 return copies[-1]
 
             args, kwargs = tree_map_only(ParkedGradient, copy, (args, kwargs))
-            return only_read(func, func(*args, **kwargs), copies, ReadOnlyGradient)
+            out = call(func, args, kwargs, ask=others_stand(types, ParkedGradient))
+            return only_read(func, out, copies, ReadOnlyGradient)
 
 
 def parked(keeper: Keeper, like: Tensor, window: int) -> ParkedGradient:

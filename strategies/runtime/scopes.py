@@ -202,6 +202,7 @@ class Borders:
         self._partly: Scope | None = None  # open in backward because of an unannounced read, not entered
         self._over: list[Scope] = []  # left by an unannounced read, whose node may have read their weights, too
         self._backward = False  # backward has begun
+        self._node = -1  # whose number a hook has said last
 
     def attach(self) -> list[Handle]:
         handles: list[Handle] = []
@@ -250,7 +251,7 @@ class Borders:
         self._leave_again()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
-        self._backward, self._partly = False, None
+        self._backward, self._partly, self._node = False, None, -1
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
         self._leave_again()
@@ -289,8 +290,8 @@ class Borders:
         if torch.is_grad_enabled() and scope.saves_weights:
             made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
             inside = {node: number for node in made if (number := node._sequence_nr()) >= call.first_node}
-            for node in inside:
-                node.register_prehook(partial(self._before_backward, scope))
+            for node, number in inside.items():
+                node.register_prehook(partial(self._before_backward, scope, number))
             self._look(scope, max(inside.values(), default=call.first_node - 1))
 
     def _look(self, scope: Scope, announced: int) -> None:
@@ -306,13 +307,20 @@ class Borders:
         elif scope.seen is Seen.NOTHING:
             scope.seen = Seen.ANNOUNCED
 
-    def _before_backward(self, scope: Scope, grads: Any) -> None:
+    def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
         if torch.is_grad_enabled() and not all(held.bucket.resident for held in scope.held):
             raise RuntimeError(DOUBLE)
         self._leave_again()
+        same, self._node = number == self._node, number
         if self._in_backward and self._in_backward[-1] is scope and self._partly is not scope:
             return  # another output of it
-        if self._partly is not scope:
+        if same and self._in_backward and scope.contains(self._in_backward[-1]):
+            # A block's output that its surroundings hand on: the block, which was told first, is not over.
+            if scope in self._in_backward:
+                return
+            place = next(place for place, other in enumerate(self._in_backward) if scope.contains(other))
+            self._open(self._in_backward, scope, place)
+        elif self._partly is not scope:
             self._turn_to(scope)
         self._partly = None
         self._enter_backward(scope)
@@ -353,8 +361,8 @@ class Borders:
         self._backward = True
         self._open(self._in_backward, scope)
 
-    def _open(self, opened: list[Scope], scope: Scope) -> None:
-        opened.append(scope)
+    def _open(self, opened: list[Scope], scope: Scope, place: int | None = None) -> None:
+        opened.insert(len(opened) if place is None else place, scope)
         for held in scope.held:
             held.open += 1
 

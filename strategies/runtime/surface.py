@@ -88,6 +88,7 @@ class Surface(Copied):
                 name,
                 human(held.bucket.sizes[index] * held.weight.element_size()),
             )
+        _refuse_casts(name, param)
         return _with_gradient(param, self.copy_of(held, index))
 
     def read_view(self, held: Held, index: int, view: Tensor) -> Tensor:
@@ -100,6 +101,13 @@ class Surface(Copied):
                 f"{held.bucket.params[index]} travels, and a view of it as {view.dtype} outlives its stay"
             )
         start = view.storage_offset() - held.shaped(held.weight, index).storage_offset()
+        if view.requires_grad and torch.is_grad_enabled():
+            _refuse_casts(held.bucket.params[index], held.params[index])
+            if view.retains_grad or view._backward_hooks:
+                raise RuntimeError(
+                    f"a view of {held.bucket.params[index]}, which travels, has hooks and is used when its block is "
+                    f"over, which they would not see: use param.register_hook"
+                )
         # From the parameter, and not from the view: torch makes the view's node anew, of what its base is by now.
         whole = _with_gradient(held.params[index], value) if view.requires_grad else value
         return whole.as_strided(view.size(), view.stride(), start)
@@ -301,8 +309,29 @@ class Keeper(Copied):
             view._keeper = self  # type: ignore[attr-defined]
         return view
 
+    @property
+    def here(self) -> bool:
+        return self._held.shown
+
     def read_view(self, view: Tensor) -> Tensor:
         return self._surface.read_view(self._held, self._index, view)
+
+
+def _refuse_casts(name: str, param: nn.Parameter) -> None:
+    """Do nothing where autocast would not cast the parameter itself for backward.
+
+    Autocast keeps a parameter's cast for all who use it, so that their gradients are added in the lower precision. It
+    keeps none of a copy, whose gradient is added in the parameter's own.
+
+    Raises:
+        RuntimeError: it would.
+    """
+    kept = torch.is_autocast_enabled(param.device.type) and torch.is_autocast_cache_enabled()
+    if kept and torch.is_grad_enabled() and param.requires_grad and param.dtype is torch.float32:
+        raise RuntimeError(
+            f"{name} travels and is read under autocast outside of the module that owns it: plan with a batch, so that "
+            f"this is seen, or with weights='resident', or write torch.autocast(..., cache_enabled=False)"
+        )
 
 
 def _with_gradient(original: Tensor, value: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def run(make: Callable[[], nn.Module], loop: Loop, stowed: bool, **options: Any)
 def backward(model: nn.Module, number: int) -> float:
     loss = model(TEXT[number])
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def every_step(
@@ -113,8 +113,8 @@ class KeepsView(Block):
 class ReadsKept(Net):
     """The view is used when its block is long over; in one case not before the third step."""
 
-    def __init__(self, since: int = 0) -> None:
-        super().__init__(KeepsView)
+    def __init__(self, since: int = 0, block: type[Block] = KeepsView) -> None:
+        super().__init__(block)
         self.since = since
 
     def more(self) -> Tensor | float:
@@ -139,6 +139,34 @@ class LateUnderHooks(Net):
 
     def more(self) -> Tensor:
         return sum((layer.kept for layer in self.layers), torch.zeros(()))  # type: ignore[misc]
+
+
+class Surroundings(nn.Module):
+    """Has a weight of its own, and hands on what its last block makes, or what each of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.position = nn.ModuleList(Block() for _ in range(4)), nn.Parameter(torch.ones(8, 32))
+
+    def forward(self, x: Tensor, depth: int) -> list[Tensor]:
+        made = [x + self.position]
+        for layer in list(self.layers)[:depth]:
+            made.append(layer(made[-1]))
+        return made if depth == 2 else made[-1:]
+
+
+class EarlyExit(Net):
+    """Guards are gone after two steps that are alike; then another block is the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers
+        self.inner = Surroundings()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        made = self.inner(self.embed(ids), (4, 4, 3, 2, 4, 2)[self.calls - 1])
+        return sum((cross_entropy(self.head(x).flatten(0, 1), ids.flatten()) for x in made), torch.zeros(()))
 
 
 def a_hook_that_keeps_weights(model: nn.Module, optimizer: Any) -> list[Any]:
@@ -259,6 +287,7 @@ def change(name: str, value: Any) -> Callable[[Any, Any], None]:
 SAME: dict[str, tuple[Any, ...]] = {
     "a view, read when its block is over": (ReadsKept, every_step()),
     "a view, from the third step on": (lambda: ReadsKept(2), every_step(steps=4)),
+    "a node that ends a block and what is around it": (EarlyExit, every_step(steps=6)),
     "late nodes under hooks of others": (LateUnderHooks, every_step()),
     "a hook that keeps weights": (Net, a_hook_that_keeps_weights),
     "autograd.grad of weights": (Net, gradients_of_weights),
@@ -288,6 +317,23 @@ def test_the_same(case: str) -> None:
     assert [name for name, weight in weights.items() if not torch.equal(weight, found[name])] == []
 
 
+def under_autocast(weight: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        (weight @ weight.t()).sum()
+
+
+class HooksView(KeepsView):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.kept.register_hook(lambda grad: 2 * grad)
+        return out
+
+
+def hooked_late(model: nn.Module, optimizer: Any) -> None:
+    model(TEXT[0])
+    model.layers[0].kept.register_hook(print)  # type: ignore[union-attr, index]
+
+
 ONCE = {"max_grad_norm": 0.0}  # updates begin in backward
 REFUSED: dict[str, tuple[Any, ...]] = {
     "weight[:2].zero_()": (every_step(after=lambda m, _: m.layers[1].up.weight.detach()[:2].zero_()), "zero_ on what"),
@@ -308,6 +354,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         lambda m, _: torch.func.grad(lambda x: m.layers[0](x).sum())(torch.zeros(2, 32)),
         "cannot be in torch.func",
     ),
+    "a graph of a copy, under autocast": (
+        every_step(lambda m, _: under_autocast(m.layers[1].up.weight)), "read under autocast outside of the module",
+    ),
     "a slice of a gradient": (every_step(lambda m, _: m.embed.weight.grad[:10].zero_()), "zero_ on a copy of a gr"),
     "a view of a gradient": (every_step(lambda m, _: m.head.weight.grad.view(-1).mul_(2)), "mul_ on a copy of a gr"),
     "step twice": (step_twice, r"step\(\) took the gradient of"),
@@ -326,6 +375,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "not stepped": (every_step(lambda _, o: o.zero_grad(), clip=False), "updates have begun", ONCE),
     "more passes than planned": (lambda m, _: [backward(m, 0), backward(m, 1)], "backward pass after the gradients"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "loop"), [(HooksView, every_step()), (KeepsView, hooked_late)])
+def test_hooks_on_a_view_that_outlives_its_block(block: type[Block], loop: Loop) -> None:
+    with pytest.raises(RuntimeError, match=r"use param\.register_hook"):
+        run(lambda: ReadsKept(block=block), loop, stowed=True)
 
 
 @pytest.mark.parametrize("case", REFUSED)

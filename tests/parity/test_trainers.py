@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -100,9 +101,10 @@ def test_optimizers_and_schedulers_of_others(tmp_path: Path) -> None:
     assert unlike(make, travelling, str(tmp_path)) == []
 
 
-def test_what_planning_calls_is_not_used_up(tmp_path: Path) -> None:
-    """A loss that counts its calls, and a dataset that draws."""
+def test_what_planning_calls_is_not_used_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that counts its calls, a part of a dataset that draws, and a collator that draws."""
     import transformers
+    from torch.utils.data import Subset, default_collate
 
     class Counts(transformers.Trainer):  # type: ignore[misc]
         calls = 0
@@ -124,10 +126,41 @@ def test_what_planning_calls_is_not_used_up(tmp_path: Path) -> None:
             ids = torch.randint(3, 40, (12,), generator=self.numbers)
             return {"input_ids": ids, "labels": ids}
 
+    def collator() -> Callable[[list[Any]], dict[str, Any]]:
+        numbers = numpy.random.default_rng(0)
+
+        def collate(rows: list[Any]) -> dict[str, Any]:
+            batch: dict[str, Any] = default_collate(rows)
+            batch["input_ids"][:, 0] = numbers.integers(3, 40)
+            return batch
+
+        return collate
+
     def make(wrap: Callable[[type], type], folder: str) -> Any:
-        return wrap(Counts)(llama(), arguments(transformers.TrainingArguments, folder), train_dataset=Draws())
+        return wrap(Counts)(
+            llama(), arguments(transformers.TrainingArguments, folder),
+            train_dataset=Subset(Draws(), range(8)), data_collator=collator(),  # type: ignore[arg-type]
+        )  # fmt: skip
 
     assert unlike(make, travelling, str(tmp_path)) == []
+    assert "not counted" not in capsys.readouterr().out
+
+
+def test_a_forward_that_cannot_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It looks at a value, so the plan is made without a batch."""
+
+    def make(wrap: Callable[[type], type], folder: str) -> Any:
+        trainer = stock(wrap, folder)
+        trainer.model.model.layers[0].register_forward_hook(
+            lambda module, args, out: out * int(out.numel() > out.sum())
+        )
+        return trainer
+
+    assert unlike(make, travelling, str(tmp_path)) == []
+    assert [line for line in capsys.readouterr().out.splitlines() if "not counted" in line] == [
+        "what backward keeps is not counted (forward cannot be counted on tensors without values: "
+        "DataDependentOutputException: aten._local_scalar_dense.default)"
+    ]
 
 
 def test_hooks_of_an_optimizer(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What runs inside leaves no trace in objects and random numbers."""
 
 import random
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -24,6 +26,28 @@ class Thing:
             float(torch.rand((), generator=self.torch)), self.python.random(), self.numpy.random(), self.old.rand(),
             float(torch.rand(())), random.random(), float(numpy.random.rand()),
         ]  # fmt: skip
+
+
+class Helper:
+    """What a model or a trainer may hold, and what is called is held by that."""
+
+    def __init__(self) -> None:
+        self.thing = Thing()
+        self.last, self.counts, self.seen = deque([1], maxlen=1), numpy.zeros(2), torch.zeros(2)
+        self.functions = (self._calls(),)
+
+    def _calls(self) -> Callable[[], list[float]]:
+        calls, numbers = 0, random.Random(3)
+
+        def call() -> list[float]:
+            nonlocal calls
+            calls += 1
+            self.last.append(2)
+            self.counts[0] += 1
+            self.seen += 1
+            return [calls, numbers.random(), *self.last, *self.counts, *self.seen.tolist(), *self.thing.draw()]
+
+        return call
 
 
 class Sly(nn.Module):
@@ -51,3 +75,13 @@ def test_attributes_containers_and_generators() -> None:
     assert thing.metrics["train"] == {"loss": [1.0]} and thing.metrics["itself"] is thing.metrics
     assert module.inner.weight is weight and module.seen is seen and not hasattr(module.inner, "cache")
     assert thing.draw() == drawn
+
+
+def test_at_any_depth() -> None:
+    module = Sly()
+    module.inner.helpers = [{"one": Helper()}]  # type: ignore[assignment]
+    (call,) = module.inner.helpers[0]["one"].functions  # type: ignore[union-attr, index]
+    with undisturbed(module):
+        first = call()
+        assert call() != first
+    assert call() == first

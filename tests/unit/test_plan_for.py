@@ -1,0 +1,87 @@
+"""Plans for live models: forwards that cannot be counted end in one line, and parameters come as torch takes them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.runtime import stow
+from trainer.errors import CountingError
+from trainer.memory import plan_for
+
+
+class Net(nn.Module):
+    """Its forward does one thing more."""
+
+    def __init__(self, more: Callable[[Tensor], Any] = lambda x: None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.more(x)
+        return x
+
+
+BATCH = {"x": torch.ones(2, 4)}
+NOT_COUNTED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a value": (lambda x: x.sum().item(), "DataDependentOutputException: aten._local_scalar_dense.default"),
+    "a shape": (lambda x: x.nonzero(), "DynamicOutputShapeException: aten.nonzero.default"),
+    "numpy": (lambda x: x.detach().numpy(), "RuntimeError: .numpy() is not supported"),
+    "gradients": (lambda x: torch.autograd.grad(x.square().sum(), x), "RuntimeError: forward computes gradients"),
+    "sparse": (lambda x: x.to_sparse() @ x.T, "NotImplementedError: forward uses sparse tensors"),
+    "its own": (lambda x: {}["rate"], "KeyError: 'rate'"),
+    "several lines": (lambda x: int("1\n2\n"), "ValueError: invalid literal"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_COUNTED)
+def test_a_forward_that_cannot_be_counted(what: str) -> None:
+    more, reason = NOT_COUNTED[what]
+    with pytest.raises(CountingError) as refused:
+        plan_for(Net(more), batch=BATCH, max_grad_norm=None)
+    line = str(refused.value)
+    assert reason in line and "leave out batch=" in line and "\n" not in line
+    assert refused.value.__cause__ is not None
+    assert plan_for(Net(more), max_grad_norm=None).layout is not None
+
+
+PARAMS: dict[str, Callable[[nn.Module], Any]] = {
+    "with names": lambda net: list(net.named_parameters()),
+    "iterators in groups": lambda net: [
+        {"params": (p for p in net.parameters() if p.ndim > 1)},
+        {"params": (p for p in net.parameters() if p.ndim == 1), "lr": 1e-4},
+    ],
+    "groups with names": lambda net: [
+        {"params": [(name, p) for name, p in net.named_parameters() if p.ndim > 1]},
+        {"params": [(name, p) for name, p in net.named_parameters() if p.ndim == 1]},
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_what_torchs_optimizers_take(kind: str) -> None:
+    """The same object is given to both."""
+    net = Net()
+    params = PARAMS[kind](net)
+    plan = plan_for(net, params, max_grad_norm=None)
+    groups = {param.name: param.group for param in plan.facts.params}
+    assert groups["layers.0.weight"] == 0 and groups["layers.0.bias"] == int("groups" in kind)
+    optimizer = stow(net, plan, params, device="cpu")
+    assert [len(group["params"]) for group in optimizer.param_groups] == ([2, 2] if "groups" in kind else [4])
+
+
+def test_an_iterator_of_names_and_parameters() -> None:
+    net = Net()
+    plan = plan_for(net, net.named_parameters(), max_grad_norm=None)
+    assert {param.group for param in plan.facts.params} == {0}
+
+
+def test_a_single_group_is_no_list_of_groups() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match="params holds 'params', which is no parameter"):
+        plan_for(net, {"params": list(net.parameters())}, max_grad_norm=None)  # type: ignore[arg-type]
