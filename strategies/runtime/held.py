@@ -148,6 +148,10 @@ class Held:
         assert self.grad is not None, f"{self.name} is frozen"
         return [self.shaped(self.grad, index) for index in indices]
 
+    def shows(self, index: int) -> bool:
+        """Whether parameter ``index`` is shown: not, if it is on loan."""
+        return self.shown and index in self.own
+
     def show(self) -> None:
         """COMPUTE may read the home, until ``cover`` or ``hide``."""
         if self.shown:

@@ -93,7 +93,7 @@ class Surface(Copied):
 
     def read_view(self, held: Held, index: int, view: Tensor) -> Tensor:
         """``view`` of the home itself, while the weight is there, or what it would show."""
-        if held.shown and index in held.own:
+        if held.shows(index):
             return view
         value = self.copy_of(held, index)
         if view.dtype != value.dtype:
@@ -311,7 +311,7 @@ class Keeper(Copied):
 
     @property
     def here(self) -> bool:
-        return self._held.shown
+        return self._held.shows(self._index)
 
     def read_view(self, view: Tensor) -> Tensor:
         return self._surface.read_view(self._held, self._index, view)

@@ -129,6 +129,35 @@ def test_inside_present_weights_are_plain(inside: Callable[[nn.Module, Any], lis
     both_sides(llama, script, LAYOUTS)
 
 
+def test_views_from_before_present() -> None:
+    """They show what is written inside, in the middle of a block, too, and with those of another class."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        views: list[Any] = []
+        seen: list[Any] = []
+        up, norm = (model.get_submodule(f"model.layers.1.{name}") for name in ("mlp.up_proj", "input_layernorm"))
+        hook = up.register_forward_hook(lambda *_: views.extend([up.weight.view(-1), norm.weight.view(-1)]))
+        train(model, optimizer, BATCHES[:1])
+        hook.remove()
+
+        def look(*_: Any) -> None:
+            seen.extend([views[0].sum().item(), torch.cat([*views[:2], up.weight.view(-1)]).sum().item()])
+
+        hook = up.register_forward_hook(look)
+        with optimizer.present(model.parameters()), torch.no_grad():
+            halved(model)
+            look()
+            model(**BATCHES[7])
+        with optimizer.present(up.parameters()), torch.no_grad():
+            halved(up)
+            look()
+            model(**BATCHES[7])
+        hook.remove()
+        return seen + train(model, optimizer, BATCHES[1:3])
+
+    both_sides(llama, script, LAYOUTS)
+
+
 def test_a_graph_from_before_present() -> None:
     """It goes on where weights were only read, and is refused where they were written to, as elsewhere."""
 
