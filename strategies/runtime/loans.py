@@ -3,14 +3,14 @@
 Two need that: ``optimizer.present``, where people read and write weights as they would elsewhere, and modules that
 change what is saved of them, which have to look at their weights (``surface.py``).
 
-A parameter on loan shows a copy on the device. The engine leaves it alone until it is given back (``held.py``):
-forward uses the copy, whatever was written to it, ``state_dict`` shows it, ``load_state_dict`` writes to it. When it is
-given back, what differs from the weight is the new weight.
+A parameter on loan shows a copy on the device, or its home if it stays. The engine leaves it alone until it is given
+back (``held.py``): forward uses what it shows, whatever was written to it, ``state_dict`` shows it, ``load_state_dict``
+writes to it. When it is given back, what differs from the weight is the new weight.
 
-Invariant. While a parameter is on loan its weight changes in the copy only. So no update may begin: ``step`` is
-refused, and so is a backward that updates.
+Invariant. While a parameter is on loan its weight changes in what it shows only. So no update may begin: ``step``
+is refused, and so is a backward that updates.
 
-Not seen: what is written after the loan to tensors that share the copy's memory.
+Not seen: what is written after the loan to tensors that share a copy's memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Loans:
         """Let ``params`` be plain ones until ``give_back``; those that were not already."""
         chosen = [param for param in dict.fromkeys(params) if param not in self._out]
         places = [self._surface.settled(param) for param in chosen]  # all first: settling one bucket may hide another
-        values = [self._surface.copy_of(*place) for place in places]
+        values = [self._surface.shown_to_others(*place) for place in places]
         for param, (held, index), value in zip(chosen, places, values, strict=True):
             held.lend(index, value, LentParameter)
             self._out[param] = held, index
@@ -71,7 +71,9 @@ class Loans:
     def keep(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """What was written to ``params``, by default to all that are on loan, is their weight from now on."""
         for param in tuple(self._out) if params is None else params:
-            if not _same_bits(param.data.cpu(), self._surface.weight_of(param).cpu()):
+            held, index = self._surface.settled(param)
+            known = held.part(held.rest() if held.master is None else held.master, index).to(param.dtype)
+            if not _same_bits(param.data.cpu(), known.cpu()):
                 self._surface.adopt(param, param.data)
 
     def give_back(self, params: Sequence[nn.Parameter]) -> None:
@@ -82,6 +84,7 @@ class Loans:
             for param in params:
                 held, index = self._out.pop(param)
                 held.take_back(index)
+                self._surface.used(held)
 
     def refuse(self, what: str) -> None:
         """Do nothing while nothing is on loan.

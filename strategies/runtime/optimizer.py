@@ -251,8 +251,8 @@ class StowOptimizer(torch.optim.Optimizer):
     def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
         """Let ``params`` be plain parameters on the device, with their newest values; what is written is kept.
 
-        The model runs with what was written, state dicts show it. Tensors taken of them, as ``param.data``, are copies
-        from the end of the block on. Refused inside: ``step``, ``close``, and backward where it updates.
+        The model runs with what was written, state dicts show it. Afterwards ``param.data`` of those that travel, taken
+        inside, is a copy. Refused inside: ``step``, ``close``, and backward where it updates.
         """
         with self._surface.present(list(params)):
             yield

@@ -73,6 +73,13 @@ class Surface(Copied):
             loan = _loan(held.params[index])
             return (held.shaped(held.rest(), index) if loan is None else loan).to(self._engine.device, copy=True)
 
+    def shown_to_others(self, held: Held, index: int) -> Tensor:
+        """What is lent: the home of a settled weight that stays, whose views see what is written, or a copy."""
+        if not held.bucket.resident:
+            return self.copy_of(held, index)
+        self._engine.ensure(held)
+        return alone(held.shaped(held.weight, index))
+
     def read(self, held: Held, index: int, name: str) -> Tensor:
         """The parameter, present from now on if it stays, or a copy through which gradients flow."""
         param = held.params[index]
@@ -184,8 +191,12 @@ class Surface(Copied):
         loan = _loan(param)
         if loan is not None and loan.data_ptr() != value.data_ptr():
             loan.copy_(value)
-        held.used = self._engine.transfer.record(Lane.COMPUTE)
+        self.used(held)
         self._show_again(param)
+
+    def used(self, held: Held) -> None:
+        """COMPUTE has been given whatever somebody did with the home."""
+        held.used = self._engine.transfer.record(Lane.COMPUTE)
 
     def _show_again(self, param: nn.Parameter) -> None:
         held, index = self._engine.place_of[id(param)]
