@@ -303,6 +303,7 @@ class Engine(Copied):
 
     def _submit(self, held: Held, scale: Scale) -> None:
         assert held.bucket.group is not None
+        held.refuse_loans()
         if held.bucket.group not in self._used:
             group = self._groups()[held.bucket.group]
             # Copies: a scheduler may change a rate, even in place, before the update is computed.

@@ -99,3 +99,14 @@ def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: Rule) -> Iterator[
         fused = rule.defaults().get("fused")
         if bool(group.get("fused", fused)) != bool(fused):
             yield f"parameter group {number}: fused is {group['fused']} there and {fused} in the rule that was stowed"
+
+
+def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: Rule) -> Iterator[str]:
+    """Why an update could not go on with what was ``saved`` of parameter ``name``, whose ``state`` is here."""
+    missing = [key for key in ("step", *rule.names) if key not in saved] if rule.names else []
+    if missing:
+        yield f"{name}: {', '.join(missing)} missing in the saved state, which has {', '.join(map(str, saved))}"
+    for key in state.keys() & saved.keys():
+        shape = list(torch.as_tensor(saved[key]).shape)
+        if shape != list(state[key].shape):
+            yield f"{name}: {key} was saved with shape {shape}, and has {list(state[key].shape)} here"

@@ -2,7 +2,8 @@
 
 Invariant. A parameter is *shown* (``parameters.py``: present or visiting, its memory a view of the home) only while
 COMPUTE may read the home: the newest weights have arrived there, and nobody may take the address away. Those that stay
-are shown until their next update begins; those that travel while a scope that uses them is open. Otherwise it is an
+are shown until their next update begins; those that travel while a scope that uses them is open. One on loan is left
+alone (``loans.py``). Otherwise it is an
 ``AbsentParameter``, whose own memory is one NaN expanded to its shape as soon as the home is not its own.
 
 [Note: versions] Torch counts the writes to a tensor, notes the count with every tensor that it saves for backward, and
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from strategies.runtime.update import Job
 
 set_counts = torch._C._autograd._unsafe_set_version_counter
-AWAY, LENT = 2**31 - 1, 2**30  # see [Note: versions]; beyond any number of updates
+AWAY = 2**31 - 1  # see [Note: versions]; beyond any number of updates
 
 
 class Presence(Enum):
@@ -87,6 +88,7 @@ class Held:
     counts: list[int]  # what torch's count of writes was set to; see [Note: versions]
     leads: tuple[int, int] = (1, 1)  # steps ahead of its use that its weight may come, in forward and in backward
 
+    own: list[int] = field(default_factory=list)  # parameters that are not on loan (``loans.py``)
     presence: Presence = Presence.ABSENT
     bound: bool = False  # the parameters' memory is the home
     shown: bool = False  # see the invariant
@@ -105,7 +107,6 @@ class Held:
     norms: dict[int, Tensor] = field(default_factory=dict)
     norms_later: tuple[list[int], Future[list[Tensor]]] | None = None
     generation: int = 0  # of the home: how often this bucket has moved in
-    lent: int = 0  # how often a copy was shown instead
     arrived: Event | None = None
     used: Event | None = None
     stored: Event | None = None
@@ -147,11 +148,16 @@ class Held:
         assert self.grad is not None, f"{self.name} is frozen"
         return [self.shaped(self.grad, index) for index in indices]
 
+    def shows(self, index: int) -> bool:
+        """Whether parameter ``index`` is shown: not, if it is on loan."""
+        return self.shown and index in self.own
+
     def show(self) -> None:
         """COMPUTE may read the home, until ``cover`` or ``hide``."""
         if self.shown:
             return
-        for index, param in enumerate(self.params):
+        for index in self.own:
+            param = self.params[index]
             param.__class__ = PresentParameter
             if not self.bound:
                 set_data(param, self.shaped(self.weight, index))
@@ -161,51 +167,57 @@ class Held:
 
     def show_plainly(self) -> None:
         """Forward without gradients: modules that have a kernel for it take it, as they would elsewhere."""
-        for index in self.fused if self.shown else ():
+        for index in self.fused.intersection(self.own) if self.shown else ():
             self.params[index].__class__ = PresentParameter
 
     def cover(self) -> None:
         """Nobody uses it now: its address may be taken."""
         if not self.shown:
             return
-        for index, param in enumerate(self.params):
+        for index in self.own:
             self.refuse_writes(index)
-            param.__class__ = AbsentParameter
+            self.params[index].__class__ = AbsentParameter
         self.shown = False
         self._count()
 
     def hide(self) -> None:
         """What its parameters' memory holds is not theirs any more, or about to be replaced."""
         self.bound = self.shown = False
-        for index in range(len(self.params)):
+        for index in self.own:
             self.restore(index)
 
     def restore(self, index: int) -> None:
         """Let one parameter be what the bucket is."""
         param = self.params[index]
         param.__class__ = PresentParameter  # whose attributes are set without a detour
-        self.versions[index] += param._version != self.counts[index]  # somebody wrote to it, who was allowed to
+        self.versions[index] += param._version - self.counts[index]  # somebody wrote to it, who was allowed to
         set_data(param, self.shaped(self.weight, index) if self.bound else self.nan.expand(self.shapes[index]))
         self._count_one(index, self.versions[index] if self.shown else AWAY)
         param.__class__ = self.kind if self.shown else AbsentParameter
 
-    def lend(self, index: int, value: Tensor) -> None:
-        """Let one parameter show ``value`` and be a plain one until ``restore``; a graph made of it ends there."""
+    def lend(self, index: int, value: Tensor, kind: type[nn.Parameter]) -> None:
+        """Let one parameter be a ``kind`` in memory of its own, which holds ``value``."""
+        self.own = [other for other in self.own if other != index]
         param = self.params[index]
-        param.__class__ = nn.Parameter
-        param.data = value
-        self.lent += 1
-        self._count_one(index, LENT + self.lent)
+        param.__class__ = PresentParameter
+        set_data(param, value)
+        self._count_one(index, self.versions[index])  # as if shown: the value is the same, until somebody writes
+        param.__class__ = kind
+
+    def take_back(self, index: int) -> None:
+        """The parameter is what the bucket is again; its weight is where it rests."""
+        self.own = sorted({*self.own, index})
+        self.restore(index)
 
     def release(self, index: int) -> None:
         """Let one parameter be a plain parameter from now on, with a copy of its weight on the CPU."""
-        self.lend(index, self.shaped(self.rest(), index).to("cpu", copy=True))
-        self._count_one(index, self.versions[index])
+        self.lend(index, self.shaped(self.rest(), index).to("cpu", copy=True), nn.Parameter)
 
     def _count(self) -> None:
         """Set torch's counts of writes; see [Note: versions]."""
-        self.counts = self.versions.copy() if self.shown else [AWAY] * len(self.params)
-        set_counts(tuple(self.params), tuple(self.counts))
+        for index in self.own:
+            self.counts[index] = self.versions[index] if self.shown else AWAY
+        set_counts(tuple(self.params[index] for index in self.own), tuple(self.counts[index] for index in self.own))
 
     def _count_one(self, index: int, count: int) -> None:
         self.counts[index] = count
@@ -220,6 +232,17 @@ class Held:
         self.params[index].__class__ = PresentParameter  # whose attributes are read without a detour
         if self.params[index]._version != self.counts[index]:
             raise RuntimeError(f"{self.bucket.params[index]} was written to in place; {WRITE}")
+
+    def refuse_loans(self) -> None:
+        """Do nothing where no parameter is on loan.
+
+        Raises:
+            RuntimeError: one is, and an update is to begin.
+        """
+        if len(self.own) < len(self.params):
+            raise RuntimeError(
+                f"{self.name}: backward inside of `with optimizer.present(...)`, and the plan updates there"
+            )
 
     def updated(self, indices: Iterable[int]) -> None:
         """An update of these begins: a graph that holds their old values may not be used any more."""
@@ -284,6 +307,7 @@ def hold(
         versions=[param._version for param in params],
         counts=[param._version for param in params],
         leads=leads(bucket, layout),
+        own=list(range(len(params))),
     )
 
 

@@ -33,7 +33,7 @@ from strategies.core.facts import Home
 from strategies.planner.validate import check
 from strategies.runtime import saving
 from strategies.runtime.engine import Engine
-from strategies.runtime.fits import mismatches, not_in_kernels
+from strategies.runtime.fits import mismatches, not_in_kernels, unlike
 from strategies.runtime.parameters import STOWED
 from strategies.runtime.rules import AdamW, Rule
 from strategies.runtime.state import State
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from strategies.core.plan import Plan
 
+Saved = list[tuple[nn.Parameter, Mapping[str, Any]]]
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -175,6 +176,7 @@ class StowOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
         self._refuse_closed()
+        self._surface.refuse_loans("step()")
         self._refuse_strangers()
         self._refuse_edits()
         self.engine.step()
@@ -243,10 +245,15 @@ class StowOptimizer(torch.optim.Optimizer):
         """Complete all updates that are under way. Afterwards only buckets that travel are absent."""
         self.engine.refuse_halfway()
         self.engine.drain()
+        self._surface.loans.keep()
 
     @contextmanager
     def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Let ``params`` show their newest values, on the device; what is written to them is kept."""
+        """Let ``params`` be plain parameters on the device, with their newest values; what is written is kept.
+
+        The model runs with what was written, state dicts show it. Afterwards ``param.data`` of those that travel, taken
+        inside, is a copy. Refused inside: ``step``, ``close``, and backward where it updates.
+        """
         with self._surface.present(list(params)):
             yield
 
@@ -285,16 +292,40 @@ class StowOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy state in torch's form to where it lives, and hyperparameters into the groups."""
+        """As torch's: parameters of the saved groups are ours in order. State is copied to where it lives.
+
+        Raises:
+            ValueError: other groups, or what the update cannot go on with. Nothing has changed then.
+        """
         self.drain()
-        saved = [{"fused": self.defaults.get("fused"), **group} for group in state_dict["param_groups"]]
-        for complaint in not_in_kernels(saved, self.engine.rule):
-            raise ValueError(complaint)
-        super().load_state_dict({"state": {}, "param_groups": saved})
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
-            self._surface.forget_state(param)
-            self._surface.set_state(param, state_dict["state"].get(index, {}))
+        state: Saved = []
+        last = self.register_load_state_dict_pre_hook(lambda _, given: self._take_state(given, state))
+        first = self.register_load_state_dict_post_hook(lambda _: self._put_state(state), prepend=True)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            last.remove()
+            first.remove()
+
+    def _take_state(self, given: Mapping[str, Any], state: Saved) -> dict[str, Any]:
+        """Move what a state dict says of parameters into ``state``, checked; torch gets the rest, and checks groups."""
+        groups = [{"fused": self.defaults.get("fused"), **group} for group in given["param_groups"]]
+        complaints = list(not_in_kernels(groups, self.engine.rule))
+        ours = [param for group in self.param_groups for param in group["params"]]
+        params = dict(zip([key for group in groups for key in group["params"]], ours, strict=False))
+        state += [(param, given["state"][key]) for key, param in params.items() if given["state"].get(key)]
+        for param, saved in state:
+            complaints += unlike(self._name_of[id(param)], saved, self._surface.state_of(param), self.engine.rule)
+        if complaints:
+            raise ValueError(complaints[0])
+        return {**given, "state": {}, "param_groups": groups}
+
+    def _put_state(self, state: Saved) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._surface.forget_state(param)
+        for param, saved in state:
+            self._surface.set_state(param, saved)
 
     # --- on disk -----------------------------------------------------------------------------------------------------
 
@@ -358,6 +389,7 @@ class StowOptimizer(torch.optim.Optimizer):
         """Give the model its weights back in ordinary memory on the CPU, and forget it. Closing twice does nothing."""
         if self._closed:
             return
+        self._surface.refuse_loans("close()")
         self.engine.drain()
         self._surface.take_out()
         self.engine.close()

@@ -148,7 +148,7 @@ class StowedParameter(nn.Parameter):
         if value is None:
             self._keeper.forget_gradient()
         elif getattr(value, "_keeper", None) is not self._keeper:  # ``param.grad *= 0.5`` assigns what it found
-            raise RuntimeError(f"{self._keeper.name}: gradients of a stowed model come from backward only")
+            raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Refused: see the module docstring."""
@@ -312,6 +312,10 @@ class ReadOnly(Tensor):
 
 
 TABLES = frozenset([nn.functional.embedding, torch.embedding])
+ASSIGNED = (
+    "gradients of a stowed model come from backward only (torch.distributed.checkpoint assigns some to an optimizer "
+    "that has not made a step: make one before, or use optimizer.save() and load())"
+)
 ACCUMULATED = (
     "gradients leave as they are accumulated, so that a hook at that moment has nothing to look at: use "
     "param.register_hook, or param.grad after backward"

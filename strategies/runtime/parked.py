@@ -9,6 +9,7 @@ Refused: other writes, to it or to a copy of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -20,7 +21,8 @@ from strategies.runtime.functions import asks_about, call, converts_nothing, eac
 from strategies.runtime.parameters import Keeper, ReadOnly
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
-SCALINGS = frozenset([Tensor.mul_, Tensor.__imul__, torch._foreach_mul_])
+DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
+SCALINGS = DIVISIONS | {Tensor.mul_, Tensor.multiply_, Tensor.__imul__, torch._foreach_mul_}
 ITSELF = frozenset([Tensor.detach, Tensor.detach_, Tensor.requires_grad_])  # a gradient is in no graph
 Factor = Tensor | float
 
@@ -115,6 +117,16 @@ def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Factor | None:
     """The one number that gradients are multiplied with; None where it is something else."""
     factor = args[1] if func in SCALINGS and len(args) == 2 and not kwargs else None
+    if func in DIVISIONS:
+        return _inverse(factor)
     if isinstance(factor, float | int):
         return float(factor)
     return factor if isinstance(factor, Tensor) and factor.dim() == 0 else None
+
+
+def _inverse(divisor: Any) -> float | None:
+    """What to multiply with instead, to the same bits: for powers of two, whose inverse is exact."""
+    if not isinstance(divisor, float | int) and not (isinstance(divisor, Tensor) and divisor.dim() == 0):
+        return None
+    mantissa, exponent = math.frexp(float(divisor))
+    return 1 / float(divisor) if abs(mantissa) == 0.5 and abs(exponent) < 100 else None

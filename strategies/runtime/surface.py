@@ -3,18 +3,19 @@
 Problem. Libraries read and write parameters at any time; these are the doors through which right values come out and
 new ones go in. ``parameters.py`` sees to it that there are no others.
 
-    state_dict          each module that owns parameters replaces its entries by where the weights rest: the host's copy
-                        of what travels, the home of what does not. Views with storages of their own, no copies
+    state_dict          each module that owns parameters gives where the weights rest: the host's copy of what
+                        travels, the home of what does not. Views with storages of their own, no copies. A module that
+                        has a say in what is saved looks at copies; what it makes of them is left as it is
     load_state_dict     before a module is loaded its parameters show where they rest; afterwards masters and homes
                         follow
-    present             chosen parameters show copies on the device; if those were changed, the change is kept
+    present             chosen parameters are on loan (``loans.py``), with copies on the device; changes are kept
     reading             a function that reads a parameter outside of the modules that own it asks its keeper
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from strategies.runtime.arena import alone
 from strategies.runtime.clipping import Clipping
 from strategies.runtime.engine import Engine
 from strategies.runtime.held import Held
+from strategies.runtime.loans import LentParameter, Loans
 from strategies.runtime.parameters import Alias, Copied, Elsewhere, StowedParameter
 from strategies.runtime.parked import parked
 from strategies.runtime.transfer import Lane
@@ -40,6 +42,8 @@ class Surface(Copied):
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
         self._handles: list[Any] = []
+        self.loans = Loans(self)
+        self._looking: dict[int, list[nn.Parameter]] = {}  # on loan to a module whose state dict is being made, by id
         self._read: set[int] = set()  # parameters that travel and were read outside of the modules that own them
         for name, param in model.named_parameters():
             held, index = engine.place_of[id(param)]
@@ -56,7 +60,7 @@ class Surface(Copied):
 
     def weight_of(self, param: nn.Parameter) -> Tensor:
         """Where the newest weight of ``param`` rests; the host may read it."""
-        held, index = self._settled(param)
+        held, index = self.settled(param)
         return held.shaped(held.rest(), index)
 
     def copy_of(self, held: Held, index: int) -> Tensor:
@@ -66,7 +70,15 @@ class Surface(Copied):
             self._engine.settle(held)
             self._engine.transfer.host_wait(held.stored)
             self._engine.transfer.wait(Lane.COMPUTE, held.stored, held.arrived)
-            return held.shaped(held.rest(), index).to(self._engine.device, copy=True)
+            loan = _loan(held.params[index])
+            return (held.shaped(held.rest(), index) if loan is None else loan).to(self._engine.device, copy=True)
+
+    def shown_to_others(self, held: Held, index: int) -> Tensor:
+        """What is lent: the home of a settled weight that stays, whose views see what is written, or a copy."""
+        if not held.bucket.resident:
+            return self.copy_of(held, index)
+        self._engine.ensure(held)
+        return alone(held.shaped(held.weight, index))
 
     def read(self, held: Held, index: int, name: str) -> Tensor:
         """The parameter, present from now on if it stays, or a copy through which gradients flow."""
@@ -88,7 +100,7 @@ class Surface(Copied):
 
     def read_view(self, held: Held, index: int, view: Tensor) -> Tensor:
         """``view`` of the home itself, while the weight is there, or what it would show."""
-        if held.shown:
+        if held.shows(index):
             return view
         value = self.copy_of(held, index)
         if view.dtype != value.dtype:
@@ -107,7 +119,8 @@ class Surface(Copied):
         whole = _with_gradient(held.params[index], value) if view.requires_grad else value
         return whole.as_strided(view.size(), view.stride(), start)
 
-    def _settled(self, param: nn.Parameter) -> tuple[Held, int]:
+    def settled(self, param: nn.Parameter) -> tuple[Held, int]:
+        """Where ``param`` is, with its newest weight at rest."""
         self._engine.refuse_halfway()
         held, index = self._engine.place_of[id(param)]
         self._engine.settle(held)
@@ -115,16 +128,40 @@ class Surface(Copied):
         return held, index
 
     def _lend(self, module: nn.Module, *rest: Any) -> None:
-        """Before a state dict is made: plain parameters, which nobody is asked for."""
-        for param in module.parameters(recurse=False):
-            param.__class__ = nn.Parameter
+        """Before a state dict is made: plain parameters, which nobody is asked for. With values where others look."""
+        self._engine.refuse_halfway()
+        self._looked(id(module))  # an earlier one was interrupted
+        mine = list(module.parameters(recurse=False))
+        if any(_has_a_say(each) for each in module.modules()):
+            self._looking[id(module)] = self.loans.lend(mine)
+            return
+        for param in mine:
+            if _loan(param) is None:
+                param.__class__ = nn.Parameter
 
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, param in module.named_parameters(recurse=False):
+        lent = {id(param): param.data for param in self._looking.get(id(module), ())}
+        self._looked(id(module))
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            saved = state.get(prefix + name)
+            if _loan(param) is not None:  # to somebody else, who gives it back later
+                continue
             self._show_again(param)
-            key = prefix + name
-            if key in state and not isinstance(state[key], nn.Parameter):
-                state[key] = alone(self.weight_of(param))
+            as_it_is = id(param) not in lent or _same_memory(saved, lent[id(param)])
+            if as_it_is and isinstance(saved, Tensor) and not isinstance(saved, nn.Parameter):
+                state[prefix + name] = alone(self.weight_of(param))
+        if lent:
+            _leave_no_copies(state, prefix, lent.values())
+
+    def _looked(self, *modules: int) -> None:
+        """State dicts of ``modules``, by id and by default of all, were made or interrupted."""
+        for module in modules or tuple(self._looking):
+            self.loans.give_back(self._looking.pop(module, ()))
+
+    def refuse_loans(self, what: str) -> None:
+        """Do nothing while no weight is in the hands of others. Raises: one is, and ``what`` changes weights."""
+        self._looked()
+        self.loans.refuse(what)
 
     def _open(self, module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -133,48 +170,48 @@ class Surface(Copied):
             )
         self._engine.drain()  # everything: an update of another bucket, settled before ``_shut``, would hide these
         for param in module.parameters(recurse=False):
-            value = self.weight_of(param)
-            param.__class__ = nn.Parameter
-            param.data = value
+            if _loan(param) is None:
+                value = self.weight_of(param)
+                param.__class__ = nn.Parameter
+                param.data = value
 
     def _shut(self, module: nn.Module, *rest: Any) -> None:
         for param in module.parameters(recurse=False):
-            self._adopt(param, param.data)
+            if _loan(param) is None:
+                self.adopt(param, param.data)
 
     @torch.no_grad()
-    def _adopt(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
+    def adopt(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """``value`` is the new weight: put it wherever the weight lies, and where its ``master`` does."""
-        held, index = self._settled(param)
+        held, index = self.settled(param)
         self._engine.transfer.host_wait(held.used)
         for place in (held.rest(), held.master if master else None, held.weight if held.present else None):
             if place is not None and held.part(place, index).data_ptr() != value.data_ptr():
                 held.part(place, index).copy_(value.reshape(-1))
-        held.used = self._engine.transfer.record(Lane.COMPUTE)
+        loan = _loan(param)
+        if loan is not None and loan.data_ptr() != value.data_ptr():
+            loan.copy_(value)
+        self.used(held)
         self._show_again(param)
+
+    def used(self, held: Held) -> None:
+        """COMPUTE has been given whatever somebody did with the home."""
+        held.used = self._engine.transfer.record(Lane.COMPUTE)
 
     def _show_again(self, param: nn.Parameter) -> None:
         held, index = self._engine.place_of[id(param)]
-        held.restore(index)
+        if index in held.own:
+            held.restore(index)
 
     @contextmanager
     def present(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """See ``StowOptimizer.present``."""
-        shown: list[tuple[nn.Parameter, Tensor]] = []
-        with torch.no_grad():
-            places = [self._settled(param) for param in params]  # all first: settling one bucket may hide another
-            for param, (held, index) in zip(params, places, strict=True):
-                value = self.copy_of(held, index)
-                held.lend(index, value)
-                shown.append((param, value))
+        self._looked()
+        lent = self.loans.lend(params)
         try:
             yield
         finally:
-            for param, value in shown:
-                held, index = self._settled(param)
-                if _same_bits(value.cpu(), held.shaped(held.rest(), index).cpu()):
-                    self._show_again(param)
-                else:
-                    self._adopt(param, value)
+            self.loans.give_back(lent)
 
     def take_out(self) -> None:
         """Ordinary tensors on the CPU for every parameter; the doors are removed."""
@@ -222,7 +259,7 @@ class Surface(Copied):
             if name in state:
                 place.copy_(torch.as_tensor(state[name]))
         if "master" in state:
-            self._adopt(param, self.state_of(param)["master"].to(param.dtype), master=False)
+            self.adopt(param, self.state_of(param)["master"].to(param.dtype), master=False)
 
     @torch.no_grad()
     def forget_state(self, param: nn.Parameter) -> None:
@@ -285,7 +322,7 @@ class Keeper(Copied):
 
     @property
     def here(self) -> bool:
-        return self._held.shown
+        return self._held.shows(self._index)
 
     def read_view(self, view: Tensor) -> Tensor:
         return self._surface.read_view(self._held, self._index, view)
@@ -313,5 +350,33 @@ def _with_gradient(original: Tensor, value: Tensor) -> Tensor:
     return Elsewhere.apply(original, value) if torch.is_grad_enabled() and original.requires_grad else value
 
 
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+def _loan(param: nn.Parameter) -> Tensor | None:
+    """What ``param`` shows, if it is on loan."""
+    return param.data if isinstance(param, LentParameter) else None
+
+
+def _same_memory(first: Any, second: Tensor) -> bool:
+    """Whether both are the same numbers at the same place."""
+    if not isinstance(first, Tensor) or first.layout is not torch.strided:
+        return False
+    same = (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())
+    return same and first.data_ptr() == second.data_ptr()
+
+
+def _leave_no_copies(state: dict[str, Any], prefix: str, lent: Iterable[Tensor]) -> None:
+    """What was saved as a view of a copy goes to the host: copies on the device have no place in the plan."""
+    copies = {tensor.untyped_storage().data_ptr() for tensor in lent}
+    for key, value in state.items():
+        strided = isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, nn.Parameter)
+        if strided and key.startswith(prefix) and value.untyped_storage().data_ptr() in copies:
+            state[key] = value.detach().to("cpu", copy=True)
+
+
+def _has_a_say(module: nn.Module) -> bool:
+    """Whether anybody but torch and us looks at parameters, or at what is saved of them, for its state dict."""
+    ours = 2 if next(module.parameters(recurse=False), None) is not None else 0
+    hooks = len(module._state_dict_pre_hooks) + len(module._state_dict_hooks)
+    return hooks > ours or any(
+        getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
+        for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+    )
