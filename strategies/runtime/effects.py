@@ -10,6 +10,7 @@ So a replay gets what the first run found, and afterwards everything is as it wa
                      restored by its checkpoints
     tensors          buffers and attributes of the block's modules. What the block writes to is copied before each run;
                      what it replaces by another tensor is remembered
+    numbers          in attributes of the block's modules, as counters are
 
 What it writes to is learned in its first run: everything is copied before, and compared bit by bit afterwards. The same
 when a module of it changes between training and evaluation. From then on torch's version counters are compared.
@@ -17,8 +18,8 @@ when a module of it changes between training and evaluation. From then on torch'
 Memory, until backward: what it writes to once more, and the former tensor of an attribute that it replaces. Both are
 small (statistics, an auxiliary loss) and not in the plan.
 
-Not seen: counters and other Python values, tensors and generators in lists, closures and other objects; writes through
-``.data`` that begin after the first run.
+Not seen: whatever is in lists, closures and other objects; writes through ``.data`` that begin after the first run;
+numbers under DeepSpeed's stage 3, whose hooks count in the attributes of modules, and mean each run.
 
 Refused: a write to a tensor that the first run has left alone.
 """
@@ -50,6 +51,7 @@ class Effects:
 
     def __init__(self, block: nn.Module, name: str) -> None:
         self.name = name
+        self.counts = not any(hasattr(param, "ds_id") for param in block.parameters())
         self._block = block
         self._written: dict[tuple[bool, ...], frozenset[tuple[str, str]]] = {}  # by what is in training
 
@@ -121,11 +123,14 @@ class Found(AbstractContextManager[None]):
         self._copies.clear()
 
     def _add_new(self) -> None:
-        """Tensors where none was before."""
+        """Tensors where none was before, and numbers that are others."""
         noted = {(id(owner), name) for _, owner, name, *_ in self._states}
         for owner, before in self._before:
             for name, value in owner.items():
-                if value.__class__ not in PLAIN and _is_state(value) and (id(owner), name) not in noted:
+                if value.__class__ in NUMBERS:
+                    if self._effects.counts and before.get(name, ABSENT) != value:
+                        self._changed.append((owner, name, before.get(name, ABSENT)))
+                elif value.__class__ not in PLAIN and _is_state(value) and (id(owner), name) not in noted:
                     self._changed.append((owner, name, before.get(name, ABSENT)))
         self._before.clear()
 
@@ -168,6 +173,7 @@ class Found(AbstractContextManager[None]):
 
 
 PLAIN = {bool, int, float, str, type(None), set, dict, OrderedDict}  # most attributes of a module
+NUMBERS = {bool, int, float}
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 

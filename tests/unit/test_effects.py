@@ -72,6 +72,16 @@ class Attribute(Base):
         return self.last
 
 
+class Counting(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def factor(self, x: Tensor) -> float:
+        self.calls += 1
+        return 0.1 * self.calls
+
+
 class Spectral(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +113,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "a buffer replaced": Replaced,
     "an attribute": Attribute,
     "spectral norm": Spectral,
+    "a counter": Counting,
     "torch.Generator": lambda: Drawing(torch.Generator().manual_seed(3), lambda made: torch.rand((), generator=made)),
     "random.Random": lambda: Drawing(random.Random(3), lambda made: made.random()),
     "numpy Generator": lambda: Drawing(np.random.default_rng(3), lambda made: made.random()),
