@@ -3,6 +3,10 @@
 DeepSpeed compiles its C++ at first use, in the middle of somebody's first run, for a minute or two and without a
 word. So a run says beforehand what will be built, about how long it takes and where it is cached; and where there is no
 compiler, it ends before anything is prepared.
+
+A build that is killed leaves its lock behind, and whoever comes next would wait for ever. Whoever builds holds the lock
+open, so a lock that no process here has open is taken away. Processes of other machines are not seen: two jobs on two
+machines with one home, both at their first run, may compile the same thing twice.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import logging
 import os
 import shutil
 import sys
-import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +34,6 @@ class Op:
 
 SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
 CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
-LONGEST_BUILD_S = 600.0
 FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the GPU")
 
 
@@ -68,18 +71,29 @@ def compiler() -> str | None:
 def refuse_what_cannot_be_built() -> None:
     """Raise where DeepSpeed's engine would have to compile something and cannot.
 
-    A build that was killed leaves its lock, for which torch would wait for ever, without a word.
-
     Raises:
         ConfigError: with the cure.
     """
-    import torch
-
-    lock = cache_folder() / SHM.name / "lock"
-    if not torch.cuda.is_available() and lock.exists() and time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
-        raise ConfigError(f"strategies.zero: a build of DeepSpeed's {SHM.name} was cut off; delete {lock}")
     if announcement() is not None and compiler() is None:
         raise ConfigError(
             f"strategies.zero: DeepSpeed has to compile {SHM.use} on this machine, and there is no C++ compiler: "
             f"apt-get install g++, or train without it, as with strategies.offload"
         )
+
+
+def clear_abandoned_builds() -> None:
+    """Delete the locks of builds that were killed; call it on one rank of a machine, before any rank builds."""
+    for lock in cache_folder().glob("*/lock"):
+        if not _is_open(lock):
+            lock.unlink(missing_ok=True)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process of this machine that we may look at has the file open."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has just ended, or is somebody else's
+            if any(Path(opened.path) == path.resolve() for opened in process.open_files()):
+                return True
+    return False

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from trainer.ops import announcement
+from trainer.ops import announcement, clear_abandoned_builds
 
 # A launcher ends all ranks as soon as one has failed, and reports that one's code. The rank that knows what is wrong
 # speaks, so the others let it go first.
@@ -140,7 +140,12 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
 def _open_deepspeed(ranks: Ranks) -> None:
     """DeepSpeed's own door to the group, which on CPUs it compiles at first use; so say it before the silence."""
     import deepspeed.comm
+    import torch.distributed
 
+    if torch.distributed.get_backend() == "gloo":  # on CPUs
+        if ranks.is_first_local:
+            clear_abandoned_builds()
+        torch.distributed.barrier()
     note = announcement()
     if ranks.is_first and note is not None:
         print(note, flush=True)

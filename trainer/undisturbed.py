@@ -31,6 +31,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from strategies.runtime.effects import source
+
 LARGE, COPIED_BYTES, MOST_OBJECTS = 1_000, 1 << 16, 1_000_000
 ATOMS = (*weakref.ProxyTypes, str, bytes, int, float, complex, type, types.ModuleType, torch.dtype, torch.device)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -91,16 +93,9 @@ def _back(value: Any) -> Callable[[], Any] | None:
         return partial(_fill, value, dict(value) if isinstance(value, dict) else list(value))
     if isinstance(value, types.CellType):
         return partial(_fill_cell, value, _content(value))
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, numpy.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, numpy.random.BitGenerator):
-        return partial(setattr, value, "state", value.state)
+    if (generator := source(value)) is not None:
+        get, put = generator
+        return partial(put, get())
     if type(value) is numpy.ndarray and value.nbytes <= COPIED_BYTES and value.flags.writeable:
         return partial(numpy.copyto, value, value.copy())
     if type(value) is Tensor and value.is_cpu and not value.requires_grad and not value.is_inference():

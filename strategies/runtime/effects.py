@@ -36,6 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from strategies.runtime.nested import same_bits
+
 Owner = dict[str, Any]  # a module's buffers or its attributes
 Source = tuple[Callable[[], Any], Callable[[Any], None]]  # of random numbers: gets its state, sets it
 ABSENT = object()
@@ -97,8 +99,8 @@ class Found(AbstractContextManager[None]):
                 self._states.append((path, owner, name, value, _version(value)))
                 if self._known is None or (path, name) in self._known:
                     self._copies[id(value)] = _copy(value)
-            elif isinstance(value, GENERATORS):
-                self._sources.append(_source(value))
+            elif (generator := source(value)) is not None:
+                self._sources.append(generator)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -174,16 +176,21 @@ class Found(AbstractContextManager[None]):
 
 PLAIN = {bool, int, float, str, type(None), set, dict, OrderedDict}  # most attributes of a module
 NUMBERS = {bool, int, float}
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def _source(generator: Any) -> Source:
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
+def source(value: Any) -> Source | None:
+    """How to get and to set the state of ``value``, if it is a random generator that has one."""
+    if isinstance(value, torch.Generator):
+        put: Callable[[Tensor], Any] = value.set_state
+        return value.get_state, put
+    if isinstance(value, np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
+    if isinstance(bits, np.random.BitGenerator):
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return generator.get_state, generator.set_state
+    return None
 
 
 def _modes(modules: list[tuple[str, nn.Module]]) -> tuple[bool, ...]:
@@ -209,9 +216,7 @@ def _copy(value: Any) -> Any:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    if first.layout is not torch.strided or first.is_meta:
-        return True
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+    return first.layout is not torch.strided or first.is_meta or same_bits(first, second)
 
 
 def _put(owner: Owner, name: str, value: Any) -> None:

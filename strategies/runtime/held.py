@@ -2,9 +2,9 @@
 
 Invariant. A parameter is *shown* (``parameters.py``: present or visiting, its memory a view of the home) only while
 COMPUTE may read the home: the newest weights have arrived there, and nobody may take the address away. Those that stay
-are shown until their next update begins; those that travel while a scope that uses them is open. One on loan is left
-alone (``loans.py``). Otherwise it is an
-``AbsentParameter``, whose own memory is one NaN expanded to its shape as soon as the home is not its own.
+are shown until their next update begins; those that travel while a scope that uses them is open. Otherwise it is an
+``AbsentParameter``, whose own memory is one NaN expanded to its shape as soon as the home is not its own. One that is
+on loan is left alone (``loans.py``).
 
 [Note: versions] Torch counts the writes to a tensor, notes the count with every tensor that it saves for backward, and
 raises where it has changed when backward reads it. Parameters that are not shown have a count that none has otherwise.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from strategies.runtime.nested import same_bits
 from strategies.runtime.parameters import RAW_DATA, StowedParameter
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Loans:
         for param in tuple(self._out) if params is None else params:
             held, index = self._surface.settled(param)
             known = held.part(held.rest() if held.master is None else held.master, index).to(param.dtype)
-            if not _same_bits(param.data.cpu(), known.cpu()):
+            if not same_bits(param.data.cpu(), known.cpu()):
                 self._surface.adopt(param, param.data)
 
     def give_back(self, params: Sequence[nn.Parameter]) -> None:
@@ -94,7 +95,3 @@ class Loans:
         """
         if self._out:
             raise RuntimeError(f"{what} inside of `with optimizer.present(...)`: leave the block before")
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""The tensors in whatever a module is given or gives back."""
+"""The tensors in whatever a module is given or gives back, and whether two are the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two strided tensors of one shape, dtype and device are equal byte by byte, NaN included."""
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

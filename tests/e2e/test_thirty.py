@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import TRAIN, Server, launcher, run, write_config
+from trainer.ops import SHM, cache_folder
 
 pytestmark = pytest.mark.ranks
 
@@ -32,3 +33,15 @@ def test_ends_well(number: int, server: Server, config: Path) -> None:
         found = server.run(2, config, *stage)
     found.check().quiet()
     assert found.lines("curves: ")
+
+
+def test_begins_where_a_build_was_killed(server: Server, config: Path) -> None:
+    """A build of DeepSpeed's that was killed has left its lock; torch alone would wait for it for ever."""
+    lock = cache_folder() / SHM.name / "lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.touch()
+    try:
+        server.run(2, config).check()
+        assert not lock.exists()
+    finally:
+        lock.unlink(missing_ok=True)

@@ -118,6 +118,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "random.Random": lambda: Drawing(random.Random(3), lambda made: made.random()),
     "numpy Generator": lambda: Drawing(np.random.default_rng(3), lambda made: made.random()),
     "global generators": Dropped,
+    "random.SystemRandom, which has no state": lambda: Drawing(random.SystemRandom(), lambda made: made is not None),
 }
 
 

@@ -119,6 +119,14 @@ def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, pack
         assert counted == real
 
 
+def test_no_layer_is_taken_for_dropped() -> None:
+    """OPT compares a random number with ``layerdrop``; a fake one has no value."""
+    whole, dropping = (
+        run_config({**MODELS["opt"], "layerdrop": rate}, per_device_train_batch_size=BATCH) for rate in (0.0, 0.9)
+    )
+    assert count_model(dropping).units == count_model(whole).units
+
+
 def test_saved_bytes_of_a_model_without_fused_attention() -> None:
     config = config_of("bloom")
     assert count_model(config).units == count_real(config_of("bloom", "eager"), [row(16), row(12)])

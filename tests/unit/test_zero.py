@@ -21,7 +21,8 @@ from trainer.config.sections import RunConfig
 from trainer.engine import clips_itself, ds_config, refuse_transformers, uses_engine
 from trainer.errors import ConfigError
 from trainer.ranks import Ranks
-from trainer.verify import train_weights, verify
+from trainer.run import refuse_unbuildable
+from trainer.verify import random_run, train_weights, verify
 from trainer.worlds import run_world
 
 GB = 10**9
@@ -217,3 +218,11 @@ def test_stage_3_is_refused_where_transformers_builds_another_model() -> None:
         refuse_transformers(3, "5.17.2")
     refuse_transformers(3, "5.23.0")
     refuse_transformers(2, "5.17.2")
+
+
+def test_neither_training_nor_verifying_begins_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "version", lambda package: "5.17.2")
+    config = run_config(LLAMA, output_dir=tmp_path, stage=3, max_steps=1)
+    for begin in (refuse_unbuildable, lambda config: random_run(config, Ranks())):
+        with pytest.raises(ConfigError, match=r"stage = 3: .*Transformers 5\.17\.2"):
+            begin(config)
