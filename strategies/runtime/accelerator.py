@@ -7,7 +7,7 @@ This is the only file that names ``torch.cuda``.
 Invariant. A kind of device without a row trains with the same results: what is missing costs time, never bits.
 Registering host memory is such a thing: where it cannot be done, copies make the host wait.
 
-Refused: Apple's ``mps``, which has no streams; ``current`` does not see it, so that the CPU is taken.
+Refused: Apple's ``mps``, which has no streams: it is not seen, and the CPU is taken.
 """
 
 from __future__ import annotations
@@ -84,12 +84,19 @@ def row_of(device: torch.device) -> Row:
     return TABLE.get(device.type, Row())
 
 
+def kind() -> str | None:
+    """The kind of accelerator that this machine has, as torch names it; None where there is only the CPU.
+
+    Asks the driver nothing that would keep this process from being forked.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in WITHOUT_STREAMS else found.type
+
+
 def current() -> torch.device | None:
-    """The accelerator that this process computes on, with its index; None where there is only the CPU."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or kind.type in WITHOUT_STREAMS:
-        return None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+    """The device that this process computes on, with its index; None where there is only the CPU."""
+    found = kind()
+    return None if found is None else torch.device(found, torch.accelerator.current_device_index())
 
 
 def name_of(device: torch.device) -> str:
