@@ -99,6 +99,14 @@ def current() -> torch.device | None:
     return None if found is None else torch.device(found, torch.accelerator.current_device_index())
 
 
+def device_of(wanted: torch.device | str | None) -> torch.device:
+    """``wanted`` with its index; by default the accelerator, else the CPU."""
+    device = (current() or torch.device("cpu")) if wanted is None else torch.device(wanted)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def name_of(device: torch.device) -> str:
     """The product's name, as the driver says it; the kind of device where its module does not say it."""
     module = torch.get_device_module(device)

@@ -4,9 +4,9 @@ Problem. A caching allocator rounds up, fragments, and gives memory to whoever a
 rounds to powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
 
 Device: one ``torch.empty``. Host: one anonymous mapping of the exact size (huge pages where the kernel grants them),
-registered with CUDA in pieces (``pin``), because one registration of hundreds of gigabytes fails; no stretch of a plan
-lies in two of them. Without CUDA both
-arenas are ordinary memory, the same code runs, and every rule about addresses is tested on any machine.
+registered with the accelerator's driver in pieces (``pin``), because one registration of hundreds of gigabytes fails; no
+stretch of a plan lies in two of them. Without an accelerator both arenas are ordinary memory, the same code runs, and
+every rule about addresses is tested on any machine.
 
 Invariant. ``device_bytes`` and ``host_bytes`` never change after construction; a region is a view, never a copy.
 
@@ -15,13 +15,12 @@ Refused: more bytes than there are, with the numbers, before the kernel ends the
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,46 +29,13 @@ from torch.utils.dlpack import from_dlpack
 from strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
 from strategies.core.plan import Home
 from strategies.core.render import human
+from strategies.runtime.accelerator import Driver, row_of
 
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse
 
 
 class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
-
-
-class Driver(Protocol):
-    """Who locks host memory for copies."""
-
-    def register(self, pointer: int, num_bytes: int) -> str | None:
-        """Lock it; what went wrong, by name, or None."""
-
-    def unregister(self, pointer: int) -> None:
-        """The opposite."""
-
-
-class Cuda:
-    """CUDA's runtime, as far as torch shows it."""
-
-    def register(self, pointer: int, num_bytes: int) -> str | None:
-        """See ``Driver``."""
-        runtime = torch.cuda.cudart()
-        failed = runtime.cudaHostRegister(pointer, num_bytes, 0)
-        if not int(failed):
-            return None
-        _clear_last_error()
-        return f"{runtime.cudaGetErrorString(failed)} (CUDA error {int(failed)})"
-
-    def unregister(self, pointer: int) -> None:
-        """See ``Driver``."""
-        if int(torch.cuda.cudart().cudaHostUnregister(pointer)):
-            _clear_last_error()
-
-
-def _clear_last_error() -> None:
-    """What failed is said; without this the next kernel would say it again. Torch clears it as it raises."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
 
 
 class Pages:
@@ -87,10 +53,10 @@ class Pages:
         self._unpin = weakref.finalize(self, _unregister, self._registered)  # memory that is unmapped while it is
         self._unpin.atexit = False  # registered spoils the next registration there; the driver ends with the process
 
-    def pin(self, starts: Sequence[int] = (), driver: Driver | None = None) -> None:
+    def pin(self, driver: Driver, starts: Sequence[int] = ()) -> None:
         """Lock the pages in memory, so that copies run beside compute, and keep them from forked processes.
 
-        CUDA refuses a copy whose range lies in two registrations. So registrations end where a stretch of ``starts``
+        Drivers refuse a copy whose range lies in two registrations. So registrations end where a stretch of ``starts``
         begins, of which none is copied together with the one before it. Without ``starts`` whoever cuts the memory up
         has to keep to ``borders``.
 
@@ -100,7 +66,6 @@ class Pages:
         Raises:
             OutOfMemoryError: the driver refuses.
         """
-        driver = driver or Cuda()
         total = self.memory.numel()
         self.borders = list(_borders(total, starts))
         if total and hasattr(mmap, "MADV_DONTFORK"):
@@ -194,7 +159,7 @@ class Arena:
         self._host.unpin()
 
     def pin(self) -> None:
-        """Lock the host arena in memory. Nothing to do without CUDA.
+        """Lock the host arena in memory. Nothing to do where no driver does that.
 
         Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
         once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
@@ -202,19 +167,22 @@ class Arena:
         Raises:
             OutOfMemoryError: the driver refuses.
         """
-        if self.device.type == "cuda":
-            self._host.pin([spot.offset for spot in self.addresses.spots.values() if spot.home is Home.HOST])
+        driver = row_of(self.device).driver
+        if driver is not None:
+            self._host.pin(driver, [spot.offset for spot in self.addresses.spots.values() if spot.home is Home.HOST])
 
     def _reserve_device(self, num_bytes: int) -> Tensor:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, RuntimeError on the CPU
+        except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
             raise OutOfMemoryError(f"the device arena needs {human(num_bytes)}: {error}") from None
 
 
 def alone(view: Tensor) -> Tensor:
     """The same memory as a tensor with a storage of its own.
 
-    Libraries take tensors that share a storage for tied weights; views of an arena share one and are not tied.
+    Libraries take tensors that share a storage for tied weights; views of an arena share one and are not tied. Kinds of
+    device that are registered with torch have no DLPack, and keep the arena's.
     """
-    return from_dlpack(view.detach()) if view.numel() else view.detach()
+    there = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
+    return from_dlpack(view.detach()) if there else view.detach()

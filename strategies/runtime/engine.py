@@ -26,7 +26,7 @@ from strategies.runtime.gradients import Gradients
 from strategies.runtime.guard import refuse_transforms
 from strategies.runtime.held import Held, Pending, Presence, hold, rivals_of
 from strategies.runtime.homes import Homes
-from strategies.runtime.parameters import Copied, set_data
+from strategies.runtime.parameters import Copied, put
 from strategies.runtime.rules import Rule
 from strategies.runtime.scopes import Borders, Itinerary, Scope, Visit, find_scopes
 from strategies.runtime.sharing import SharedBuffers, share_start
@@ -123,7 +123,7 @@ class Engine(Copied):
             held.part(held.rest(), index).copy_(param.detach().reshape(-1))
             if held.master is not None:
                 held.part(held.master, index).copy_(param.detach().reshape(-1))
-            set_data(param, held.nan.expand(param.shape))
+            put(param, held.nan.expand(param.shape))
         if held.bucket.site is Site.DEVICE:
             for moment in held.moments:
                 moment.zero_()  # the host's pages are zero as they come

@@ -376,7 +376,7 @@ class Gradients:
 def _together(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
     """Single numbers from the host on ``device``, in one copy that nobody waits for."""
     stacked = torch.stack(numbers)
-    if device.type == "cuda":
+    if device.type != "cpu":
         stacked = stacked.pin_memory().to(device, non_blocking=True)
     return list(stacked.unbind())
 
@@ -385,6 +385,4 @@ def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
     """The Euclidean norm of each, as fp32, by the function that ``torch.nn.utils.clip_grad_norm_`` takes there."""
     if not grads:
         return []
-    if grads[0].device.type == "cuda":
-        return list(torch._foreach_norm(list(grads), 2.0, torch.float32))
-    return [torch.linalg.vector_norm(grad, 2.0, dtype=torch.float32) for grad in grads]
+    return list(torch._foreach_norm(list(grads), 2.0, torch.float32))

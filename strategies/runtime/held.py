@@ -38,6 +38,8 @@ from strategies.runtime.parameters import (
     PresentParameter,
     StowedParameter,
     VisitingParameter,
+    put,
+    set_counts,
     set_data,
 )
 from strategies.runtime.transfer import Event
@@ -45,7 +47,7 @@ from strategies.runtime.transfer import Event
 if TYPE_CHECKING:
     from strategies.runtime.update import Job
 
-set_counts = torch._C._autograd._unsafe_set_version_counter
+
 AWAY = 2**31 - 1  # see [Note: versions]; beyond any number of updates
 
 
@@ -191,7 +193,7 @@ class Held:
         param = self.params[index]
         param.__class__ = PresentParameter  # whose attributes are set without a detour
         self.versions[index] += param._version - self.counts[index]  # somebody wrote to it, who was allowed to
-        set_data(param, self.shaped(self.weight, index) if self.bound else self.nan.expand(self.shapes[index]))
+        put(param, self.shaped(self.weight, index) if self.bound else self.nan.expand(self.shapes[index]))
         self._count_one(index, self.versions[index] if self.shown else AWAY)
         param.__class__ = self.kind if self.shown else AbsentParameter
 
@@ -200,7 +202,7 @@ class Held:
         self.own = [other for other in self.own if other != index]
         param = self.params[index]
         param.__class__ = PresentParameter
-        set_data(param, value)
+        put(param, value)
         self._count_one(index, self.versions[index])  # as if shown: the value is the same, until somebody writes
         param.__class__ = kind
 

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from strategies.core.facts import Home
 from strategies.planner.validate import check
 from strategies.runtime import saving
+from strategies.runtime.accelerator import device_of
 from strategies.runtime.engine import Engine
 from strategies.runtime.fits import mismatches, not_in_kernels, unlike
-from strategies.runtime.parameters import STOWED
+from strategies.runtime.parameters import STOWED, put
 from strategies.runtime.rules import AdamW, Rule
 from strategies.runtime.state import State
 from strategies.runtime.surface import Surface
@@ -67,7 +68,7 @@ def stow(
         plan: with a layout and addresses, as ``trainer.memory.plan_for`` or a config with ``offload`` makes it.
         params: as for any torch optimizer, parameters or groups; the same as the plan was made with.
         rule: the update rule and its hyperparameters; AdamW with torch's defaults.
-        device: the one to train on; by default CUDA where there is one.
+        device: the one to train on; by default the accelerator, where there is one.
         process_group: ranks that train together, each holding everything; by default all there are. They start with
             the weights of the first.
         transfer: how bytes move; for tests.
@@ -79,9 +80,7 @@ def stow(
     """
     import torch.distributed as dist
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = device_of(device)
     rule = rule or AdamW()
     if stowed_by(model) is not None:
         raise ValueError("this model is stowed already; close() its optimizer first")
@@ -149,7 +148,7 @@ class StowOptimizer(torch.optim.Optimizer):
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
         for buffer in model.buffers():
-            buffer.data = buffer.data.to(device)
+            put(buffer, buffer.detach().to(device))
         self.engine = Engine(
             model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
             group=process_group, debug=place.debug, beside=beside,

@@ -53,6 +53,7 @@ from strategies.runtime.guard import others_keep
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
+set_counts: Any = torch._C._autograd._unsafe_set_version_counter  # of writes, which torch compares in backward
 WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
 NODE = "so is its place in the graph: use param.register_hook"
 
@@ -325,9 +326,30 @@ ACCUMULATED = (
 # --- changing the class ----------------------------------------------------------------------------------------------
 
 
-def set_data(param: nn.Parameter, value: Tensor) -> None:
+def set_data(param: Tensor, value: Tensor) -> None:
     """``param.data = value``, whatever the class."""
     RAW_DATA.__set__(param, value)
+
+
+def put(tensor: Tensor, value: Tensor) -> None:
+    """``tensor.data = value``, also from one kind of device to another.
+
+    Torch assigns data between the CPU and the kinds of device that it knows itself; for those that register with it
+    (PrivateUse1) the two tensors change what they are, and ``tensor`` stays the object that it was.
+
+    Raises:
+        RuntimeError: ``tensor`` has hooks, or belongs to a graph, and would lose them.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, value):
+        set_data(tensor, value)
+        return
+    if tensor._backward_hooks:
+        raise RuntimeError(f"hooks on a tensor are lost on its way to {value.device}: register them after stow()")
+    version = tensor._version
+    other = torch.Tensor._make_subclass(tensor.__class__, RAW_DATA.__get__(value), tensor.requires_grad)
+    other.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)
+    set_counts((tensor,), (version,))
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> torch.utils.hooks.RemovableHandle:

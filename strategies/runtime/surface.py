@@ -29,7 +29,7 @@ from strategies.runtime.clipping import Clipping
 from strategies.runtime.engine import Engine
 from strategies.runtime.held import Held
 from strategies.runtime.loans import LentParameter, Loans
-from strategies.runtime.parameters import Alias, Copied, Elsewhere, StowedParameter
+from strategies.runtime.parameters import Alias, Copied, Elsewhere, StowedParameter, put
 from strategies.runtime.parked import parked
 from strategies.runtime.transfer import Lane
 
@@ -173,7 +173,7 @@ class Surface(Copied):
             if _loan(param) is None:
                 value = self.weight_of(param)
                 param.__class__ = nn.Parameter
-                param.data = value
+                put(param, value)
 
     def _shut(self, module: nn.Module, *rest: Any) -> None:
         for param in module.parameters(recurse=False):

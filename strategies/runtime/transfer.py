@@ -42,7 +42,7 @@ class Event:
 
     lane: Lane
     number: int
-    handle: Any = None  # torch.cuda.Event where there are streams
+    handle: Any = None  # torch.Event where there are streams
 
 
 class Transfer:
@@ -115,7 +115,7 @@ class Transfer:
     def _host_wait(self, event: Event) -> None: ...
 
 
-class CudaTransfer(Transfer):
+class AcceleratorTransfer(Transfer):
     """One stream up, one down; compute is whatever stream the caller runs on.
 
     A GPU has one copy engine per direction: more streams would add no bandwidth. Saved tensors have a transfer of their
@@ -124,36 +124,35 @@ class CudaTransfer(Transfer):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._streams = {Lane.UP: torch.cuda.Stream(device), Lane.DOWN: torch.cuda.Stream(device)}
+        self._streams = {Lane.UP: torch.Stream(device=device), Lane.DOWN: torch.Stream(device=device)}
         self._device = device
-        self._compute: torch.cuda.Stream | None = None
+        self._compute: torch.Stream | None = None
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+    def _stream(self, lane: Lane) -> torch.Stream:
         return self._streams.get(lane) or self._current()
 
-    def _current(self) -> torch.cuda.Stream:
+    def _current(self) -> torch.Stream:
         """The caller's stream; backward runs in a thread of its own, on the stream of the forward it belongs to."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._device)
         if self._compute is None:
             self._compute = current
         elif self._compute != current:  # which waits were made is remembered by lane, and COMPUTE is one stream
-            raise RuntimeError(
-                "a stowed model runs on the stream on which it first ran: do not change torch.cuda.stream"
-            )
+            raise RuntimeError("a stowed model runs on the stream on which it first ran: do not change the stream")
         return current
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream(lane)):
+        with self._stream(lane):
             target.copy_(source, non_blocking=True)
 
     def _fill(self, lane: Lane, region: Tensor) -> None:
-        with torch.cuda.stream(self._stream(lane)):
+        with self._stream(lane):
             region.fill_(math.nan)
 
-    def _record(self, lane: Lane) -> torch.cuda.Event | None:
+    def _record(self, lane: Lane) -> torch.Event | None:
         if lane is Lane.HOST:
             return None  # the worker's result is awaited before its event is used
-        event = torch.cuda.Event(blocking=True)  # who waits for it on the host sleeps: the worker needs its core
+        # Who waits for it on the host sleeps: the worker needs its core.
+        event = torch.Event(device=self._device, blocking=True)
         event.record(self._stream(lane))
         return event
 
@@ -204,4 +203,4 @@ class Delayed(Transfer):
 
 def transfer_for(device: torch.device) -> Transfer:
     """The transfer that suits ``device``."""
-    return CudaTransfer(device) if device.type == "cuda" else Transfer()
+    return Transfer() if device.type == "cpu" else AcceleratorTransfer(device)

@@ -34,7 +34,7 @@ class Worker:
 
     Args:
         threads: that the kernels of an update may use; None: work is done in the caller's thread, at once.
-        device: whose events are waited for; each thread of CUDA begins with the first one.
+        device: whose events are waited for; each thread begins with the first one of the machine.
     """
 
     def __init__(self, threads: int | None, device: torch.device | None = None) -> None:
@@ -79,7 +79,7 @@ def spare_cores() -> int:
 
 
 def _use(threads: int, device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device is not None and device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     torch.get_num_threads()  # when first asked a thread takes the process's number; only after that its own counts
     torch.set_num_threads(threads)

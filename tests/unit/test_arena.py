@@ -57,7 +57,7 @@ def hosted() -> Arena:
 def test_no_stretch_lies_in_two_registrations() -> None:
     arena, driver = hosted(), Driver()
     spots = [spot for spot in arena.addresses.spots.values() if spot.home is Home.HOST]
-    arena._host.pin([spot.offset for spot in spots], driver)
+    arena._host.pin(driver, [spot.offset for spot in spots])
     start = arena._host.memory.data_ptr()
     assert len(driver.ranges) > 2 and sum(size > PIECE for size in driver.ranges.values()) <= 2
     for spot in spots:
@@ -70,7 +70,7 @@ def test_registrations_end_with_the_memory() -> None:
     """Also after an error, when nobody calls ``close``."""
     driver = Driver()
     pages = Pages(5 * PIECE, "a test")
-    pages.pin((), driver)
+    pages.pin(driver)
     assert len(driver.ranges) == 5
     view = pages.memory[:8]
     del pages
@@ -81,14 +81,14 @@ def test_registrations_end_with_the_memory() -> None:
 def test_a_refusal_names_the_error_and_leaves_nothing() -> None:
     driver = Driver(refuses=3)
     with pytest.raises(OutOfMemoryError, match=r"could not pin .* for a test: no more \(CUDA error 2\)"):
-        Pages(5 * PIECE, "a test").pin((), driver)
+        Pages(5 * PIECE, "a test").pin(driver)
     assert driver.ranges == {}
 
 
 def test_a_forked_process_has_none_of_it() -> None:
     """What is pinned would be shared with it until somebody writes, and then by whom is chance."""
     pages = Pages(PAGE_BYTES, "a test")
-    pages.pin((), Driver())
+    pages.pin(Driver())
     pid = os.fork()
     if pid == 0:
         faulthandler.disable()  # what comes is no surprise
@@ -100,7 +100,7 @@ def test_a_forked_process_has_none_of_it() -> None:
 def test_places_of_saved_tensors_keep_to_borders() -> None:
     room = HostRoom([], 4 * PIECE)
     room._opened(torch.device("cpu"))
-    room._pages.pin((), Driver())  # type: ignore[union-attr]
+    room._pages.pin(Driver())  # type: ignore[union-attr]
     taken: list[Any] = [room._take(PIECE * 5 // 8) for _ in range(4)]
     assert [place.start for place in taken] == [0, PIECE, 2 * PIECE, 3 * PIECE]
     assert room._take(PIECE * 5 // 8) is None

@@ -1,0 +1,42 @@
+"""These tests run on a simulated accelerator (``tests/helpers/simulated``), in processes of their own.
+
+The device becomes the accelerator of the whole process, which other tests do not expect: ``pytest tests/accelerator``.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import simulated
+
+HERE = Path(__file__).parent
+COPIES_US, KERNELS_US = 300, 100  # the longest delays; many times what the small models' kernels take
+
+
+@cache
+def library() -> Any:
+    torch.set_num_threads(1)
+    return simulated.load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loaded(request: pytest.FixtureRequest) -> None:
+    if not simulated.can_be_built():
+        pytest.skip("the simulated accelerator is compiled, and there is no C++ compiler here")
+    if any(HERE not in item.path.parents for item in request.session.items):
+        pytest.skip("the simulated accelerator needs a process of its own: pytest tests/accelerator")
+    library()
+
+
+@pytest.fixture(autouse=True)
+def device(_loaded: None) -> Iterator[Any]:
+    """The device's switches and counts, with delays; what a test leaves behind fails here."""
+    found = library()
+    found.delay(COPIES_US, KERNELS_US)
+    found.limit(0)
+    yield found
+    torch.accelerator.synchronize()

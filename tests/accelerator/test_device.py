@@ -1,0 +1,162 @@
+"""The simulated accelerator is as asynchronous and as strict as it says: who does not wait reads wrong numbers here."""
+
+import ctypes
+import mmap
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SLOW_US = 200_000
+MIB = 1 << 20
+
+
+def mapped(num_bytes: int = MIB) -> tuple[Any, Tensor]:
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return pages, torch.frombuffer(pages, dtype=torch.uint8)
+
+
+@pytest.fixture
+def pinned(device: Any) -> Any:
+    """A registered mapping full of sevens."""
+    pages, host = mapped()
+    assert device.host_register(host.data_ptr(), host.numel()) == 0
+    host.fill_(7)
+    yield host
+    torch.accelerator.synchronize()
+    device.host_unregister(host.data_ptr())
+    del host, pages
+
+
+def test_it_is_the_accelerator() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device("sim")
+    x = torch.arange(6.0, device="sim").view(2, 3)
+    assert (x @ x.t()).tolist() == [[5.0, 14.0], [14.0, 50.0]]
+    assert torch.equal((x[:, 1:] * 2).cpu(), torch.tensor([[2.0, 4.0], [8.0, 10.0]]))
+
+
+def test_the_host_cannot_touch_its_memory() -> None:
+    there = torch.ones(4, device="sim")
+    child = os.fork()
+    if child == 0:
+        ctypes.string_at(there.data_ptr(), 4)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
+
+
+def test_who_does_not_wait_for_a_copy_reads_old_bytes(device: Any, pinned: Tensor) -> None:
+    target = torch.zeros(MIB, dtype=torch.uint8, device="sim")
+    torch.accelerator.synchronize()
+    device.delay(SLOW_US, 0)
+    side, event = torch.Stream(device="sim"), torch.Event(device="sim")
+    early = late = 0
+    for _ in range(5):  # a delay is random, and may be short
+        target.zero_()
+        torch.accelerator.synchronize()
+        with side:
+            target.copy_(pinned, non_blocking=True)
+        event.record(side)
+        early += int(target[-1].item() == 7)
+        torch.accelerator.current_stream().wait_event(event)
+        late += int(target[-1].item() == 7)
+    assert early < 5 and late == 5 and event.query()
+
+
+def test_kernels_are_asynchronous(device: Any) -> None:
+    a = torch.randn(600, 600, device="sim")
+    torch.accelerator.synchronize()
+    before = device.counts()
+    for _ in range(20):
+        b = a @ a
+    event = torch.Event(device="sim")
+    event.record()
+    assert not event.query(), "the host is ahead"
+    event.synchronize()
+    found = device.counts()
+    assert found["async_kernels"] - before["async_kernels"] == 20 and found["sync_kernels"] == before["sync_kernels"]
+    assert torch.equal(b, a @ a)
+
+
+def test_memory_is_given_out_again_at_once_and_is_nan_between(device: Any) -> None:
+    device.delay(0, 0)
+    first = torch.ones(1000, device="sim")
+    address = first.data_ptr()
+    del first
+    second = torch.empty(1000, device="sim")
+    assert second.data_ptr() == address and second.isnan().all()
+    other = torch.Stream(device="sim")
+    with other:
+        assert torch.empty(1000, device="sim").data_ptr() != address, "each stream has its own"
+
+
+def test_registration(device: Any) -> None:
+    pages, host = mapped(4 * MIB)
+    begin = host.data_ptr()
+    assert device.host_register(begin, MIB) == 0 and device.host_register(begin + MIB, MIB) == 0
+    assert device.host_register(begin + MIB // 2, MIB) == 712, "twice"
+    assert device.host_unregister(begin + 5) == 713, "not registered"
+    target = torch.empty(MIB, dtype=torch.uint8, device="sim")
+    target.copy_(host[:MIB], non_blocking=True)
+    for start in (MIB // 2, 3 * MIB // 2):
+        with pytest.raises(RuntimeError, match="partly in registered memory"):
+            target.copy_(host[start : start + MIB], non_blocking=True)
+    torch.accelerator.synchronize()
+    assert [device.host_unregister(begin + offset) for offset in (0, MIB)] == [0, 0]
+    del pages
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_copies_of_pageable_memory_are_waited_for(device: Any, way: str) -> None:
+    host, there = torch.ones(MIB), torch.zeros(MIB, device="sim")
+    target, source = (there, host) if way == "up" else (host, there)
+    before = device.counts()
+    target.copy_(source, non_blocking=True)
+    assert torch.accelerator.current_stream().query(), "nothing is under way"
+    found = device.counts()
+    assert found["sync_copies"] - before["sync_copies"] == 1 and found["async_copies"] == before["async_copies"]
+
+
+def test_a_limit(device: Any) -> None:
+    device.limit(torch.accelerator.memory_allocated() + 10 * MIB)
+    torch.empty(8 * MIB, dtype=torch.uint8, device="sim")
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        torch.empty(11 * MIB, dtype=torch.uint8, device="sim")
+    free, total = torch.accelerator.get_memory_info()
+    assert total - free == torch.accelerator.memory_allocated()
+
+
+def test_an_error_in_a_kernel_comes_later(device: Any) -> None:
+    table = torch.ones(3, 2, device="sim")
+    torch.index_select(table, 0, torch.tensor([7], device="sim"))
+    with pytest.raises(RuntimeError, match="index out of range"):
+        torch.accelerator.synchronize()
+
+
+def test_time_between_events() -> None:
+    first, second = (torch.Event(device="sim", enable_timing=True) for _ in range(2))
+    first.record()
+    started = time.perf_counter()
+    a = torch.randn(300, 300, device="sim")
+    for _ in range(20):
+        a = (a @ a).tanh()
+    second.record()
+    with pytest.raises(RuntimeError, match="not ready"):
+        first.elapsed_time(second)
+    second.synchronize()
+    assert 0 < first.elapsed_time(second) / 1000 <= time.perf_counter() - started
+
+
+def test_its_random_numbers_are_its_own() -> None:
+    torch.manual_seed(3)
+    here, there = torch.rand(4), torch.rand(4, device="sim").cpu()
+    state = torch.get_device_module("sim").get_rng_state()
+    torch.rand(9)
+    more = torch.nn.functional.dropout(torch.ones(50, device="sim"), 0.5).cpu()
+    torch.get_device_module("sim").set_rng_state(state)
+    assert torch.equal(more, torch.nn.functional.dropout(torch.ones(50, device="sim"), 0.5).cpu())
+    torch.manual_seed(3)
+    assert torch.equal(there, torch.rand(4, device="sim").cpu()) and torch.equal(here, torch.rand(4))
