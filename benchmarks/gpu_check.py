@@ -1,4 +1,4 @@
-"""What is asked of a machine with a GPU, in parts that end in time and lose nothing.
+"""What is asked of a machine with an accelerator, in parts that end in time and lose nothing.
 
     python benchmarks/gpu_check.py PART --out FOLDER [--seconds 480] [--known results.jsonl] [--rehearse]
 
@@ -54,13 +54,13 @@ class Size:
     peer_budget: str
     tokens: Mapping[str, str]
     length: str
-    device: str
+    device: tuple[str, ...]  # options; without them the accelerator is taken
 
 
 REAL = Size("6.7b", "1.3b", 20, 120, ("12GiB", "24GiB", "60GiB"), "24GiB",
-            {"8k": "8192", "2k": "2048", "16k": "16384", "32k": "32768"}, "2048", "cuda")  # fmt: skip
+            {"8k": "8192", "2k": "2048", "16k": "16384", "32k": "32768"}, "2048", ())  # fmt: skip
 REHEARSED = Size("tiny", "tiny", 1, 4, ("1500KiB", "4MiB", "64MiB"), "1500KiB",
-                 {"8k": "64", "2k": "32", "16k": "96", "32k": "128"}, "32", "cpu")  # fmt: skip
+                 {"8k": "64", "2k": "32", "16k": "96", "32k": "128"}, "32", ("--device", "cpu"))  # fmt: skip
 
 
 def machine(size: Size, out: Path) -> Iterator[Step]:
@@ -74,7 +74,7 @@ def machine(size: Size, out: Path) -> Iterator[Step]:
 
 def engine(size: Size, out: Path) -> Iterator[Step]:
     """(b) Bits: plain training against itself, real widths, then the grid with pauses on the streams."""
-    script = ("-m", "benchmarks.gpu_engine", "--device", size.device, "--out", str(out))
+    script = ("-m", "benchmarks.gpu_engine", *size.device, "--out", str(out))
     yield Step("real widths", 200, (*script, "--wide", str(size.cases), "--cases", "0"))
     yield Step("grid", 220, (*script, "--wide", "0", "--cases", str(size.grid)))
     yield Step("saved on the host", 200, (*script, "--wide", "0", "--cases", "0", "--saved"))
@@ -84,7 +84,7 @@ def planned(size: Size, out: Path) -> Iterator[Step]:
     """(c) Predicted against measured, at three budgets."""
     for budget in size.budgets:
         command = ("-m", "benchmarks.gpu_plan", "--model", size.large, "--gpu-memory", budget, "--length", size.length)
-        yield Step(f"{size.large} in {budget}", 150, (*command, "--device", size.device))
+        yield Step(f"{size.large} in {budget}", 150, (*command, *size.device))
 
 
 def _offload(size: Size, model: str, subject: str, tokens: str, out: Path) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def largest(size: Size, out: Path) -> Iterator[Step]:
     """(g) The largest model that trains, exactly, in this device and this host."""
     budget = "76GiB" if size is REAL else "64MiB"
     command = ("-m", "benchmarks.gpu_plan", "--model", "largest" if size is REAL else "tiny", "--gpu-memory", budget)
-    yield Step("largest", 400, (*command, "--length", size.length, "--device", size.device))
+    yield Step("largest", 400, (*command, "--length", size.length, *size.device))
 
 
 PARTS: Mapping[str, Callable[[Size, Path], Iterator[Step]]] = {

@@ -1,11 +1,11 @@
-"""The memory engine and saved tensors on the host, on a GPU: exactness there, and races with pauses on the streams.
+"""The memory engine and saved tensors on the host, on an accelerator: exactness, and races with pauses on the streams.
 
-    python -m benchmarks.gpu_engine --out folder [--wide 20] [--cases 120] [--saved] [--device cuda]
+    python -m benchmarks.gpu_engine --out folder [--wide 20] [--cases 120] [--saved] [--device cpu]
 
-Sites that update on the device must equal plain training on the same GPU bit for bit. Where the CPU's kernel updates,
-the largest difference is reported relative to the largest number of the tensor. Before each comparison plain training
-is compared with itself: where that differs nothing can be said. ``--device cpu`` tries the script. Each case is a line
-of JSON, printed as it ends.
+Sites that update on the device must equal plain training on the same device bit for bit. Where the CPU's kernel
+updates, the largest difference is reported relative to the largest number of the tensor. Before each comparison plain
+training is compared with itself: where that differs nothing can be said. ``--device cpu`` tries the script. Each case
+is a line of JSON, printed as it ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.runtime import accelerator
 from strategies.runtime.recompute import recompute, room_of
-from strategies.runtime.transfer import CudaTransfer, Delayed, Lane, Transfer, transfer_for
+from strategies.runtime.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
 from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FP32, both, noise, title
 from tests.helpers.pairwise import Row
@@ -33,15 +35,33 @@ from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, 
 from trainer.differences import repeat_sums
 from trainer.memory import plan_for
 
-LONGEST_PAUSE = 2_000_000  # clock cycles: about a millisecond, longer than any copy or kernel of these models
+LONGEST_PAUSE = 4096  # rows: about a millisecond, longer than any copy or kernel of these models
+ROW = 32  # elements, each with a thread of its own: the rest of the device stays free
 
 
-class Paused(CudaTransfer):
-    """Each copy waits a random time on its stream before it starts: what relies on luck fails."""
+@cache
+def rows_of(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What pauses read and write. Never given back, for a pause may still run when its transfer is gone."""
+    given, sums = (torch.zeros(LONGEST_PAUSE, ROW, dtype=torch.int64, device=device) for _ in range(2))
+    return given, sums
+
+
+class Paused(AcceleratorTransfer):
+    """Each copy waits a random time on its stream before it starts: what relies on luck fails.
+
+    A pause is a running sum down the rows, which few threads make one row after the other. A kernel that fills the
+    device, as a matrix product does, would hold up compute as well, and then nobody would read too early.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._rows = rows_of(device)
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream(lane)):
-            torch.cuda._sleep(random.randrange(LONGEST_PAUSE))
+        length = random.randrange(1, LONGEST_PAUSE)
+        given, sums = (rows[:length] for rows in self._rows)
+        with self._stream(lane):
+            torch.cumsum(given, 0, out=sums)
         super()._copy(lane, target, source)
 
 
@@ -75,7 +95,7 @@ def try_case(row: Row, dtype: torch.dtype, device: str, *, pauses: bool) -> dict
     """One case; an error is a result."""
     transfer: Transfer = transfer_for(torch.device(device))
     if pauses:
-        transfer = Paused(torch.device(device)) if device == "cuda" else Delayed()
+        transfer = Paused(torch.device(device)) if device != "cpu" else Delayed()
     started_s = time.perf_counter()
     record = {"case": title(row), "dtype": str(dtype), "pauses": pauses, "site": dict(row)["site"], "error": ""}
     try:
@@ -98,7 +118,7 @@ def saved_on_host(device: str) -> list[dict[str, Any]]:
             plain, model = (made(name, True, attention, dtype).to(device) for _ in range(2))
             facts = plan_for(model, batch=micro_batches()[0], max_grad_norm=None).facts
             recompute(
-                model, decided(facts, POLICIES[policy]), Paused(torch.device(device)) if "cuda" in device else None
+                model, decided(facts, POLICIES[policy]), Paused(torch.device(device)) if device != "cpu" else None
             )
             pairs = zip(steps(plain, batches * 2), steps(model, batches * 2), strict=True)
             room = room_of(model)
@@ -117,7 +137,8 @@ def main() -> int:
     parser.add_argument("--wide", type=int, default=20, help="cases at a real width")
     parser.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
     parser.add_argument("--saved", action="store_true", help="saved tensors on the host")
-    parser.add_argument("--device", default="cuda")
+    kind = accelerator.kind()
+    parser.add_argument("--device", default=kind, required=kind is None, help="default: the accelerator")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     repeat_sums()

@@ -1,4 +1,4 @@
-"""What a machine with a GPU is: names, sizes, and how long it takes to pin memory and to copy. Lines of JSON.
+"""What a machine with an accelerator is: names, sizes, and how long it takes to pin memory and to copy. Lines of JSON.
 
 python -m benchmarks.gpu_machine --gib 1,40
 """
@@ -9,12 +9,14 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from typing import Any
 
 import torch
 
+from strategies.runtime import accelerator
 from strategies.runtime.arena import Pages
 
 QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total,clocks.max.sm"
@@ -25,11 +27,12 @@ def about() -> dict[str, Any]:
     found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     found |= {"cores": len(os.sched_getaffinity(0)), "host_bytes": pages * size}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
-        free, total = torch.cuda.mem_get_info()
-        found |= {"context_bytes": total - free}
+    device = accelerator.current()
+    if device is not None:
+        free, total = torch.accelerator.get_memory_info(device)
+        found |= {"gpu": accelerator.name_of(device), "gpu_bytes": total, "context_bytes": total - free}
+        found |= {"kind": device.type, "software": accelerator.row_of(device).software()}
+    if device is not None and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"]
         told = subprocess.run(command, capture_output=True, text=True, check=False)
         found["nvidia_smi"] = told.stdout.strip()
@@ -42,20 +45,21 @@ def pinning(gib: float) -> dict[str, Any]:
     began = time.perf_counter()
     pages = Pages(size, "this measurement")
     found: dict[str, Any] = {"gib": gib, "map_s": time.perf_counter() - began}
-    if not torch.cuda.is_available():
+    device = accelerator.current()
+    if device is None:
         return found
     began = time.perf_counter()
     pages.pin()
     found |= {"pin_s": time.perf_counter() - began, "registrations": len(pages.borders) + 1}
     piece = pages.memory[: min(size, 1 << 30)]
-    there = torch.empty_like(piece, device="cuda")
+    there = torch.empty_like(piece, device=device)
     for name, target, source in (("up", there, piece), ("down", piece, there)):
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         began = time.perf_counter()
         for _ in range(3):
             target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         found[f"{name}_bytes_per_s"] = 3 * piece.nbytes / (time.perf_counter() - began)
     began = time.perf_counter()
     pages.unpin()

@@ -1,6 +1,6 @@
 """A plan against what it meets: peaks of memory and seconds of steps, predicted and measured. One line of JSON.
 
-    python -m benchmarks.gpu_plan --model 6.7b --gpu-memory 24GiB [--length 2048] [--device cuda]
+    python -m benchmarks.gpu_plan --model 6.7b --gpu-memory 24GiB [--length 2048] [--device cpu]
 
 The model is the bench's, with weights that cost no time to draw. ``largest``: a Llama of 4096 by 11008 with as many
 blocks as the plan finds room for on this device and this host.
@@ -20,7 +20,7 @@ import torch
 from strategies.core.plan import Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.price import price
-from strategies.runtime import AdamW, stow
+from strategies.runtime import AdamW, accelerator, stow
 from trainer.bench import child, work
 from trainer.bench.work import MODELS, Shape, Work
 from trainer.callbacks import host_peak_bytes
@@ -69,7 +69,7 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, Any]:
     model.train()
     built_s = time.perf_counter() - began
     plan = plan_of(model, given)
-    on_gpu = given.device == "cuda"
+    accelerated = given.device != "cpu"
     began = time.perf_counter()
     optimizer = stow(model, plan, rule=AdamW(lr=1e-4), device=given.device)
     stowed_s, steps, losses = time.perf_counter() - began, [], []
@@ -92,12 +92,12 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, Any]:
         "predicted_host_bytes": plan.peak(Home.HOST), "host_peak_bytes": host_peak_bytes(),
         "arena_bytes": [optimizer.device_bytes, optimizer.host_bytes],
     }  # fmt: skip
-    if on_gpu:
-        free, total = torch.cuda.mem_get_info()
+    if accelerated:
+        free, total = torch.accelerator.get_memory_info()
         found |= {
-            "allocated_peak_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
-            "context_bytes": total - free - torch.cuda.memory_reserved(),
+            "allocated_peak_bytes": torch.accelerator.max_memory_allocated(),
+            "reserved_peak_bytes": torch.accelerator.max_memory_reserved(),
+            "context_bytes": total - free - torch.accelerator.memory_reserved(),
         }
     optimizer.close()
     return found
@@ -109,9 +109,10 @@ def main() -> int:
     parser.add_argument("--model", default="6.7b")
     parser.add_argument("--gpu-memory", default="24GiB")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--device", default="cuda")
+    kind = accelerator.kind()
+    parser.add_argument("--device", default=kind, required=kind is None, help="default: the accelerator")
     given = parser.parse_args()
-    given.dtype = "bf16" if given.device == "cuda" else "fp32"
+    given.dtype = "fp32" if given.device == "cpu" else "bf16"
     name = largest(given) if given.model == "largest" else given.model
     print(json.dumps(measured(name, given)), flush=True)
     return 0

@@ -165,20 +165,19 @@ def driver_version(text: str) -> str | None:
     return match and match[1]
 
 
-def device_rows(cuda_build: str | None, driver: str | None, names: list[str], memory: list[Memory]) -> Iterator[Row]:
-    """What torch was built for, the driver under it, and each device that torch can see."""
-    cpu_only = cuda_build is None and driver is not None
-    wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for CPUs only"
-    yield judge("torch build", f"CUDA {cuda_build}" if cuda_build else "CPU", cure=wheel, warn=cpu_only)
-    yield Row(Status.OK, "driver", f"NVIDIA {driver}" if driver else "none, training runs on the CPU")
-    if cuda_build and driver and not names:
-        cure = (
-            f"nvidia-smi; echo CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES   # the driver must support CUDA {cuda_build}"
-        )
+def device_rows(build: str, driver: str | None, names: list[str], memory: list[Memory]) -> Iterator[Row]:
+    """What torch was built for (as ``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch sees."""
+    for_cuda = build.startswith("CUDA")
+    wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for {build}, not for CUDA"
+    yield judge("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
+    other = "not NVIDIA's" if names else "none, training runs on the CPU"
+    yield Row(Status.OK, "driver", f"NVIDIA {driver}" if driver else other)
+    if for_cuda and driver and not names:
+        cure = f"nvidia-smi; echo CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES   # the driver must support {build}"
         yield Row(Status.FAIL, "device", "torch sees no device although there is a driver", cure)
     for index, (name, each) in enumerate(zip(names, memory, strict=True)):
         value = f"{name}  {human_bytes(each.available_bytes)} free of {human_bytes(each.total_bytes)}"
-        cure = "nvidia-smi   # another process holds this device"
+        cure = f"{'nvidia-smi' if for_cuda else 'ps aux'}   # another process holds this device"
         yield judge(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
 
 
@@ -186,12 +185,15 @@ def find_devices() -> Iterator[Row]:
     """The accelerators, one row each, or the row that says there are none."""
     import torch
 
-    version = Path("/proc/driver/nvidia/version")
+    from strategies.runtime import accelerator
+
+    version, kind = Path("/proc/driver/nvidia/version"), accelerator.kind()
     driver = driver_version(version.read_text()) if version.exists() else None
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
-    names = [torch.cuda.get_device_name(index) for index in range(count)]
-    yield from device_rows(torch.version.cuda, driver, names, [Memory(total, free) for free, total in memory])
+    built = torch.accelerator.current_accelerator()  # for what, whether or not there is such a device
+    build = accelerator.row_of(built).software() or built.type if built else "CPU"
+    devices = [torch.device(kind, index) for index in range(torch.accelerator.device_count())] if kind else []
+    memory = [Memory(total, free) for free, total in map(torch.accelerator.get_memory_info, devices)]
+    yield from device_rows(build, driver, [accelerator.name_of(device) for device in devices], memory)
 
 
 # --- rates -------------------------------------------------------------------------------------------------------
@@ -277,8 +279,10 @@ def op_rows(*, build: bool) -> Iterator[Row]:
     import torch
     from deepspeed.git_version_info import installed_ops
 
+    from strategies.runtime import accelerator
+
     cache, torch_folder = cache_folder(), Path(torch.__file__).parent
-    for op in needed_ops(torch.cuda.is_available()):
+    for op in needed_ops(accelerator.kind() is not None):
         folder, ready = cache / op.name, bool(installed_ops.get(op.name))
         row = op_row(op, folder, torch_folder, preinstalled=ready)
         if build and row.status is Status.WARN and not (folder / "lock").exists():

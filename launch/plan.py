@@ -2,7 +2,7 @@
 
     python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
 
-Needs no GPU, no weights and no data. A plan whose training state does not fit ends with exit code 2.
+Needs no accelerator, no weights and no data. A plan whose training state does not fit ends with exit code 2.
 """
 
 from __future__ import annotations

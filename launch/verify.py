@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
-    parser.add_argument("--ranks", type=int, metavar="N", help="default: the GPUs of this machine, or 2 without one")
+    parser.add_argument("--ranks", type=int, metavar="N", help="default: this machine's devices, or 2 without one")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (default 4)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     return parser.parse_intermixed_args(argv)
@@ -64,10 +64,11 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     """
     import torch
 
+    from strategies.runtime import accelerator
     from trainer import verify
 
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)  # peft's affair
-    num_ranks = ranks or torch.cuda.device_count() or 2
+    num_ranks = ranks or (torch.accelerator.device_count() if accelerator.kind() is not None else 2)
     real = verify.real_plan(config, num_ranks)
     if real.layout is not None:
         return of_offload(config, real, num_ranks, steps)
@@ -112,11 +113,10 @@ def of_offload(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int
 
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
     """How far from plain training the strategies say they may be, and why."""
-    import torch
-
+    from strategies.runtime import accelerator
     from trainer.facts import run_facts
 
-    facts = run_facts(config, num_ranks, accelerated=torch.cuda.is_available())
+    facts = run_facts(config, num_ranks, accelerated=accelerator.kind() is not None)
     parities = [strategy.parity(facts) for strategy in config.strategies.values()]
     reasons = "; ".join(parity.reason for parity in parities if parity.reason)
     return max((parity.tolerance for parity in parities), default=0.0), reasons

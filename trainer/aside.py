@@ -6,7 +6,7 @@ tensors and tables share their memory until somebody writes to them, and only th
 with workers calls datasets and collators in the same way.
 
 A fork shares the places in open files; they are put back, in files that are open for reading. Not undone: what is
-written to files, to shared memory, and over connections. CUDA cannot be used.
+written to files, to shared memory, and over connections. Accelerators cannot be used.
 """
 
 from __future__ import annotations

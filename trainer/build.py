@@ -297,7 +297,10 @@ def sum_over_ranks(number: int) -> int:
     import torch
     import torch.distributed as dist
 
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    from strategies.runtime import accelerator
+
+    # By the group, not by the machine: a job may train on the CPU although there is an accelerator.
+    device = "cpu" if dist.get_backend() == dist.get_default_backend_for_device("cpu") else accelerator.kind()
     total = torch.tensor(number, dtype=torch.int64, device=device)
     dist.all_reduce(total)
     return int(total.item())

@@ -56,7 +56,9 @@ def device_peak_bytes() -> int | None:
     """Most device memory that tensors held at once; None without a device."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    from strategies.runtime import accelerator
+
+    return torch.accelerator.max_memory_allocated() if accelerator.kind() is not None else None
 
 
 class Meter(TrainerCallback):

@@ -1,7 +1,8 @@
 """Where two runs differ by bits, and whether plain training repeats itself, without which no comparison says anything.
 
-On a GPU some sums are made in any order, so that two plain runs differ from each other. Processes that are compared ask
-for one order first (``repeat_sums``), and plain training is compared with itself before anything is compared with it.
+On an accelerator some sums are made in any order, so that two plain runs differ from each other. Processes that are
+compared ask for one order first (``repeat_sums``), and plain training is compared with itself before anything is
+compared with it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from strategies.runtime import accelerator
 from trainer.errors import UserError
 
 
@@ -58,15 +60,14 @@ def _differences(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
 
 
 def repeatable(train: Callable[[], dict[str, Any]], *, twice: bool | None = None) -> dict[str, Any]:
-    """What plain training leaves; on a GPU, where sums may be made in any order, it runs twice.
+    """What plain training leaves; on an accelerator, where sums may be made in any order, it runs twice.
 
     Raises:
         UserError: the two differ, so that no comparison with them would say anything.
     """
     found = train()
-    noise = (
-        compare(found["weights"], train()["weights"]) if twice or (twice is None and torch.cuda.is_available()) else []
-    )
+    again = accelerator.kind() is not None if twice is None else twice
+    noise = compare(found["weights"], train()["weights"]) if again else []
     if noise:
         raise UserError(
             f"plain training does not repeat itself here: {len(noise)} tensors differ between two runs, "

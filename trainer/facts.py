@@ -1,4 +1,4 @@
-"""Facts of a run, without weights and without a GPU: what the planner may look at.
+"""Facts of a run, without weights and without an accelerator: what the planner may look at.
 
 The model is built without storage, given fake tensors (shapes and dtypes) and run forward once. Torch's own dispatch
 decides what is saved for backward and how many floating-point operations there are, so the numbers follow the model

@@ -127,7 +127,7 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
                 yield
         elif step == STEP - 1 and self._plan.layout is not None and self._clock is None:
             blocks = find_blocks(model)
-            self._clock = UnitClock(blocks, cuda=next(model.parameters()).device.type == "cuda")
+            self._clock = UnitClock(blocks, next(model.parameters()).device)
             with self._clock.forward() if blocks else nullcontext():
                 yield
         else:
@@ -208,5 +208,5 @@ class Ledger(TrainerCallback):  # type: ignore[misc]
         if self._plan.facts.machine.has_accelerator:
             import torch
 
-            torch.cuda.synchronize()  # twice in a run
+            torch.accelerator.synchronize()  # twice in a run
         return time.perf_counter()

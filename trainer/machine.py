@@ -47,11 +47,14 @@ class PeakFlops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine as seen by one process. Device numbers are per device, 0 where there is none."""
+    """One machine as seen by one process. Device numbers are per device, 0 where there is none.
+
+    ``device_kind`` is torch's type of device: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``.
+    """
 
     name: str
     origin: Literal["probed", "profile"]
-    device_kind: Literal["cpu", "cuda"]
+    device_kind: str
     num_devices: int
     device_total_bytes: int
     device_free_bytes: int
@@ -113,7 +116,7 @@ class Device(NamedTuple):
     """The kind of device a run trains on, how many there are, and one's memory."""
 
     name: str
-    kind: Literal["cpu", "cuda"]
+    kind: str
     num_devices: int
     memory: Memory
 
@@ -121,7 +124,8 @@ class Device(NamedTuple):
 def probe(folder: Path = Path(), root: Path = ROOT) -> Machine:
     """This machine, with the disk that holds ``folder`` (which need not exist yet).
 
-    On CUDA this creates a context on the current device. ``root`` is where ``proc``, ``sys`` and ``dev`` lie.
+    Where there is an accelerator this creates a context on the current device. ``root`` is where ``proc``, ``sys`` and
+    ``dev`` lie.
     """
     device = _device()
     host = host_memory(root)
@@ -148,11 +152,14 @@ def probe(folder: Path = Path(), root: Path = ROOT) -> Machine:
 def _device() -> Device:
     import torch
 
-    if not torch.cuda.is_available():
+    from strategies.runtime import accelerator
+
+    device = accelerator.current()
+    if device is None:
         return Device("cpu", "cpu", 0, Memory(0, 0))
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    name = torch.cuda.get_device_name()
-    return Device(name, "cuda", torch.cuda.device_count(), Memory(total_bytes, free_bytes))
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    count = torch.accelerator.device_count()
+    return Device(accelerator.name_of(device), device.type, count, Memory(total_bytes, free_bytes))
 
 
 def host_memory(root: Path = ROOT) -> Memory:

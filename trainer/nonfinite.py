@@ -44,8 +44,8 @@ class NonFinite(UserError):
 class StopNonFinite(TrainerCallback):
     """Looks at the norm before each update, where nobody else skips it.
 
-    On a GPU this waits for the device once per step, as Hugging Face's own filter of losses does. With the memory
-    engine it does not look.
+    On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does. With the
+    memory engine it does not look.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -34,7 +34,7 @@ class Op:
 
 SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
 CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
-FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the GPU")
+FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the device")
 
 
 def cache_folder() -> Path:
@@ -48,15 +48,16 @@ def cache_folder() -> Path:
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return Path(os.environ["TORCH_EXTENSIONS_DIR"])
     kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    kind = f"rocm{torch.version.hip.replace('.', '')}" if torch.version.hip else kind
     return Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_{kind}"
 
 
 def announcement() -> str | None:
     """What DeepSpeed is about to compile when its engine starts on this machine; None when nothing."""
-    import torch
+    from strategies.runtime import accelerator
 
-    if torch.cuda.is_available():
-        return None  # training through Hugging Face's optimizers needs none of its CUDA extensions
+    if accelerator.kind() is not None:
+        return None  # training through Hugging Face's optimizers needs none of its extensions for devices
     folder = cache_folder() / SHM.name
     if (folder / f"{SHM.name}.so").exists():
         return None

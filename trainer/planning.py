@@ -85,7 +85,6 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     folder = Path(config.training.output_dir)
     refuse_folder(folder)
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
-    device = "cpu" if machine.device_kind == "cpu" else "cuda"
 
     def make(blocks: int) -> Any:
         section = config.model
@@ -99,7 +98,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         fresh = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
         return model.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
 
-    found = timing.measure(make, known, device, say)
+    found = timing.measure(make, known, machine.device_kind, say)
     if found is None:
         raise ConfigError("--measure: backward did not pass through the blocks; is anything trained?")
     timing.store(folder, known, found)

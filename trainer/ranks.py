@@ -110,12 +110,12 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[None]:
-    """The job's default group, NCCL on GPUs and gloo elsewhere, closed on every way out.
+    """The job's default group, closed on every way out: torch's own choice for the device, as NCCL; gloo on CPUs.
 
     Args:
         timeout_s: how long a collective may wait for a peer.
         single: open a group for one rank too (DeepSpeed's engine needs one).
-        on_cpu: train on the CPU although there is a GPU.
+        on_cpu: train on the CPU although there is an accelerator.
     """
     if ranks.world_size == 1 and not single:
         yield
@@ -123,12 +123,15 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
     import torch
     import torch.distributed
 
+    from strategies.runtime import accelerator
+
     for name, value in describe(ranks).items():
         os.environ.setdefault(name, value)  # `accelerate launch` names the master of one rank, but not the rank
-    on_gpu = torch.cuda.is_available() and not on_cpu
-    if on_gpu:
-        torch.cuda.set_device(ranks.local_rank)
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    kind = None if on_cpu else accelerator.kind()
+    if kind is not None:
+        torch.accelerator.set_device_index(ranks.local_rank)
+    backend = torch.distributed.get_default_backend_for_device(kind or "cpu")
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         if single:
             _open_deepspeed(ranks)

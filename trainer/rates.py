@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.facts import Rates
+from strategies.runtime import accelerator
 from strategies.runtime.rules import AdamW, Operands
 from strategies.runtime.transfer import Lane, transfer_for
 from strategies.runtime.update import HOST_STRETCH
@@ -45,7 +46,7 @@ Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
 
 MIB = 1 << 20
-GPU_SHAPES: tuple[Shape, ...] = ((4096, 4096, 4096), (8192, 4096, 4096), (8192, 4096, 14336))
+DEVICE_SHAPES: tuple[Shape, ...] = ((4096, 4096, 4096), (8192, 4096, 4096), (8192, 4096, 14336))
 CPU_SHAPES: tuple[Shape, ...] = ((512, 1024, 1024), (1024, 1024, 4096), (1024, 2048, 5632))
 LONGEST_GEMM_S = 2.0  # a shape that would take longer is left out
 DUPLEX_BYTES = MIB  # the smallest copies that are made in both directions at once
@@ -132,7 +133,7 @@ class Clock:
         first_s = self._once(work)
         if hurried:
             return first_s
-        times = max(1, int(QUEUE_S / first_s)) if self.device.type == "cuda" else 1
+        times = max(1, int(QUEUE_S / first_s)) if self.device.type != "cpu" else 1
         samples, began_s = [self._once(work, times)], time.perf_counter()
         while time.perf_counter() - began_s < share_s:
             samples.append(self._once(work, times))
@@ -147,8 +148,8 @@ class Clock:
         began_s = time.perf_counter()
         for _ in range(times):
             work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return (time.perf_counter() - began_s) / times
 
 
@@ -169,7 +170,7 @@ def workers(*threads: int | None) -> Iterator[list[Worker]]:
 def measure_gemm(clock: Clock, dtype: torch.dtype) -> Iterator[tuple[Shape, float]]:
     """(shape, flop/s) for each shape that does not take too long."""
     device = clock.device
-    shapes = clock.effort.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
+    shapes = clock.effort.shapes or (CPU_SHAPES if device.type == "cpu" else DEVICE_SHAPES)
     rate = 0.0
     for rows, summed, columns in shapes:
         flops = 2 * rows * summed * columns
@@ -199,7 +200,7 @@ class Link:
     """Buffers on both sides, and the engine's transfer between them."""
 
     def __init__(self, device: torch.device, num_bytes: int, team: Sequence[Worker]) -> None:
-        pinned = device.type == "cuda"
+        pinned = device.type != "cpu"
         host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         there = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._ends = {Lane.UP: (there[0], host[0]), Lane.DOWN: (host[1], there[1])}
@@ -207,7 +208,7 @@ class Link:
         self._team = None if pinned else dict(zip((Lane.UP, Lane.DOWN), team, strict=True))
         self.num_bytes = num_bytes
         if pinned:
-            torch.cuda.synchronize(device)  # the buffers are filled on another stream than they are copied on
+            torch.accelerator.synchronize(device)  # the buffers are filled on another stream than they are copied on
 
     def seconds(self, clock: Clock, size: int, *lanes: Lane) -> float:
         """Of one copy of ``size`` bytes in each of ``lanes``, in a row of such copies."""
@@ -327,16 +328,15 @@ def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> Sto
 def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, Any]]:
     """The rates, and what they were taken from."""
     effort = FULL if effort is None else effort
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    clock = Clock(effort, device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    say(f"matrix products on {name}")
+    device = accelerator.current() or torch.device("cpu")
+    clock, on_cpu = Clock(effort, device), device.type == "cpu"
+    say(f"matrix products on {'the CPU' if on_cpu else accelerator.name_of(device)}")
     gemm: dict[str, list[tuple[Shape, float]]] = {"fp32": [], "bf16": []}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         for shape, rate in measure_gemm(clock, dtype):
             say(f"  {precision} {' x '.join(map(str, shape))}: {rate / 1e12:.4g} Tflop/s")
             gemm[precision].append((shape, rate))
-    say("link, pinned memory" if device.type == "cuda" else "no accelerator: copies between two buffers, one core each")
+    say("no accelerator: copies between two buffers, one core each" if on_cpu else "link, pinned memory")
     link = measure_link(clock, say)
     latency_s = max(link.up.latency_s, link.down.latency_s)
     say(
@@ -345,7 +345,7 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
     )
     memory = measure_memory(clock, say)
     update = {}
-    threads = spare_cores() if device.type == "cuda" else None
+    threads = None if on_cpu else spare_cores()
     say(f"AdamW on host memory, {threads or torch.get_num_threads()} threads")
     with workers(threads) as (worker,):
         for precision in ("fp32", "bf16"):
@@ -376,7 +376,7 @@ def measure_memory(clock: Clock, say: Say) -> dict[str, float]:
         found["dram_all_cores"] = measure_scaling(clock, host, num_bytes, every)
         found["dram"] = max(found.values())
         found["device"] = found["dram"]
-        if clock.device.type == "cuda":
+        if clock.device.type != "cpu":
             found["device"] = measure_scaling(clock, clock.device, clock.effort.largest_bytes, caller)
     say(f"DRAM {found['dram_one_core'] / 1e9:.1f} GB/s by one core, {found['dram_all_cores'] / 1e9:.1f} by {usable}")
     say(f"device memory {found['device'] / 1e9:.1f} GB/s" + (", the same" if clock.device.type == "cpu" else ""))

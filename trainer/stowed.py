@@ -9,8 +9,8 @@ the Trainer itself makes first, and takes over these few things; everything else
 for bit what the Trainer alone would train, in the precision that model and arguments have: fp32 weights stay fp32 and
 are autocast where ``bf16`` asks for it; a model loaded in bf16 gets fp32 masters, which plain training has not.
 
-Refused: optimizers other than AdamW and SGD, fp16, DeepSpeed and FSDP beside the engine, one process with several GPUs,
-compiled models whose weights travel.
+Refused: optimizers other than AdamW and SGD, fp16, DeepSpeed and FSDP beside the engine, one process with several
+devices, compiled models whose weights travel.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class StowedTrainer:
         if args.fp16:
             raise ValueError("fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True")
         if args.n_gpu > 1:
-            raise ValueError(f"one process with {args.n_gpu} GPUs: start one for each, as torchrun does")
+            raise ValueError(f"one process with {args.n_gpu} devices: start one for each, as torchrun does")
         if args.ddp_broadcast_buffers is False and args.world_size > 1:
             raise ValueError(
                 "ddp_broadcast_buffers=False: a stowed trainer gives all ranks the buffers of the first; leave it out"

@@ -1,10 +1,10 @@
 """How long each unit computes, measured: a few blocks before a run, or all of them in the second step of one.
 
 Marks stand at the borders of blocks, behind the memory engine's own hooks, so that waiting for weights is in nobody's
-time: on a GPU they are events in the stream of compute, on a CPU the clock. Forward of a block lies between its hooks;
-its backward between the node that made its output and the gradient of its input. What lies before the first block and
-after the last is embedding and head. What backward computes again is taken off as counted, since a plan may choose to
-compute less or more again.
+time: on an accelerator they are events in the stream of compute, on a CPU the clock. Forward of a block lies between
+its hooks; its backward between the node that made its output and the gradient of its input. What lies before the first
+block and after the last is embedding and head. What backward computes again is taken off as counted, since a plan may
+choose to compute less or more again.
 
 What was measured is in ``facts.json`` of the run folder, under ``measured``, and holds for the same units, micro-batch,
 sequence, precision and device. The next fresh run is planned with it. A plan never changes inside a run, so a resumed
@@ -26,29 +26,39 @@ from strategies.core.facts import Facts, UnitKind, UnitTimes
 from strategies.planner.price import unit_seconds
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 FILE = "facts.json"
 BLOCKS, ROUNDS = 3, 3  # how many blocks are run by themselves, and how often
 LEAST = 1e-9  # seconds; a unit that takes no time would divide by zero
-Mark = Any  # seconds, or a torch.cuda.Event
+Mark = Any  # seconds, or a torch.Event
 
 
 @dataclass(slots=True)
 class UnitClock:
-    """Marks of one micro-batch, by name: ``start``, ``in``/``out`` of each block, ``end``, ``back`` and ``done``."""
+    """Marks of one micro-batch, by name: ``start``, ``in``/``out`` of each block, ``end``, ``back`` and ``done``.
+
+    Attributes:
+        device: where the blocks compute.
+    """
 
     blocks: Mapping[str, nn.Module]
-    cuda: bool
+    device: torch.device
     marks: dict[tuple[str, str], Mark] = field(default_factory=dict)
     _in_forward: bool = False
 
+    @property
+    def accelerated(self) -> bool:
+        """Marks are events of the device, which may be far behind the host."""
+        return self.device.type != "cpu"
+
     def mark(self, what: str, name: str = "") -> None:
         """Now; the first of its name counts, a recomputed forward does not."""
-        if self.cuda:
+        if self.accelerated:
             import torch
 
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.Event(device=self.device, enable_timing=True)
             event.record()
             self.marks.setdefault((what, name), event)
         else:
@@ -103,7 +113,7 @@ class UnitClock:
         """What the marks say; None, where backward did not pass all of them."""
         names = list(self.blocks)
         between = self._between
-        if self.cuda:  # the device may be far behind
+        if self.accelerated:
             for event in self.marks.values():
                 event.synchronize()
         forward = [between(("in", name), ("out", name)) for name in names]
@@ -122,7 +132,7 @@ class UnitClock:
         first, last = self.marks.get(start), self.marks.get(end)
         if first is None or last is None:
             return None
-        seconds: float = first.elapsed_time(last) / 1000 if self.cuda else last - first
+        seconds: float = first.elapsed_time(last) / 1000 if self.accelerated else last - first
         return max(LEAST, seconds)
 
 
@@ -211,7 +221,7 @@ def measure(
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts.run.precision.value, torch.float32)
     model.to(device=device, dtype=dtype)
     model.train()
-    clock = UnitClock(find_blocks(model), cuda=torch.device(device).type == "cuda")
+    clock = UnitClock(find_blocks(model), torch.device(device))
     rows = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
     ids = torch.randint(rows, (facts.run.micro_batch, facts.run.sequence), device=device)
     found: list[UnitTimes] = []
@@ -221,8 +231,8 @@ def measure(
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         model.zero_grad(set_to_none=True)
-        if clock.cuda:
-            torch.cuda.synchronize(device)
+        if clock.accelerated:
+            torch.accelerator.synchronize(device)
         say(f"measuring {BLOCKS} blocks, round {number} of {ROUNDS}: {time.perf_counter() - began:.2f} s")
         seconds = clock.seconds()
         if number and seconds is not None:

@@ -68,11 +68,14 @@ def place_of(machine: Machine, threads: int | None = None) -> Place:
     """Of this process. ``threads``: those that a rank will have, where it is not this process."""
     import torch
 
+    from strategies.runtime import accelerator
+
     settings = [f"matmul precision {torch.get_float32_matmul_precision()}"]
     if torch.are_deterministic_algorithms_enabled():
         settings.append("deterministic")
-    if machine.device_kind == "cuda":
-        settings.append(f"CUDA {torch.version.cuda}")
+    if machine.device_kind != "cpu":
+        software = accelerator.row_of(torch.device(machine.device_kind)).software()
+        settings += [software] if software else []
     counted = (threads or torch.get_num_threads()) if machine.device_kind == "cpu" else 0
     return Place(key_of(machine), counted, ", ".join(settings))
 
@@ -198,8 +201,8 @@ def with_timings(
     if missing and budget_s > 0:
         new = tune(missing, Bench(machine.device_kind).prepare, budget_s, say)
         timings |= new
-        if machine.device_kind == "cuda":
-            torch.cuda.empty_cache()
+        if machine.device_kind != "cpu":
+            torch.accelerator.empty_cache()
         try:
             save(path, place, {name_of(shape): to_json(timed) for shape, timed in new.items()})
         except OSError as error:

@@ -24,6 +24,7 @@ import torch
 
 from strategies.buffers import Buffers
 from strategies.core.layout import Site
+from strategies.runtime import accelerator
 from trainer import engine
 from trainer.differences import Difference, compare, repeat_sums, repeatable
 from trainer.errors import ConfigError, DataError, UserError
@@ -130,7 +131,7 @@ def train_watched(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     """Train on random tokens: ``weights`` as above, and of a memory engine ``state`` and what it ``moved``."""
     from trainer import build
 
-    if torch.cuda.is_available():
+    if accelerator.kind() is not None:
         repeat_sums()
     run = random_run(config, ranks)
     trainer = build.make_trainer(run)
@@ -304,13 +305,13 @@ class Offloaded:
             yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
 
     def _against_resident(self) -> Iterator[Check]:
-        """The same kernels on both sides, but where the CPU updates what else a GPU does."""
+        """The same kernels on both sides, but where the CPU updates what else an accelerator does."""
         expected = self._run(RESIDENT, keep_optimizer=True)
         for copy in self.copies:
             found = self._run(copy.options, keep_optimizer=True)
             sides = [each["weights"] | each["state"] for each in (expected, found)]
             moved = Moved(**found["moved"])
-            other_kernels = torch.cuda.is_available() and UPDATES[Site.HOST] in moved.shows
+            other_kernels = accelerator.kind() is not None and UPDATES[Site.HOST] in moved.shows
             tolerance = self._tolerance if other_kernels else 0.0
             yield Check(copy.options, f"{ALL_HERE}, {self._config.training.optim}", moved, compare(*sides), tolerance)
 

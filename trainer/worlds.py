@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from strategies.runtime import accelerator
 from trainer.ranks import Ranks, describe, from_environment, process_group, settle_environment
 
 PRELOAD = ["torch", "deepspeed", "transformers", "datasets", "accelerate", "trainer.build", "trainer.trainer"]
@@ -35,10 +36,11 @@ def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: f
     Raises:
         WorldError: a rank ended with an error, by a signal, or not in time.
     """
-    if not torch.cuda.is_available():
+    accelerated = accelerator.kind() is not None
+    if not accelerated:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
-    # CUDA does not survive a fork, not even of a process that has only asked whether there is a device.
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    # No driver survives a fork, CUDA's not even that of a process which has only asked whether there is a device.
+    context: Any = multiprocessing.get_context("spawn" if accelerated else "forkserver")
     context.set_forkserver_preload(PRELOAD)  # no effect on a spawning context
     with tempfile.TemporaryDirectory(prefix="deepstow-world-") as name:
         folder = Path(name)

@@ -23,13 +23,16 @@ from unittest import mock
 import pytest
 import torch
 
+from strategies.runtime import accelerator
 from trainer.bench import work
 from trainer.bench.work import Subject
 from trainer.worlds import PRELOAD
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive the fork; run launch/bench.py itself"),
+    pytest.mark.skipif(
+        accelerator.kind() is not None, reason="drivers do not survive a fork; run launch/bench.py itself"
+    ),
 ]
 WORK = work.work("tiny", steps=1)
 BUDGET = "1500KiB"  # everything travels: 1468 KiB is the least

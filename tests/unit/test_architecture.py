@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
     path.relative_to(ROOT) for name in ("launch", "strategies", "trainer") for path in (ROOT / name).rglob("*.py")
 )
+BENCHMARKS = sorted(path.relative_to(ROOT) for path in (ROOT / "benchmarks").glob("*.py"))
+EVERYWHERE = [*FILES, *BENCHMARKS, Path("deepstow.py")]
 STRATEGIES = [path for path in FILES if path.parent == Path("strategies") and path.stem != "__init__"]
 PURE = [path for path in FILES if path.parts[:2] in {("strategies", "core"), ("strategies", "planner")}]
 MOST_LINES, MOST_FUNCTION_LINES = 400, 70
@@ -137,6 +139,19 @@ def test_the_environment_is_read_in_one_place(path: Path) -> None:
     ]
     reads += [0 for name in imports(tree_of(path)) if name in ("os.environ", "os.getenv")]
     assert bool(reads) is (str(path) in ENVIRONMENT), reads
+
+
+def test_cuda_is_named_in_one_place() -> None:
+    """Every other file calls what is the same for all accelerators."""
+
+    def names_cuda(path: Path) -> bool:
+        nodes = list(ast.walk(tree_of(path)))
+        attributes = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr == "cuda"]
+        named = any(isinstance(value, ast.Name) and value.id == "torch" for value in attributes)
+        return named or any(starts(name, "torch.cuda") for name in imports(tree_of(path)))
+
+    assert {Path("deepstow.py"), Path("benchmarks/gpu_engine.py"), Path("trainer/machine.py")} <= set(EVERYWHERE)
+    assert [str(path) for path in EVERYWHERE if names_cuda(path)] == ["strategies/runtime/accelerator.py"]
 
 
 @pytest.mark.parametrize("name", available())

@@ -53,13 +53,14 @@ def test_devices() -> None:
     assert doctor.driver_version(version) == "550.54.15"
     assert doctor.driver_version("") is None
 
-    def statuses(cuda: str | None, driver: str | None, *memory: Memory) -> list[Status]:
-        return [row.status for row in doctor.device_rows(cuda, driver, ["card"] * len(memory), list(memory))]
+    def statuses(build: str, driver: str | None, *memory: Memory) -> list[Status]:
+        return [row.status for row in doctor.device_rows(build, driver, ["card"] * len(memory), list(memory))]
 
-    assert statuses(None, None) == [Status.OK, Status.OK]
-    assert statuses(None, "550.54.15")[0] is Status.WARN
-    assert statuses("12.8", "550.54.15") == [Status.OK, Status.OK, Status.FAIL]
-    assert statuses("12.8", "550.54.15", Memory(80 * GIB, 79 * GIB), Memory(80 * GIB, 9 * GIB))[2:] == [
+    assert statuses("CPU", None) == [Status.OK, Status.OK]
+    assert statuses("CPU", "550.54.15")[0] is statuses("XPU 20250301", "550.54.15")[0] is Status.WARN
+    assert statuses("XPU 20250301", None, Memory(80 * GIB, 79 * GIB)) == [Status.OK] * 3
+    assert statuses("CUDA 12.8", "550.54.15") == [Status.OK, Status.OK, Status.FAIL]
+    assert statuses("CUDA 12.8", "550.54.15", Memory(80 * GIB, 79 * GIB), Memory(80 * GIB, 9 * GIB))[2:] == [
         Status.OK,
         Status.WARN,
     ]

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Trainer, TrainingArguments
 
 from strategies.core.facts import Facts, Precision, Unit, UnitKind
 from strategies.core.registry import find
+from strategies.runtime import accelerator
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
 from trainer import model as model_module
@@ -325,7 +325,7 @@ def test_ranks_of_one_machine_share_its_memory() -> None:
     machine = probe()
     alone, shared = (machine_facts(machine, ranks) for ranks in (1, 2))
     assert shared.host_bytes == alone.host_bytes // 2
-    if torch.cuda.is_available():
+    if accelerator.kind() is not None:
         assert shared.device_bytes == alone.device_bytes
     else:
         assert shared.device_bytes == shared.host_bytes - shared.runtime_host_bytes

@@ -13,7 +13,7 @@ from trainer.config.hints import FOREIGN, known_keys
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
 
-SHIFT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of GPUs"
+SHIFT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of devices"
 LAUNCHER = "the launcher decides that: deepspeed --num_gpus=N launch/train.py"
 
 # key, as written in the file; value; what the line says after "unknown key; "

@@ -34,7 +34,7 @@ def timed(recompute: bool = False, **changes: Any) -> Counted:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for name, param in model.named_parameters():
         param.requires_grad_(changes.get("trains", lambda name: True)(name))
-    clock = Counted(find_blocks(model), cuda=False)
+    clock = Counted(find_blocks(model), torch.device("cpu"))
     (batch,) = tokens("llama", 1)
     with clock.forward():
         loss = model(**batch).loss

@@ -171,6 +171,13 @@ def test_a_broken_file_is_ignored_in_one_line_and_replaced(text: str, tmp_path: 
     assert load(path, PLACE) == ({name_of(SMALL): to_json(made())}, "")
 
 
+def test_what_a_device_runs_on_is_part_of_the_place() -> None:
+    settings = {kind: place_of(replace(probe(), device_kind=kind)).settings for kind in ("cpu", "cuda", "xpu", "hpu")}
+    assert settings["cuda"] == f"{settings['cpu']}, CUDA {torch.version.cuda}" or torch.version.hip
+    assert settings["xpu"] == f"{settings['cpu']}, XPU {torch.version.xpu}"
+    assert settings["hpu"] == settings["cpu"], "no row says what its versions are"
+
+
 def test_a_folder_in_its_place_is_ignored(tmp_path: Path) -> None:
     assert "ignored" in load(tmp_path, PLACE)[1]
 

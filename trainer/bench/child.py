@@ -6,8 +6,8 @@ The request names the work, the subject and the file for the result. What goes w
 
 The clock. Warm-up steps come first; then updates that were put off are finished and the device is idle, the clock
 starts, and it stops when the last measured step's updates are finished and the device is idle again. So exactly as
-many updates are paid for as steps were made. Steps are stamped without waiting for the device: on a GPU a single
-stamp says when the host was done.
+many updates are paid for as steps were made. Steps are stamped without waiting for the device: on an accelerator a
+single stamp says when the host was done.
 
 What is measured after the clock runs micro-batches without an update. Afterwards the subject forgets their gradients
 (``Trained.discard``), so that it could train on from where the clock stopped.
@@ -87,24 +87,26 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Train and measure; everything a record says of one run."""
     import torch
 
+    from strategies.runtime import accelerator
+
     module, name = maker.split(":")
     imported = importlib.import_module(f"trainer.bench.{module}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.current() or torch.device("cpu")
     batches = tokens(work, device)
     before_bytes = status_bytes("VmRSS")
     subject: Trained = getattr(imported, name)(work, llama(work), device, **options)
     gc.collect()
     subject.model.train()
     result: dict[str, Any] = {"settings": dict(subject.settings), "notes": list(subject.notes)}
-    if device.type == "cuda":
-        result["setup_device_peak_bytes"] = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    if device.type != "cpu":
+        result["setup_device_peak_bytes"] = torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
     result |= timed(work, subject, batches, device)
     result |= {"host_peak_bytes": status_bytes("VmHWM"), "host_before_bytes": before_bytes}
     planned = subject.planned_device_bytes()
     result["planned_device_bytes"] = planned
-    if device.type == "cuda":
-        result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    if device.type != "cpu":
+        result["device_peak_bytes"] = torch.accelerator.max_memory_allocated()
     elif planned is not None:
         result["saved_bytes"] = saved_bytes(subject, batches[0][0])
         result["device_peak_bytes"] = planned + result["saved_bytes"]
@@ -178,8 +180,8 @@ def timed(
     def settle() -> float:
         """Everything is done; the time."""
         subject.drain()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
         return time.perf_counter()
 
     torch.manual_seed(work.seed)  # of dropout
@@ -204,7 +206,7 @@ def timed(
 def saved_bytes(subject: Trained, batch: Mapping[str, Tensor]) -> int:
     """Bytes that autograd keeps from one forward for its backward.
 
-    Stands for a GPU's allocator where there is no GPU. An extra forward, after the clock.
+    Stands for a device's allocator where there is no accelerator. An extra forward, after the clock.
     """
     from trainer.ledger import count_saved
 
@@ -223,13 +225,13 @@ def backward_peak_bytes(subject: Trained, batch: Mapping[str, Tensor], device: t
     subject.micro_batch(batch)  # makes the gradients
     subject.expect_another()
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         subject.micro_batch(batch)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated() - before
     ctypes.CDLL(None).malloc_trim(0)
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

@@ -133,13 +133,11 @@ def measured(case: Case, accumulation: int, each_s: float) -> tuple[Verdict, lis
 
 
 def _once(case: Case, each_s: float) -> Timed:
-    import torch
-
+    from strategies.runtime import accelerator
     from trainer.products import Bench
     from trainer.tuning import tune
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return tune([case.shape], Bench(device).prepare, 2 * each_s, lambda line: None)[case.shape]
+    return tune([case.shape], Bench(accelerator.kind() or "cpu").prepare, 2 * each_s, lambda line: None)[case.shape]
 
 
 # --- training steps --------------------------------------------------------------------------------------------------
@@ -153,10 +151,11 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
     """
     import torch
 
+    from strategies.runtime import accelerator
     from strategies.runtime.linear import copies_of, route, weights_changed
     from trainer.bench import child
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.current() or torch.device("cpu")
     done = work.work(model, accumulation=accumulation, rows=1, length=length)
     stock = child.llama(done).to(device).train()
     batches = child.tokens(done, device)[0]
@@ -216,6 +215,8 @@ def _stepper(
 ) -> Callable[[], float]:
     import torch
 
+    from strategies.runtime import accelerator
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> float:
@@ -225,8 +226,8 @@ def _stepper(
         optimizer.step()
         announce()
         optimizer.zero_grad()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if accelerator.kind() is not None:
+            torch.accelerator.synchronize()
         return time.perf_counter() - began_s
 
     return step

@@ -105,16 +105,18 @@ class Fsdp2(Trained):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         super().__init__(work, device)
-        on_cuda = device.type == "cuda"
-        backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"  # the norm of gradients on the host needs gloo
+        accelerated = device.type != "cpu"
         distributed: Any = torch.distributed
+        backend = "gloo"
+        if accelerated:  # the norm of gradients on the host needs gloo
+            backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
         distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (1,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if work.dtype == "bf16" else MixedPrecisionPolicy()
         shared: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": policy,
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda),
+            "offload_policy": CPUOffloadPolicy(pin_memory=accelerated),
         }
         model.float()  # the shards are the masters
         for block in model.model.layers:
@@ -129,7 +131,7 @@ class Fsdp2(Trained):
             "mp_policy": str(policy),
             "optimizer": "torch.optim.AdamW(fused=True) on the host",
         }
-        if not on_cuda:
+        if not accelerated:
             self.notes = ("pin_memory=False: FSDP2 refuses to pin without an accelerator (its default is True)",)
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class Recomputed(Plain):
         if share is not None:
             least, most = (plans[name].peak(Home.DEVICE) for name in ("full", "none"))
             budget = least + share * (most - least)
-            left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of a GPU free
+            left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator free
             facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))
         strategy = options(policy=policy, activation_offloading=on_host)
         plan = compose({"recompute": strategy}, facts)
@@ -78,7 +78,7 @@ class OnCpu(HuggingFace):
 
     def micro_batch(self, batch: Batch) -> Tensor:
         """Forward under the hooks, then backward."""
-        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
+        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type != "cpu"):
             return super().micro_batch(batch)
 
 

@@ -153,7 +153,7 @@ class TrainingSection(Section):
     bf16: bool = Field(default=False, description="Compute in bfloat16 and keep fp32 master weights.")
     fp16: bool = Field(default=False, description="Compute in float16 with loss scaling and keep fp32 master weights.")
     tf32: bool | None = Field(default=None, description="Allow TF32 in fp32 matrix products.")
-    use_cpu: bool | None = Field(default=None, description="Train on the CPU although a GPU is present.")
+    use_cpu: bool | None = Field(default=None, description="Train on the CPU although an accelerator is present.")
     average_tokens_across_devices: bool | None = Field(
         default=None, description="Loss is the mean over the tokens of all devices."
     )
@@ -181,7 +181,7 @@ class TrainingSection(Section):
     use_liger_kernel: bool | None = Field(default=None, description="Use Liger's fused kernels; needs liger-kernel.")
     liger_kernel_config: dict[str, bool] | None = Field(default=None, description="Which Liger kernels to use.")
     torch_empty_cache_steps: Count | None = Field(
-        default=None, description="Return cached GPU memory every so many steps."
+        default=None, description="Return the device's cached memory every so many steps."
     )
     logging_strategy: Interval | None = Field(default=None, description="When to log.")
     logging_steps: Steps = Field(default=10, description="Optimizer steps between two log lines.")

@@ -31,7 +31,7 @@ _RECOMPUTE, _KEEP = "training.gradient_checkpointing", "training.save_total_limi
 _ACTIVATIONS = "strategies.recompute.activation_offloading"
 _OFFLOAD, _ANSWERS = "strategies.offload", "data.completion_only_loss; with the opposite meaning"
 _PROCESSES = "the launcher decides that: deepspeed --num_gpus=N launch/train.py"
-_PRODUCT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of GPUs"
+_PRODUCT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of devices"
 _ENGINE = "DeepSpeed is the engine here; write the section strategies"
 
 FOREIGN: Mapping[str, Mapping[str, str]] = {
@@ -213,7 +213,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "save_top_k": _KEEP,
         "devices": _PROCESSES,
         "num_nodes": _PROCESSES,
-        "accelerator": "training.use_cpu; a GPU is used if there is one",
+        "accelerator": "training.use_cpu; an accelerator is used if there is one",
         "strategy": _ENGINE,
     },
     "PyTorch": {
