@@ -85,10 +85,7 @@ def row_of(device: torch.device) -> Row:
 
 
 def kind() -> str | None:
-    """The kind of accelerator that this machine has, as torch names it; None where there is only the CPU.
-
-    Asks the driver nothing that would keep this process from being forked.
-    """
+    """The kind of accelerator that this machine has, as torch names it; None where there is only the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in WITHOUT_STREAMS else found.type
 

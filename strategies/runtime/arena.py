@@ -4,9 +4,9 @@ Problem. A caching allocator rounds up, fragments, and gives memory to whoever a
 rounds to powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
 
 Device: one ``torch.empty``. Host: one anonymous mapping of the exact size (huge pages where the kernel grants them),
-registered with the accelerator's driver in pieces (``pin``), because one registration of hundreds of gigabytes fails; no
-stretch of a plan lies in two of them. Without an accelerator both arenas are ordinary memory, the same code runs, and
-every rule about addresses is tested on any machine.
+registered with the accelerator's driver in pieces (``pin``), because one registration of hundreds of gigabytes fails;
+no stretch of a plan lies in two of them. Without an accelerator both arenas are ordinary memory, the same code runs,
+and every rule about addresses is tested on any machine.
 
 Invariant. ``device_bytes`` and ``host_bytes`` never change after construction; a region is a view, never a copy.
 

@@ -372,7 +372,7 @@ class Engine(Copied):
         self.verdicts.look()
 
     def close(self) -> None:
-        """Take all hooks off, end the worker and unpin the host's memory. The caller has taken the weights out."""
+        """Take all hooks off, end the worker and unpin the host's memory, in which the weights stay as they are."""
         for handle in self._handles:
             handle.remove()
         self.borders.detach()

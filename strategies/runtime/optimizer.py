@@ -390,8 +390,8 @@ class StowOptimizer(torch.optim.Optimizer):
             return
         self._surface.refuse_loans("close()")
         self.engine.drain()
-        self._surface.take_out()
         self.engine.close()
+        self._surface.take_out()
         self._first_look.remove()
         for name in (STOWED, DDP_ASKS):
             del self._model.__dict__[name]

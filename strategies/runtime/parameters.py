@@ -335,7 +335,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     """``tensor.data = value``, also from one kind of device to another.
 
     Torch assigns data between the CPU and the kinds of device that it knows itself; for those that register with it
-    (PrivateUse1) the two tensors change what they are, and ``tensor`` stays the object that it was.
+    (PrivateUse1) two tensors change places behind their Python objects, and ``tensor`` stays the object that it was.
 
     Raises:
         RuntimeError: ``tensor`` has hooks, or belongs to a graph, and would lose them.
@@ -343,12 +343,11 @@ def put(tensor: Tensor, value: Tensor) -> None:
     if torch._has_compatible_shallow_copy_type(tensor, value):
         set_data(tensor, value)
         return
-    if tensor._backward_hooks:
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise RuntimeError(f"hooks on a tensor are lost on its way to {value.device}: register them after stow()")
     version = tensor._version
     other = torch.Tensor._make_subclass(tensor.__class__, RAW_DATA.__get__(value), tensor.requires_grad)
-    other.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, other)
+    torch._C._swap_tensor_impl(tensor, other)
     set_counts((tensor,), (version,))
 
 

@@ -15,6 +15,7 @@ new ones go in. ``parameters.py`` sees to it that there are no others.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,11 +30,17 @@ from strategies.runtime.clipping import Clipping
 from strategies.runtime.engine import Engine
 from strategies.runtime.held import Held
 from strategies.runtime.loans import LentParameter, Loans
-from strategies.runtime.parameters import Alias, Copied, Elsewhere, StowedParameter, put
+from strategies.runtime.parameters import Alias, Copied, Elsewhere, StowedParameter, set_data
 from strategies.runtime.parked import parked
 from strategies.runtime.transfer import Lane
 
 logger = logging.getLogger(__name__)
+
+
+SWAPPED = (
+    "torch.__future__.set_swap_module_params_on_conversion(True) makes load_state_dict replace what a plan has given "
+    "its memory: set it to False"
+)
 
 
 class Surface(Copied):
@@ -45,6 +52,9 @@ class Surface(Copied):
         self.loans = Loans(self)
         self._looking: dict[int, list[nn.Parameter]] = {}  # on loan to a module whose state dict is being made, by id
         self._read: set[int] = set()  # parameters that travel and were read outside of the modules that own them
+        # Torch swaps no tensor that somebody refers to weakly: ``model.to`` would, where torch is asked to swap, and
+        # what it swapped in would not lie where the plan says.
+        self._referred = [weakref.ref(param) for param in model.parameters()]
         for name, param in model.named_parameters():
             held, index = engine.place_of[id(param)]
             param._keeper = Keeper(self, held, index, name)  # type: ignore[attr-defined]
@@ -168,12 +178,16 @@ class Surface(Copied):
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace what a plan has given its memory: copy instead"
             )
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise RuntimeError(SWAPPED)
         self._engine.drain()  # everything: an update of another bucket, settled before ``_shut``, would hide these
         for param in module.parameters(recurse=False):
             if _loan(param) is None:
                 value = self.weight_of(param)
                 param.__class__ = nn.Parameter
-                put(param, value)
+                if not torch._has_compatible_shallow_copy_type(param, value):  # then a copy, which ``_shut`` puts back
+                    value = value.to(self._engine.device)
+                set_data(param, value)
 
     def _shut(self, module: nn.Module, *rest: Any) -> None:
         for param in module.parameters(recurse=False):
@@ -215,6 +229,7 @@ class Surface(Copied):
 
     def take_out(self) -> None:
         """Ordinary tensors on the CPU for every parameter; the doors are removed."""
+        self._referred.clear()
         for held in self._engine.held:
             for index, param in enumerate(held.params):
                 del param._keeper  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+LOOK_S = 1e-4  # an update on the host takes hundreds of times as long
 
 
 class Lane(Enum):
@@ -151,8 +154,7 @@ class AcceleratorTransfer(Transfer):
     def _record(self, lane: Lane) -> torch.Event | None:
         if lane is Lane.HOST:
             return None  # the worker's result is awaited before its event is used
-        # Who waits for it on the host sleeps: the worker needs its core.
-        event = torch.Event(device=self._device, blocking=True)
+        event = torch.Event(device=self._device)
         event.record(self._stream(lane))
         return event
 
@@ -161,8 +163,11 @@ class AcceleratorTransfer(Transfer):
             self._stream(lane).wait_event(event.handle)
 
     def _host_wait(self, event: Event) -> None:
+        """Sleeps between two looks: ``synchronize`` keeps a core busy, and the worker's kernels need it."""
         if event.handle is not None:
-            event.handle.synchronize()
+            while not event.handle.query():
+                time.sleep(LOOK_S)
+            event.handle.synchronize()  # raises what went wrong on the device
 
 
 class Delayed(Transfer):

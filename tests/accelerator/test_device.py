@@ -144,7 +144,7 @@ def test_time_between_events() -> None:
     for _ in range(20):
         a = (a @ a).tanh()
     second.record()
-    with pytest.raises(RuntimeError, match="not ready"):
+    with pytest.raises(RuntimeError, match="must be completed"):
         first.elapsed_time(second)
     second.synchronize()
     assert 0 < first.elapsed_time(second) / 1000 <= time.perf_counter() - started

@@ -13,7 +13,7 @@ from tests.helpers.engine import differences
 from tests.helpers.grid import BF16, FP32, both, noise, title
 from tests.helpers.pairwise import Row, Table
 
-DEVICE = torch.device("sim", 0)
+DEVICE = "sim:0"
 
 
 def rows(table: Table) -> list[Any]:
@@ -21,7 +21,7 @@ def rows(table: Table) -> list[Any]:
 
 
 def unlike(row: Row, dtype: torch.dtype) -> list[str]:
-    return differences(*both(row, dtype, str(DEVICE), AcceleratorTransfer(DEVICE)))
+    return differences(*both(row, dtype, DEVICE, AcceleratorTransfer(torch.device(DEVICE))))
 
 
 @pytest.mark.parametrize("row", rows(FP32))
@@ -37,4 +37,4 @@ def test_bf16(row: Row) -> None:
 def test_plain_training_repeats_itself() -> None:
     """Else nothing could be said."""
     row = next(iter(FP32.rows()))
-    assert noise(row, torch.float32, str(DEVICE)) == []
+    assert noise(row, torch.float32, DEVICE) == []

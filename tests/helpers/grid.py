@@ -11,7 +11,7 @@ import torch
 from strategies.runtime.transfer import Delayed, Transfer
 from strategies.runtime.watch import Watch
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
-from tests.helpers.models import build, tokens
+from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
 
 NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
@@ -77,7 +77,7 @@ def title(row: Row) -> str:
 @cache
 def expected(model: str, tied: bool, recompute: str, dtype: torch.dtype, device: str, **loop: Any) -> Result:
     """Plain training, once for all cases that differ in memory only."""
-    made = build(model, tied=tied, dtype=dtype).to(device)
+    made = on(device, build(model, tied=tied, dtype=dtype))
     checkpointing(made, recompute)
     return plain(made, batches_on(device, model, STEPS * loop["accumulation"]), **loop)
 

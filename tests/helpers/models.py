@@ -49,6 +49,19 @@ def build(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) 
     return model.to(dtype).train()
 
 
+def on(device: torch.device | str, model: nn.Module) -> nn.Module:
+    """``model`` moved to ``device``, tied weights as they were.
+
+    For kinds of device that register with torch, ``to`` makes new parameters, and of a tied one two, unless asked.
+    """
+    was = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(was)
+
+
 def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 

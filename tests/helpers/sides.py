@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from strategies.runtime import AdamW, stow
-from strategies.runtime.transfer import Delayed
+from strategies.runtime.transfer import Delayed, Transfer
 from tests.helpers.engine import DECAY, LR, plan_of
+from tests.helpers.models import on
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "host, one ahead": {"site": "host", "weights": "travelling", "prefetch": 1, "park": "host"},
@@ -51,6 +55,30 @@ class Plain(torch.optim.AdamW):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class Ground:
+    """Where both sides train, and who moves the bytes."""
+
+    device: torch.device
+    transfer: Callable[[], Transfer]
+
+    def feed(self, model: nn.Module) -> nn.Module:
+        """``model``, which takes its batches from the CPU."""
+        if self.device.type != "cpu":
+            model.register_forward_pre_hook(partial(_up, self.device), with_kwargs=True, prepend=True)
+        return model
+
+    def put(self, model: nn.Module) -> nn.Module:
+        """The same, and the model is there."""
+        return on(self.device, self.feed(model))
+
+
+def _up(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(Tensor, lambda value: value.to(device), (args, kwargs))
+
+
+CPU = torch.device("cpu")
+ground = Ground(CPU, Delayed)  # tests/accelerator sets another one
 Script = Callable[[nn.Module, Any], object]
 Maker = Callable[[], nn.Module]
 
@@ -59,7 +87,8 @@ def stowed(model: nn.Module, layout: str | Mapping[str, Any], **wishes: Any) -> 
     """The model's optimizer under a layout of ``LAYOUTS`` with changes; copies are made as late as they may."""
     known = LAYOUTS[layout] if isinstance(layout, str) else layout
     plan: Any = plan_of(model, **{**known, **wishes})
-    return stow(model, plan, rule=AdamW(lr=LR, weight_decay=DECAY), device="cpu", transfer=Delayed())
+    rule = AdamW(lr=LR, weight_decay=DECAY)
+    return stow(ground.feed(model), plan, rule=rule, device=ground.device, transfer=ground.transfer())
 
 
 def train(
@@ -79,24 +108,27 @@ def train(
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Copies of all weights and all state."""
-    found = {name: value.clone() for name, value in model.state_dict().items()}
+    found = {name: value.detach().to(CPU, copy=True) for name, value in model.state_dict().items()}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            found |= {f"{name} {key}": value.detach().clone() for key, value in optimizer.state_of(param).items()}
+            state = optimizer.state_of(param)
+            found |= {f"{name} {key}": value.detach().to(CPU, copy=True) for key, value in state.items()}
     return found
 
 
 def unequal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """Names that only one of them has, or whose bits differ."""
     both = first.keys() & second.keys()
-    return sorted(first.keys() ^ second.keys()) + [name for name in both if not torch.equal(first[name], second[name])]
+    return sorted(first.keys() ^ second.keys()) + [
+        name for name in both if not torch.equal(first[name].cpu(), second[name].cpu())
+    ]
 
 
 def both_sides(
     make: Maker, script: Script, layouts: Iterable[str] = TWO, *, max_norm: float = 0.0, **wishes: Any
 ) -> None:
     """Run ``script`` plainly and under each layout: what it returns and what it leaves must be equal by bits."""
-    model = make()
+    model = ground.put(make())
     optimizer = Plain(model, max_norm)
     torch.manual_seed(3)
     expected, weights = script(model, optimizer), None
@@ -123,5 +155,5 @@ def _first_difference(first: Any, second: Any, place: str = "it") -> str | None:
         pairs = zip(keys, first, second, strict=True)
         found = (_first_difference(one, two, f"{place}[{key!r}]") for key, one, two in pairs)
         return next((where for where in found if where is not None), None)
-    same = torch.equal(first, second) if isinstance(first, Tensor) else repr(first) == repr(second)
+    same = torch.equal(first.cpu(), second.cpu()) if isinstance(first, Tensor) else repr(first) == repr(second)
     return None if same else place

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from strategies.runtime.held import Held
 from strategies.runtime.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
-from tests.helpers.models import build, tokens
-from tests.helpers.sides import LAYOUTS, TWO, both_sides, everything, stowed, train, unequal
+from tests.helpers.models import build, on, tokens
+from tests.helpers.sides import CPU, LAYOUTS, TWO, Plain, both_sides, everything, ground, stowed, train, unequal
 
 BATCHES = tokens("llama", 8)
 layouts = pytest.mark.parametrize("layout", TWO)
@@ -29,7 +29,7 @@ def tied() -> nn.Module:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().to(CPU, copy=True) for name, value in model.state_dict().items()}
 
 
 def held_of(optimizer: Any, name: str) -> Held:
@@ -54,8 +54,9 @@ def test_whoever_reads_gets_the_newest_weight(layout: str) -> None:
             assert param.shape == expected[name].shape and param.dtype == torch.float32
             absent += isinstance(param, AbsentParameter)
             with torch.no_grad():
-                assert torch.equal(param, expected[name]), name
-                assert torch.equal(param.data[None], expected[name][None]), name
+                value = expected[name].to(ground.device)
+                assert torch.equal(param.to(ground.device), value), name
+                assert torch.equal(param.data[None].to(ground.device), value[None]), name
 
     for block in model.model.layers:  # type: ignore[union-attr]
         block.register_forward_hook(look)
@@ -168,7 +169,7 @@ def test_moving_a_stowed_model() -> None:
     model = llama()
     optimizer = stowed(model, "host, one ahead")
     train(model, optimizer, BATCHES[:1])
-    model.to("cpu")
+    model.to(ground.device)
     model.float()
     with pytest.raises(RuntimeError, match="the memory of a stowed model is planned"):
         model.to(torch.bfloat16)
@@ -254,7 +255,7 @@ def test_state_dict_at_any_time() -> None:
 @pytest.mark.parametrize("make", [llama, tied])
 @layouts
 def test_save_pretrained(layout: str, make: Any, tmp_path: Path) -> None:
-    plain, model = make(), make()
+    plain, model = ground.put(make()), make()
     optimizer = stowed(model, layout)
     for side in (plain, model):
         train(
@@ -370,7 +371,7 @@ def test_generate() -> None:
 
 def test_close_gives_a_plain_model_back() -> None:
     for layout in LAYOUTS:
-        model, untouched = llama(), llama()
+        model, untouched = llama(), ground.feed(llama())
         optimizer = stowed(model, layout)
         train(model, optimizer, BATCHES[:2])
         expected = weights_of(model)
@@ -388,8 +389,9 @@ def test_close_gives_a_plain_model_back() -> None:
                 if "hooks" in name and isinstance(value, dict):
                     assert len(vars(ours)[name]) == len(value), name
         assert not hasattr(model, "_stowed")
+        on(ground.device, model)
         train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), BATCHES[:1])
-        stowed(model, layout).close()
+        stowed(on(CPU, model), layout).close()
 
 
 def test_stowing_twice() -> None:
@@ -418,3 +420,16 @@ def test_a_plan_for_another_model() -> None:
         stow(frozen, plan, device="cpu")
     with pytest.raises(ValueError, match="2 moments per parameter, the update rule keeps 0"):
         stow(llama(), plan, rule=SGD(), device="cpu")
+
+
+@pytest.mark.parametrize("what", ["to", "load_state_dict"])
+def test_parameters_that_torch_would_swap(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch can be told to move other tensors into parameters, which would not lie where the plan says."""
+    model = llama()
+    optimizer = stowed(model, "streamed")
+    losses = train(model, optimizer, BATCHES[:1])
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="swap"):
+        patched.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+        model.to(torch.bfloat16) if what == "to" else model.load_state_dict(model.state_dict())
+    plain = ground.put(llama())
+    assert losses + train(model, optimizer, BATCHES[1:3]) == train(plain, Plain(plain, 0.0), BATCHES[:3])

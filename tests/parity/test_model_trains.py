@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from strategies.core.layout import Item
 from tests.helpers.engine import plan_of
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
-from tests.helpers.sides import LAYOUTS, TWO, both_sides, everything, stowed, train, unequal
+from tests.helpers.sides import LAYOUTS, TWO, both_sides, everything, ground, stowed, train, unequal
 
 BATCHES = tokens("llama", 8)
 layouts = pytest.mark.parametrize("layout", TWO)
@@ -294,7 +294,7 @@ def test_state_dict_of_the_optimizer() -> None:
     """Round trip, and from a plain optimizer's."""
     import copy
 
-    model = llama()
+    model = ground.put(llama())
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     train(model, plain, BATCHES[:2])
     state, weights = copy.deepcopy(plain.state_dict()), copy.deepcopy(model.state_dict())

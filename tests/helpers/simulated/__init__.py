@@ -46,8 +46,6 @@ def load() -> Any:
     library.init()
     torch._register_device_module(NAME, _module(library))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    # ``model.to`` would put new parameters in the place of the old ones, and of tied ones two.
-    torch.__future__.set_swap_module_params_on_conversion(True)
     accelerator.TABLE[NAME] = accelerator.Row(Driver(library), lambda: "simulated")
     return library
 
@@ -76,7 +74,7 @@ def _module(library: Any) -> types.ModuleType:
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.get_device_name = lambda device=None: "simulated device"
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    module.manual_seed = module.manual_seed_all = lambda seed: generator.manual_seed(seed)
+    module.manual_seed = module.manual_seed_all = generator.manual_seed
     module.get_rng_state = lambda device=None: generator.get_state()
     module.set_rng_state = lambda state, device=None: generator.set_state(state)
     return module

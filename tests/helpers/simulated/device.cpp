@@ -316,7 +316,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(c10::DeviceIndex) const override { on_host(sync_all); raise_failure(); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const S& on) const override { device_memory.recordStream(data, on); }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
-    TORCH_CHECK(queryEvent(first) && queryEvent(second), "device not ready: both events must have passed");
+    TORCH_CHECK(queryEvent(first) && queryEvent(second), "Both events must be completed before calculating elapsed time.");
     return std::chrono::duration<double, std::milli>(event(second)->at - event(first)->at).count();
   }
 };

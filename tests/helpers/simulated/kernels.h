@@ -28,7 +28,9 @@ void issue(Task task, bool waits) {
   stream(current_stream).push([task = std::move(task), done] {
     try { task(); done->set_value(); } catch (...) { done->set_exception(std::current_exception()); }
   });
-  on_host([&] { done->get_future().get(); });
+  auto result = done->get_future();
+  on_host([&] { result.wait(); stream(current_stream).sync(); });
+  result.get();
   raise_failure();
 }
 

@@ -1,0 +1,24 @@
+"""Parity of whatever else people do with a stowed model, on a device that is really asynchronous."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from strategies.runtime.transfer import AcceleratorTransfer
+from tests.helpers import sides
+from tests.parity.conftest import one_thread  # noqa: F401
+from tests.parity.test_doors import *  # noqa: F403
+from tests.parity.test_model_stays import *  # noqa: F403
+from tests.parity.test_model_trains import *  # noqa: F403
+
+# Kinds of device that register with torch have no DLPack: what a state dict shows there shares the arena's storage.
+del test_state_dict_copies_nothing  # noqa: F821
+
+
+@pytest.fixture(autouse=True)
+def _there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    device = torch.device("sim", 0)
+    monkeypatch.setattr(sides.ground, "device", device)
+    monkeypatch.setattr(sides.ground, "transfer", lambda: AcceleratorTransfer(device))
+    yield
