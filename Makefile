@@ -24,6 +24,7 @@ finetune: $(READY) ## fine-tune what `make train` exported
 
 test: $(READY) ## all tests; those that start no launchers in two processes
 	OMP_NUM_THREADS=1 python -m pytest tests/unit tests/parity tests/memory -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2
 	python -m pytest tests/e2e tests/faults
 
 lint: $(READY) ## format, lint and type checks

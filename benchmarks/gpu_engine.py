@@ -4,8 +4,9 @@
 
 Sites that update on the device must equal plain training on the same device bit for bit. Where the CPU's kernel
 updates, the largest difference is reported relative to the largest number of the tensor. Before each comparison plain
-training is compared with itself: where that differs nothing can be said. ``--device cpu`` tries the script. Each case
-is a line of JSON, printed as it ends.
+training is compared with itself: where that differs nothing can be said. ``--device cpu`` tries the script, and
+``--device sim`` is the simulated accelerator of the tests, whose device and host have the same kernels. Each case is a
+line of JSON, printed as it ends.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from strategies.runtime import accelerator
 from strategies.runtime.recompute import recompute, room_of
 from strategies.runtime.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
+from tests.helpers import simulated
 from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FP32, both, noise, title
 from tests.helpers.pairwise import Row
@@ -36,6 +38,7 @@ from trainer.differences import repeat_sums
 from trainer.memory import plan_for
 
 LONGEST_PAUSE = 4096  # rows: about a millisecond, longer than any copy or kernel of these models
+LONGEST_DELAYS_US = 300, 100  # of copies and kernels on the simulated device
 ROW = 32  # elements, each with a thread of its own: the rest of the device stays free
 
 
@@ -141,6 +144,8 @@ def main() -> int:
     parser.add_argument("--device", default=kind, required=kind is None, help="default: the accelerator")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.device == simulated.NAME:
+        simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
     repeat_sums()
     cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
     random.Random(0).shuffle(cases)

@@ -26,7 +26,7 @@ from trainer.errors import ConfigError, UserError
 from trainer.machine import Machine, probe
 from trainer.planning import plan_of, refuse_folder, refuse_impossible
 from trainer.profiles import known_rates
-from trainer.ranks import Ranks
+from trainer.ranks import Ranks, name_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -173,7 +173,8 @@ def make_arguments(run: Run) -> TrainingArguments:
         given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
     given.setdefault("use_cpu", run.machine.device_kind == "cpu")
     given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
-    return TrainingArguments(
+    name_device(run.ranks, run.machine.device_kind, on_cpu=given["use_cpu"])
+    arguments = TrainingArguments(
         **given,
         deepspeed=engine.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # logs never lie
@@ -182,6 +183,12 @@ def make_arguments(run: Run) -> TrainingArguments:
         disable_tqdm=True,
         label_names=["labels"],
     )
+    if arguments.device.type != run.machine.device_kind and not given["use_cpu"]:
+        raise ConfigError(
+            f"the plan is for {run.machine.device_kind}, and Accelerate trains on {arguments.device}: "
+            f"training.use_cpu: true trains on the CPU"
+        )
+    return arguments
 
 
 def make_model(run: Run) -> PreTrainedModel:

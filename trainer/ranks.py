@@ -31,6 +31,7 @@ from trainer.ops import announcement, clear_abandoned_builds
 # A launcher ends all ranks as soon as one has failed, and reports that one's code. The rank that knows what is wrong
 # speaks, so the others let it go first.
 GRACE_S = 10.0
+LOOKED_FOR = frozenset(["cpu", "cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "tpu", "xpu"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,14 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
+
+
+def name_device(ranks: Ranks, kind: str, *, on_cpu: bool) -> None:
+    """Tell Accelerate and Transformers the device, if it is of a kind that they do not look for themselves."""
+    if on_cpu or kind in LOOKED_FOR:
+        os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
+    else:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"{kind}:{ranks.local_rank}"
 
 
 @contextmanager

@@ -215,9 +215,23 @@ class StowedTrainer:
     # --- what a Trainer does with model and optimizer ----------------------------------------------------------------
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """As Hugging Face's, but the engine moves its model itself, as far as the plan says."""
-        if model is not self.model or not self.stows:
-            super()._move_model_to_device(model, device)  # type: ignore[misc]
+        """As Hugging Face's, but the engine moves its model itself, as far as the plan says.
+
+        On kinds of device that register with torch (PrivateUse1) moving makes new parameters, of a tied one two.
+
+        Raises:
+            RuntimeError: the model has tied weights that it does not tie again.
+        """
+        if model is self.model and self.stows:
+            return
+        tied = len(list(model.parameters()))
+        super()._move_model_to_device(model, device)  # type: ignore[misc]
+        if len(list(model.parameters())) != tied and hasattr(model, "tie_weights"):
+            model.tie_weights()
+        if len(list(model.parameters())) != tied:
+            raise RuntimeError(
+                f"moving the model to {device} separates weights that are tied: move it there beforehand"
+            )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's; an evaluation before training has the model where training will have it."""

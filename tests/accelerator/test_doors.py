@@ -11,6 +11,7 @@ from tests.parity.conftest import one_thread  # noqa: F401
 from tests.parity.test_doors import *  # noqa: F403
 from tests.parity.test_model_stays import *  # noqa: F403
 from tests.parity.test_model_trains import *  # noqa: F403
+from tests.parity.test_resume_engine import *  # noqa: F403
 
 # Kinds of device that register with torch have no DLPack: what a state dict shows there shares the arena's storage.
 del test_state_dict_copies_nothing  # noqa: F821

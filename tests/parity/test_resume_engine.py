@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from strategies.runtime import SGD, AdamW, StowOptimizer, stow
-from strategies.runtime.transfer import Delayed, Transfer
+from strategies.runtime.transfer import Transfer
 from tests.helpers.engine import DECAY, LR, Batches, Result, differences, groups_of, plan_of
 from tests.helpers.models import build, tokens
+from tests.helpers.sides import CPU, ground
 
 BEFORE, AFTER = 2, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def begin(kind: str, dtype: torch.dtype, layout: str, clip: float = 1.0) -> tupl
 def stowed(model: nn.Module, layout: str, clip: float = 1.0, transfer: Transfer | None = None) -> StowOptimizer:
     plan: Any = plan_of(model, groups=2, max_norm=clip, **LAYOUTS[layout])
     rule = AdamW(lr=LR, weight_decay=DECAY)
-    return stow(model, plan, groups_of(model, 2), rule, device="cpu", transfer=transfer)
+    return stow(ground.feed(model), plan, groups_of(model, 2), rule, device=ground.device, transfer=transfer)
 
 
 def schedule(optimizer: torch.optim.Optimizer) -> Any:
@@ -59,10 +60,11 @@ def steps(model: nn.Module, optimizer: StowOptimizer, scheduler: Any, batches: B
 
 def left(model: nn.Module, optimizer: StowOptimizer, result: Result) -> Result:
     for name, weight in model.state_dict().items():
-        result.tensors[name] = weight.clone()
+        result.tensors[name] = weight.detach().to(CPU, copy=True)
     for name, param in model.named_parameters():
         if param.requires_grad:
-            result.tensors |= {f"{name} {key}": value.clone() for key, value in optimizer.state_of(param).items()}
+            state = optimizer.state_of(param)
+            result.tensors |= {f"{name} {key}": value.to(CPU, copy=True) for key, value in state.items()}
     return result
 
 
@@ -81,14 +83,14 @@ def test_resumed_under_another_layout(first: str, second: str, dtype: torch.dtyp
 
     fresh = type(model).from_pretrained(tmp_path / "model", dtype=dtype).train()  # type: ignore[attr-defined]
     fresh.to(dtype)  # as the first one was made: tables of positions, too
-    resumed, result = stowed(fresh, second, transfer=Delayed()), Result()
+    resumed, result = stowed(fresh, second, transfer=ground.transfer()), Result()
     again = schedule(resumed)
     resumed.load(tmp_path / "optimizer")
     again.load_state_dict(counts)
     assert [group["initial_lr"] for group in resumed.param_groups] == [LR, LR / 3]
     if dtype is torch.bfloat16:
         for name, param in fresh.named_parameters():
-            assert torch.equal(fresh.state_dict()[name], resumed.state_of(param)["master"].bfloat16())
+            assert torch.equal(fresh.state_dict()[name].cpu(), resumed.state_of(param)["master"].bfloat16().cpu())
     steps(fresh, resumed, again, batches[BEFORE:], result)
     assert differences(whole, left(fresh, resumed, result)) == []
 
@@ -115,7 +117,7 @@ def test_a_rule_without_state(tmp_path: Path) -> None:
     def begun(layout: str) -> tuple[nn.Module, StowOptimizer]:
         model = build("llama", dtype=torch.bfloat16)
         plan: Any = plan_of(model, moments=0, **LAYOUTS[layout])
-        return model, stow(model, plan, rule=SGD(lr=0.5), device="cpu")
+        return model, stow(ground.feed(model), plan, rule=SGD(lr=0.5), device=ground.device)
 
     model, optimizer = begun("host, travelling")
     for batch in tokens("llama", 2):

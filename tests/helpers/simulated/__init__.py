@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from strategies.runtime import accelerator
+from trainer.ops import clear_abandoned_builds
 
 HERE = Path(__file__).parent
 NAME = "sim"
@@ -40,6 +41,7 @@ def load() -> Any:
     """Compile the device, once per machine, and make it this process's accelerator; its switches and counts."""
     from torch.utils.cpp_extension import load as compiled
 
+    clear_abandoned_builds()
     torch.utils.rename_privateuse1_backend(NAME)
     flags = ["-O1", "-g0", "-w"]
     library = compiled("deepstow_simulated", [str(HERE / "device.cpp")], extra_cflags=flags)

@@ -182,8 +182,33 @@ struct Call {
       found.push_back(source ? given[*source] : IValue());
     }
     if (!fresh) return found;
-    if (!op.hasKernelForDispatchKey(c10::DispatchKey::Meta) || UNLIKE_META.count(op.schema().name())) return std::nullopt;
     auto metas = given;
+    if (!run_for_sizes(metas)) return std::nullopt;
+    for (size_t i = 0; i < found.size(); i++) {
+      if (!found[i].isNone()) continue;
+      found[i] = metas[i];
+      each_tensor(found[i], [](const Tensor& meta) {
+        return meta.defined() ? make(meta.sizes(), meta.strides(), meta.scalar_type()) : meta;
+      });
+    }
+    return found;
+  }
+
+  // Give the results that are empty as yet their sizes, if they can be told beforehand.
+  bool make_room() {
+    auto metas = given;
+    if (op.schema().returns().size() != 1 || !source_of(op.schema().returns()[0]) || !run_for_sizes(metas)) return false;
+    size_t out = *source_of(op.schema().returns()[0]);
+    if (!given[out].isTensor() || !metas[0].isTensor()) return false;
+    at::native::resize_(given[out].toTensor(), metas[0].toTensor().sizes(), std::nullopt);
+    host[out] = for_stream(given[out].toTensor());
+    resizes = false;
+    return true;
+  }
+
+  // Torch's own kernels for sizes alone leave results without memory in place of the arguments.
+  bool run_for_sizes(torch::jit::Stack& metas) const {
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::Meta) || UNLIKE_META.count(op.schema().name())) return false;
     for (auto& value : metas) {
       each_tensor(value, [](const Tensor& one) {
         return on_device(one) ? at::empty_strided(one.sizes(), one.strides(), one.options().device(at::kMeta)) : one;
@@ -193,15 +218,8 @@ struct Call {
     try {
       at::AutoDispatchBelowADInplaceOrView below;
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &metas);
-    } catch (const std::exception&) { return std::nullopt; }
-    for (size_t i = 0; i < found.size(); i++) {
-      if (!found[i].isNone()) continue;
-      found[i] = metas[i];
-      each_tensor(found[i], [](const Tensor& meta) {
-        return meta.defined() ? make(meta.sizes(), meta.strides(), meta.scalar_type()) : meta;
-      });
-    }
-    return found;
+    } catch (const std::exception&) { return false; }
+    return true;
   }
 };
 
@@ -301,6 +319,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   raise_failure();
   Call call(op, stack);
   std::optional<torch::jit::Stack> results;
+  if (call.resizes && !call.draws && !call.hands_over) call.make_room();
   if (!call.draws && !call.resizes && !call.hands_over) results = call.results();
   if (results) queue(call, *results);
   else results = wait_for(call);

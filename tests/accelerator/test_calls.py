@@ -1,0 +1,114 @@
+"""How the runtime calls a device, beside what it computes there."""
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.runtime import accelerator
+from strategies.runtime.gradients import _together
+from strategies.runtime.transfer import AcceleratorTransfer, Lane
+from strategies.runtime.worker import Worker
+from tests.helpers.engine import plan_of, stowed
+from tests.helpers.models import build, tokens
+from trainer.machine import probe
+from trainer.timing import UnitClock
+
+SLOW_US = 200_000
+
+
+@pytest.fixture
+def there() -> torch.device:
+    return torch.device("sim", 0)
+
+
+def test_the_table_and_what_torch_says(there: torch.device) -> None:
+    assert accelerator.kind() == "sim" and accelerator.current() == there == accelerator.device_of(None)
+    assert accelerator.device_of("sim") == there and accelerator.device_of("cpu") == torch.device("cpu")
+    assert accelerator.name_of(there) == "simulated device"
+    assert (
+        accelerator.row_of(torch.device("npu" if torch._C._get_privateuse1_backend_name() == "npu" else "xpu")).driver
+        is None
+    )
+    found = probe()
+    assert (found.device_kind, found.name) == ("sim", "simulated device")
+    assert found.device_total_bytes == torch.accelerator.get_memory_info()[1]
+
+
+def test_a_device_that_lags_behind_is_waited_for(device: Any, there: torch.device) -> None:
+    device.delay(0, SLOW_US)
+    block = nn.Linear(2, 2).to(there)
+    clock = UnitClock({"block": block}, there)
+    x = torch.ones(1, 2, device=there, requires_grad=True) * 1
+    with clock.forward():
+        loss = block(x).sum()
+    loss.backward()
+    seconds = clock.seconds()
+    assert seconds is not None and min(seconds.block) > 0
+
+
+def test_who_waits_for_an_event_sleeps(device: Any, there: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``synchronize`` would keep a core busy, which the worker's kernels need."""
+    transfer, naps = AcceleratorTransfer(there), []
+    monkeypatch.setattr("strategies.runtime.transfer.time.sleep", naps.append)
+    busy = torch.randn(400, 400, device=there)
+    for _ in range(20):
+        busy = busy @ busy
+    transfer.host_wait(transfer.record(Lane.COMPUTE))
+    assert naps and transfer.done(transfer.record(Lane.UP)) in (True, False)
+
+
+def test_compute_is_one_stream(there: torch.device) -> None:
+    transfer = AcceleratorTransfer(there)
+    transfer.record(Lane.COMPUTE)
+    with torch.Stream(device=there), pytest.raises(RuntimeError, match="runs on the stream on which it first ran"):
+        transfer.record(Lane.COMPUTE)
+
+
+def test_poison_is_on_the_lane_that_overwrites_it(device: Any, there: torch.device) -> None:
+    transfer, region = AcceleratorTransfer(there), torch.zeros(1000, device=there)
+    torch.accelerator.synchronize()
+    pages = torch.ones(1000, pin_memory=True)
+    for _ in range(20):  # in another order one of them would end as NaN
+        transfer.poison(Lane.UP, region)
+        transfer.copy(Lane.UP, region, pages)
+        transfer.wait(Lane.COMPUTE, transfer.record(Lane.UP))
+        assert bool((region == 1).all())
+        transfer.wait(Lane.UP, transfer.record(Lane.COMPUTE))
+
+
+def test_the_worker_sets_its_device(there: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread begins with the first device of the machine."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda device: seen.append((threading.current_thread(), device))
+    )
+    worker = Worker(1, there)
+    thread = worker.submit(0, threading.current_thread).result()
+    worker.close()
+    assert seen == [(thread, there)]
+
+
+def test_norms_from_the_host_go_up_together(device: Any, there: torch.device) -> None:
+    norms = [torch.tensor(float(number)) for number in range(5)]
+    before = device.counts()
+    found = _together(norms, there)
+    after = device.counts()
+    assert after["async_copies"] - before["async_copies"] == 1 and after["sync_copies"] == before["sync_copies"]
+    assert [value.item() for value in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("site", ["host", "streamed", "device"])
+def test_nobody_waits_within_a_step(site: str, device: Any) -> None:
+    """Copies of pageable memory make the host wait, and so do numbers that it asks for: the losses, and none else."""
+    model = build("llama")
+    plan: Any = plan_of(model, site=site, weights="travelling", max_norm=0.5)
+    counts: list[dict[str, int]] = []
+    batches = [{name: value.to("sim") for name, value in batch.items()} for batch in tokens("llama", 6)]
+    model.register_forward_pre_hook(lambda *_: counts.append(device.counts()))
+    stowed(model, plan, batches, max_norm=0.5, transfer=AcceleratorTransfer(torch.device("sim:0")), device="sim:0")
+    waits = [after["sync_copies"] - before["sync_copies"] for before, after in pairwise(counts[2:])]
+    assert waits and max(waits) == 0

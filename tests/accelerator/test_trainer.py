@@ -1,0 +1,76 @@
+"""A run through a config, by the stock Trainer and Accelerate, on a kind of device that they do not know themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launch.train import main
+from trainer.errors import ExitCode
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = {"model_type": "llama", "num_hidden_layers": 3, "max_position_embeddings": 64, **TINY}
+OFFLOAD = {"site": "streamed", "weights": "streamed", "gradients": "host"}
+
+
+def run(folder: Path, strategies: dict[str, Any], *, tied: bool = False, **training: Any) -> int:
+    given = {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    given |= {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-3, **training}
+    config = {
+        "model": {"config": {**MODEL, "tie_word_embeddings": tied}, "tokenizer": {"train": "bpe", "vocab_size": 300}},
+        "data": {"path": "pydoc", "max_length": 32, "eval_fraction": 0.02},
+        "training": {"output_dir": str(folder / "run"), **given},
+        "strategies": strategies,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "c.yaml").write_text(json.dumps(config))
+    return main(["--config", str(folder / "c.yaml")])
+
+
+def left(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "grad_norm" in line]
+    return steps, load_file(folder / "run" / "export" / "model.safetensors")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_offload_has_the_bits_of_plain_training(tied: bool, device: Any, tmp_path: Path) -> None:
+    assert run(tmp_path / "plain", {}, tied=tied) == 0
+    before = device.counts()
+    assert run(tmp_path / "offload", {"offload": OFFLOAD}, tied=tied) == 0
+    after = device.counts()
+    assert after["async_copies"] > before["async_copies"] and after["async_kernels"] - before["async_kernels"] > 1000
+    (steps, weights), (ours, our_weights) = left(tmp_path / "plain"), left(tmp_path / "offload")
+    assert len(steps) == 4 and steps == ours
+    assert weights.keys() == our_weights.keys()
+    assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
+
+
+def test_saved_tensors_and_resume(tmp_path: Path) -> None:
+    """Recomputation with saved tensors on the host, stopped after two steps and gone on with."""
+    both = {"offload": OFFLOAD, "recompute": {"policy": "selective", "activation_offloading": True}}
+    same = {"lr_scheduler_type": "constant"}
+    assert run(tmp_path / "whole", both, **same) == 0
+    assert run(tmp_path / "parts", both, max_steps=2, **same) == 0
+    assert run(tmp_path / "parts", both, resume_from_checkpoint="auto", **same) == 0
+    (steps, weights), (ours, our_weights) = left(tmp_path / "whole"), left(tmp_path / "parts")
+    assert steps[2:] == ours[-2:]
+    assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
+
+
+def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What plans and what trains must mean the same device."""
+    monkeypatch.setattr("trainer.build.name_device", lambda *_, **__: None)
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+    assert run(tmp_path, {"offload": OFFLOAD}) == ExitCode.CONFIG
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["the plan is for sim, and Accelerate trains on cpu: training.use_cpu: true trains on the CPU"]
+
+
+def test_the_cpu_beside_an_accelerator(device: Any, tmp_path: Path) -> None:
+    before = device.counts()
+    assert run(tmp_path, {"offload": OFFLOAD}, use_cpu=True) == 0
+    assert device.counts()["async_kernels"] == before["async_kernels"]
