@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from trainer.errors import ConfigError
 from trainer.ops import announcement, clear_abandoned_builds
 
 # A launcher ends all ranks as soon as one has failed, and reports that one's code. The rank that knows what is wrong
@@ -139,7 +140,13 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
     kind = None if on_cpu else accelerator.kind()
     if kind is not None:
         torch.accelerator.set_device_index(ranks.local_rank)
-    backend = torch.distributed.get_default_backend_for_device(kind or "cpu")
+    try:
+        backend = torch.distributed.get_default_backend_for_device(kind or "cpu")
+    except ValueError:
+        raise ConfigError(
+            f"torch has no collectives for {kind}: train in one process without strategies.zero, or on the CPU with "
+            f"training.use_cpu: true"
+        ) from None
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         if single:

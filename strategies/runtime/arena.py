@@ -15,6 +15,7 @@ Refused: more bytes than there are, with the numbers, before the kernel ends the
 
 from __future__ import annotations
 
+import logging
 import mmap
 import weakref
 from collections import Counter
@@ -31,6 +32,7 @@ from strategies.core.plan import Home
 from strategies.core.render import human
 from strategies.runtime.accelerator import Driver, row_of
 
+logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse
 
 
@@ -168,6 +170,8 @@ class Arena:
             OutOfMemoryError: the driver refuses.
         """
         driver = row_of(self.device).driver
+        if driver is None and self.device.type != "cpu":
+            logger.warning("torch cannot register host memory with %s: copies make the host wait", self.device.type)
         if driver is not None:
             self._host.pin(driver, [spot.offset for spot in self.addresses.spots.values() if spot.home is Home.HOST])
 

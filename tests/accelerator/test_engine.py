@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.runtime import AdamW, stow
+from strategies.runtime import AdamW, accelerator, stow
 from strategies.runtime.arena import OutOfMemoryError
 from strategies.runtime.transfer import AcceleratorTransfer
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
@@ -88,6 +88,21 @@ def test_too_little_memory_is_one_line(device: Any) -> None:
     device.limit(0)
     stow(model, plan, device=DEVICE).close()
     assert device.counts()["registered"] == before
+
+
+def test_a_kind_whose_host_memory_cannot_be_registered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: Any
+) -> None:
+    """The same bits; the copies are waited for, and that is said."""
+    monkeypatch.setitem(accelerator.TABLE, "sim", accelerator.Row())
+    batches = there(tokens("llama", STEPS))
+    model, before = build("llama"), device.counts()
+    plan: Any = plan_of(model, site="host", weights="travelling", max_norm=0.5)
+    moves = AcceleratorTransfer(torch.device(DEVICE))
+    found = stowed(model, plan, batches, max_norm=0.5, transfer=moves, device=DEVICE)
+    assert differences(plain(on(DEVICE, build("llama")), batches, max_norm=0.5), found) == []
+    assert device.counts()["registered"] == before["registered"]
+    assert "torch cannot register host memory with sim: copies make the host wait" in caplog.text
 
 
 def test_hooks_that_would_be_lost() -> None:

@@ -70,6 +70,12 @@ def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytes
     assert said == ["the plan is for sim, and Accelerate trains on cpu: training.use_cpu: true trains on the CPU"]
 
 
+def test_ranks_without_collectives_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, {"zero": {"stage": 2}}) == ExitCode.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torch has no collectives for sim: train in one process without strategies.zero")
+
+
 def test_the_cpu_beside_an_accelerator(device: Any, tmp_path: Path) -> None:
     before = device.counts()
     assert run(tmp_path, {"offload": OFFLOAD}, use_cpu=True) == 0
