@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settle_environment(ranks, cores()[1])
         from trainer import run
 
-        run.refuse_unbuildable(config)
+        run.refuse_unbuildable(config, ranks)
         if arguments.show_sample:
             if ranks.is_first:
                 run.show_sample(config)

@@ -118,6 +118,23 @@ def name_device(ranks: Ranks, kind: str, *, on_cpu: bool) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"{kind}:{ranks.local_rank}"
 
 
+def collectives_of(kind: str) -> str:
+    """The backend of collectives for a kind of device.
+
+    Raises:
+        ConfigError: torch has none.
+    """
+    import torch.distributed
+
+    try:
+        return torch.distributed.get_default_backend_for_device(kind)
+    except ValueError:
+        raise ConfigError(
+            f"torch has no collectives for {kind}: train in one process without strategies.zero, or on the CPU with "
+            f"training.use_cpu: true"
+        ) from None
+
+
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[None]:
     """The job's default group, closed on every way out: torch's own choice for the device, as NCCL; gloo on CPUs.
@@ -140,13 +157,7 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
     kind = None if on_cpu else accelerator.kind()
     if kind is not None:
         torch.accelerator.set_device_index(ranks.local_rank)
-    try:
-        backend = torch.distributed.get_default_backend_for_device(kind or "cpu")
-    except ValueError:
-        raise ConfigError(
-            f"torch has no collectives for {kind}: train in one process without strategies.zero, or on the CPU with "
-            f"training.use_cpu: true"
-        ) from None
+    backend = collectives_of(kind or "cpu")
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         if single:

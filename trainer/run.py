@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from strategies.core.render import human
+from strategies.runtime import accelerator
 from strategies.zero import Zero
 from trainer import build, ops, shortage
 from trainer.callbacks import write_line
@@ -20,7 +21,7 @@ from trainer.card import model_card
 from trainer.engine import refuse_transformers
 from trainer.errors import ExitCode, UserError
 from trainer.export import export
-from trainer.ranks import GRACE_S, Ranks, process_group
+from trainer.ranks import GRACE_S, Ranks, collectives_of, process_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
 NEXT_STEPS = {"runs/quickstart": "make finetune"}
 
 
-def refuse_unbuildable(config: RunConfig) -> None:
+def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
     """Raise where something would have to be compiled that cannot be, or built right; before anything is prepared.
 
     Raises:
         ConfigError: it cannot.
     """
     zero = config.strategies.get("zero")
+    if (zero is not None or ranks.world_size > 1) and not config.training.use_cpu:
+        collectives_of(accelerator.kind() or "cpu")
     if isinstance(zero, Zero):
         refuse_transformers(zero.stage)
         ops.refuse_what_cannot_be_built()

@@ -223,6 +223,6 @@ def test_stage_3_is_refused_where_transformers_builds_another_model() -> None:
 def test_neither_training_nor_verifying_begins_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "version", lambda package: "5.17.2")
     config = run_config(LLAMA, output_dir=tmp_path, stage=3, max_steps=1)
-    for begin in (refuse_unbuildable, lambda config: random_run(config, Ranks())):
+    for begin in (refuse_unbuildable, random_run):
         with pytest.raises(ConfigError, match=r"stage = 3: .*Transformers 5\.17\.2"):
-            begin(config)
+            begin(config, Ranks())
