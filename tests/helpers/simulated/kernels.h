@@ -244,6 +244,7 @@ struct Drawing {
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   at::AutoDispatchBelowADInplaceOrView below;
+  auto kept = stack;  // torch before 2.13 lets go of the arguments before it copies results that are arguments
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
