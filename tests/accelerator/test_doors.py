@@ -15,6 +15,9 @@ from tests.parity.test_resume_engine import *  # noqa: F403
 
 # Kinds of device that register with torch have no DLPack: what a state dict shows there shares the arena's storage.
 del test_state_dict_copies_nothing  # noqa: F821
+# Others go the same ways; these take the longest.
+del test_inside_present_weights_are_plain, test_a_step_that_is_not_finite_is_skipped  # noqa: F821
+del test_gradient_checkpointing, test_many_steps  # noqa: F821
 
 
 @pytest.fixture(autouse=True)
