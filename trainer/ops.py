@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Op:
 
 SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
 CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
+YOUNG_S = 5.0
 FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the device")
 
 
@@ -85,8 +87,11 @@ def refuse_what_cannot_be_built() -> None:
 def clear_abandoned_builds() -> None:
     """Delete the locks of builds that were killed; call it on one rank of a machine, before any rank builds."""
     for lock in cache_folder().glob("*/lock"):
-        if not _is_open(lock):
-            lock.unlink(missing_ok=True)
+        with suppress(OSError):  # whoever built has just ended
+            seen = lock.stat()
+            # Not a young one: its builder may have started since we began to look.
+            if time.time() - seen.st_mtime > YOUNG_S and not _is_open(lock) and lock.stat().st_ino == seen.st_ino:
+                lock.unlink()
 
 
 def _is_open(path: Path) -> bool:

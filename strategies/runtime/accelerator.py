@@ -97,11 +97,22 @@ def current() -> torch.device | None:
 
 
 def device_of(wanted: torch.device | str | None) -> torch.device:
-    """``wanted`` with its index; by default the accelerator, else the CPU."""
+    """``wanted`` with its index; by default the accelerator, else the CPU.
+
+    Raises:
+        ValueError: this machine has no such device, or it has no streams.
+    """
     device = (current() or torch.device("cpu")) if wanted is None else torch.device(wanted)
-    if device.type == "cpu" or device.index is not None:
+    if device.type == "cpu":
         return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    if device.type != kind() or (device.index or 0) >= torch.accelerator.device_count():
+        raise ValueError(f"device={str(wanted)!r}: here are {', '.join(_devices())}")
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _devices() -> list[str]:
+    found = kind()
+    return ["cpu"] + [f"{found}:{index}" for index in range(torch.accelerator.device_count() if found else 0)]
 
 
 def name_of(device: torch.device) -> str:

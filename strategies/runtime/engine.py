@@ -24,7 +24,7 @@ from strategies.runtime.arena import Arena
 from strategies.runtime.clipping import Clipping
 from strategies.runtime.gradients import Gradients
 from strategies.runtime.guard import refuse_transforms
-from strategies.runtime.held import Held, Pending, Presence, hold, rivals_of
+from strategies.runtime.held import Held, Pending, Places, Presence, hold, rivals_of
 from strategies.runtime.homes import Homes
 from strategies.runtime.parameters import Copied, put
 from strategies.runtime.rules import Rule
@@ -89,7 +89,7 @@ class Engine(Copied):
         self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
         self.updates = Updates(rule, self.homes, transfer, self.worker, scratch)
-        self.place_of = {id(param): (held, i) for held in self.held for i, param in enumerate(held.params)}
+        self.place_of = Places({id(param): (held, i) for held in self.held for i, param in enumerate(held.params)})
         order = [self.place_of[id(param)] for param in model.parameters() if param.requires_grad]
         self.trained = {id(held.params[index]) for held, index in order}
         self.gradients = Gradients(

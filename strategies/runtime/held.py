@@ -268,6 +268,16 @@ class Held:
         return ([] if self.master is None else [self.master]) + self.moments
 
 
+class Places(dict[int, tuple[Held, int]]):
+    """The bucket of each parameter, by its id, and its number there."""
+
+    def __missing__(self, param: int) -> tuple[Held, int]:
+        raise RuntimeError(
+            "a parameter of this model is not the one that was stowed: model.to(), to_empty() or an assignment has "
+            "put another in its place; close() the optimizer before such changes"
+        )
+
+
 def hold(
     bucket: Bucket,
     index: int,

@@ -35,8 +35,9 @@ from strategies.runtime import saving
 from strategies.runtime.accelerator import device_of
 from strategies.runtime.engine import Engine
 from strategies.runtime.fits import mismatches, not_in_kernels, unlike
-from strategies.runtime.parameters import STOWED, put
+from strategies.runtime.parameters import STOWED
 from strategies.runtime.rules import AdamW, Rule
+from strategies.runtime.sharing import move_buffers
 from strategies.runtime.state import State
 from strategies.runtime.surface import Surface
 from strategies.runtime.transfer import Transfer, transfer_for
@@ -147,8 +148,7 @@ class StowOptimizer(torch.optim.Optimizer):
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
-        for buffer in model.buffers():
-            put(buffer, buffer.detach().to(device))
+        move_buffers(model, device)
         self.engine = Engine(
             model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
             group=process_group, debug=place.debug, beside=beside,
@@ -392,6 +392,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self.engine.drain()
         self.engine.close()
         self._surface.take_out()
+        move_buffers(self._model, torch.device("cpu"))
         self._first_look.remove()
         for name in (STOWED, DDP_ASKS):
             del self._model.__dict__[name]

@@ -53,6 +53,8 @@ from strategies.runtime.guard import others_keep
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
+RAW_REGISTER: Any = Tensor.register_hook
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 set_counts: Any = torch._C._autograd._unsafe_set_version_counter  # of writes, which torch compares in backward
 WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
 NODE = "so is its place in the graph: use param.register_hook"
@@ -336,19 +338,32 @@ def put(tensor: Tensor, value: Tensor) -> None:
 
     Torch assigns data between the CPU and the kinds of device that it knows itself; for those that register with it
     (PrivateUse1) two tensors change places behind their Python objects, and ``tensor`` stays the object that it was.
-
-    Raises:
-        RuntimeError: ``tensor`` has hooks, or belongs to a graph, and would lose them.
+    Torch keeps hooks with what is behind, so they are taken along. A graph that was made before is of the old one, and
+    backward through it raises.
     """
     if torch._has_compatible_shallow_copy_type(tensor, value):
         set_data(tensor, value)
         return
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        raise RuntimeError(f"hooks on a tensor are lost on its way to {value.device}: register them after stow()")
-    version = tensor._version
-    other = torch.Tensor._make_subclass(tensor.__class__, RAW_DATA.__get__(value), tensor.requires_grad)
+    version, given, trained = tensor._version, tensor.__class__, tensor.requires_grad and tensor.is_leaf
+    other = torch.Tensor._make_subclass(given, RAW_DATA.__get__(value), tensor.requires_grad)
+    tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    hooks = {name: getattr(tensor, name) for name in HOOKS} if trained else {}
+    for name in hooks:
+        setattr(tensor, name, None)
     torch._C._swap_tensor_impl(tensor, other)
+    for name, called in hooks.items():  # torch calls what is set anew; an old dictionary that is kept it does not
+        setattr(tensor, name, called or None)
+    if trained:
+        RAW_REGISTER(other, _refuse_old_graph)
+    tensor.__class__ = given
     set_counts((tensor,), (version,))
+
+
+def _refuse_old_graph(grad: Tensor) -> None:
+    raise RuntimeError(
+        "backward through a graph that was made before its model was stowed or closed: on this kind of device the "
+        "gradient would reach nobody"
+    )
 
 
 def on_gradient(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> torch.utils.hooks.RemovableHandle:

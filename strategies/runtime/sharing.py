@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from strategies.runtime.parameters import put
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -72,3 +74,9 @@ def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """All buffers of ``model`` to ``device``; each stays the object that it was."""
+    for buffer in model.buffers():
+        put(buffer, buffer.detach().to(device))

@@ -19,7 +19,8 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -134,6 +135,16 @@ class AcceleratorTransfer(Transfer):
     def _stream(self, lane: Lane) -> torch.Stream:
         return self._streams.get(lane) or self._current()
 
+    @contextmanager
+    def _on(self, lane: Lane) -> Iterator[None]:
+        """What is issued inside runs on ``lane``. (As a context a stream keeps the former one, for all threads.)"""
+        former = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream(lane))
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(former)
+
     def _current(self) -> torch.Stream:
         """The caller's stream; backward runs in a thread of its own, on the stream of the forward it belongs to."""
         current = torch.accelerator.current_stream(self._device)
@@ -144,11 +155,11 @@ class AcceleratorTransfer(Transfer):
         return current
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with self._stream(lane):
+        with self._on(lane):
             target.copy_(source, non_blocking=True)
 
     def _fill(self, lane: Lane, region: Tensor) -> None:
-        with self._stream(lane):
+        with self._on(lane):
             region.fill_(math.nan)
 
     def _record(self, lane: Lane) -> torch.Event | None:

@@ -1,6 +1,7 @@
 """Models that keep to no borders, two engines at once, memory that runs out, on a device that is asynchronous."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,9 +106,77 @@ def test_a_kind_whose_host_memory_cannot_be_registered(
     assert "torch cannot register host memory with sim: copies make the host wait" in caplog.text
 
 
-def test_hooks_that_would_be_lost() -> None:
-    """Parameters of a registered kind of device change what they are as they move, and torch keeps hooks with that."""
+def test_stowed_again_with_hooks() -> None:
+    """Parameters of a registered kind of device change what they are as they move; hooks go along, those made before
+    ``stow``, between and after, and so does training: closed and stowed again, also with other parameters frozen."""
+    batches, called = there(tokens("llama", 6)), {"plain": 0, "ours": 0}
+
+    def count(name: str, grad: Tensor) -> Tensor:
+        called[name] += 1
+        return grad * 2
+
+    def train(model: nn.Module, optimizer: Any, some: Any) -> list[float]:
+        losses = []
+        for batch in some:
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def sides(name: str) -> tuple[list[float], dict[str, Tensor]]:
+        model = build("llama") if name == "ours" else on(DEVICE, build("llama"))
+        losses: list[float] = []
+        model.get_parameter("model.norm.weight").register_hook(lambda grad: grad).remove()
+        model.get_parameter("model.norm.weight").register_hook(partial(count, name))
+        for part in range(3):
+            model.model.layers[0].requires_grad_(part != 0)  # type: ignore[union-attr, index, operator]
+            trained = [param for param in model.parameters() if param.requires_grad]
+            if name == "ours":
+                site = ("streamed", "host", "device")[part]
+                plan: Any = plan_of(model, site=site, weights="travelling")
+                optimizer: Any = stow(model, plan, rule=AdamW(lr=LR, weight_decay=DECAY), device=DEVICE)
+            else:
+                optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=DECAY, fused=True)
+            hook = model.get_parameter("lm_head.weight").register_hook(partial(count, name))
+            losses += train(model, optimizer, batches[2 * part : 2 * part + 2])
+            if part == 1:
+                hook.remove()
+            if name == "ours":
+                optimizer.close()
+        return losses, {key: value.cpu() for key, value in model.state_dict().items()}
+
+    (losses, weights), (ours, our_weights) = sides("plain"), sides("ours")
+    assert losses == ours and called["plain"] == called["ours"] > 6
+    assert all(torch.equal(value, our_weights[name]) for name, value in weights.items())
+
+
+def test_a_graph_from_before_raises() -> None:
+    model, batch = build("llama"), tokens("llama", 1)[0]
+    loss = model(**batch).loss
+    optimizer = stow(model, plan_of(model), device=DEVICE)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a graph that was made before its model was stowed or closed"):
+        loss.backward()
+    loss = model(**there([batch])[0]).loss
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="a graph that was made before its model was stowed or closed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.to_empty(device="cpu")], ids=["to", "to_empty"])
+def test_moving_a_stowed_model_is_said(move: Callable[[nn.Module], Any]) -> None:
+    """On such kinds torch puts new parameters in place of the old ones without asking."""
     model = build("llama")
-    model.get_parameter("model.norm.weight").register_hook(lambda grad: grad * 2)
-    with pytest.raises(RuntimeError, match="hooks on a tensor are lost on its way to sim:0: register them after stow"):
-        stow(model, plan_of(model), device=DEVICE)  # type: ignore[arg-type]
+    stow(model, plan_of(model), device=DEVICE)  # type: ignore[arg-type]
+    move(model)
+    with pytest.raises(RuntimeError, match="is not the one that was stowed: "):
+        model.state_dict()
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "sim:1", "cuda"])
+def test_devices_that_are_not_here(device: str) -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match=f"device='{device}': here are cpu, sim:0"):
+        stow(model, plan_of(model), device=device)  # type: ignore[arg-type]
+    assert model(**tokens("llama", 1)[0]).loss.isfinite(), "the model is as it was"

@@ -42,6 +42,10 @@ class Result:
     norms: list[float] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
+    def numbers(self, losses: Iterable[Tensor], norms: Iterable[Tensor]) -> None:
+        """Taken at the end: on a device whoever asks for a number waits for all that was issued before."""
+        self.losses, self.norms = [loss.item() for loss in losses], [norm.item() for norm in norms]
+
 
 def differences(expected: Result, found: Result) -> list[str]:
     """What is not equal to the last bit; weights that are not finite prove nothing and count as different."""
@@ -87,7 +91,7 @@ def plain(
     schedule: Schedule | None = None,
 ) -> Result:
     """Train ``model`` as PyTorch's manual says."""
-    result = Result()
+    result, losses, norms = Result(), list[Tensor](), list[Tensor]()
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     mixed = any(param.dtype is not torch.float32 for param in trained.values())
     masters = {name: nn.Parameter(p.detach().float()) if mixed else p for name, p in trained.items()}
@@ -100,12 +104,12 @@ def plain(
         for batch in window:
             loss = model(**batch).loss / accumulation
             loss.backward()
-            result.losses.append(loss.item())
+            losses.append(loss.detach())
         if mixed:
             for param, master in master_of.items():
                 master.grad = None if param.grad is None else param.grad.float()
         if max_norm:
-            result.norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm).item())
+            norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), max_norm))
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
@@ -115,6 +119,7 @@ def plain(
             for param, master in master_of.items() if mixed else ():
                 param.copy_(master)
     names = _state_names(optimizer)
+    result.numbers(losses, norms)
     for name, param in model.named_parameters():
         result.tensors[name] = param.detach().cpu().clone()
         if name in masters:
@@ -141,7 +146,8 @@ def stowed(
     device: str = "cpu",
 ) -> Result:
     """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards."""
-    result, rule = Result(), rule or AdamW(lr=LR, weight_decay=DECAY)
+    result, losses, norms = Result(), list[Tensor](), list[Tensor]()
+    rule = rule or AdamW(lr=LR, weight_decay=DECAY)
     transfer = transfer or Transfer()
     given: Any = plan
     # Copies at once stand for a machine whose device is its memory; there the caller computes host updates itself.
@@ -153,13 +159,14 @@ def stowed(
         for batch in window:
             loss = model(**batch).loss / accumulation
             loss.backward()
-            result.losses.append(loss.item())
+            losses.append(loss.detach())
         if max_norm:
-            result.norms.append(optimizer.clip_grad_norm_(max_norm).item())
+            norms.append(optimizer.clip_grad_norm_(max_norm).clone())
         optimizer.step()
         optimizer.zero_grad()
         if scheduler:
             scheduler.step()
+    result.numbers(losses, norms)
     weights = model.state_dict()
     for name, param in model.named_parameters():
         result.tensors[name] = weights[name].cpu().clone()

@@ -47,9 +47,13 @@ def test_the_lock_of_a_build_that_was_killed_goes(slim: Path) -> None:
     lock = ops.cache_folder() / ops.SHM.name / "lock"
     lock.parent.mkdir(parents=True)
     held = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton does
+    os.utime(lock, (0, 0))
     ops.clear_abandoned_builds()
     assert lock.exists(), "somebody is building"
     os.close(held)
+    ops.clear_abandoned_builds()
+    assert lock.exists(), "somebody may have begun just now"
+    os.utime(lock, (0, 0))
     ops.clear_abandoned_builds()
     assert not lock.exists()
     ops.clear_abandoned_builds()

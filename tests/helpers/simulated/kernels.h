@@ -187,8 +187,11 @@ struct Call {
     for (size_t i = 0; i < found.size(); i++) {
       if (!found[i].isNone()) continue;
       found[i] = metas[i];
-      each_tensor(found[i], [](const Tensor& meta) {
-        return meta.defined() ? make(meta.sizes(), meta.strides(), meta.scalar_type()) : meta;
+      // The CPU's means and deviations have the type of what they are of.
+      bool as_given = op.schema().name() == "aten::native_layer_norm";
+      each_tensor(found[i], [&](const Tensor& meta) {
+        auto dtype = as_given ? given[0].toTensor().scalar_type() : meta.scalar_type();
+        return meta.defined() ? make(meta.sizes(), meta.strides(), dtype) : meta;
       });
     }
     return found;
@@ -316,6 +319,19 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& from, const at:
   return found;
 }
 
+// What is dropped is drawn when the kernel runs, so that nobody waits; see ``_module`` for who asks what was drawn.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& self, double p, std::optional<bool> train) {
+  Tensor found = make(self.sizes(), self.strides(), self.scalar_type()), mask = make(self.sizes(), self.strides(), at::kBool);
+  double kept = train.value_or(true) ? 1 - p : 1;
+  ++async_kernels;
+  issue([host = for_stream(self), left = for_stream(found), drawn = for_stream(mask), kept] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    drawn.bernoulli_(kept, hooks.getDefaultGenerator(0));
+    left.copy_(host.mul(drawn).mul_(kept == 0 ? 0 : 1 / kept));
+  }, false);
+  return {found, mask};
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   raise_failure();
   Call call(op, stack);
@@ -339,6 +355,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", set_storage_offset);
   library.impl("record_stream", record_stream);
   library.impl("histc", histc);
+  library.impl("native_dropout", native_dropout);
+  // Torch would make these of others, of which the CPU's is waited for.
+  library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar);
