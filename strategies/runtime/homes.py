@@ -4,8 +4,8 @@ Eviction is free: the host's copy of a bucket that travels is current at all tim
 so leaving is nothing but hiding the parameters. Leaving is also lazy: a bucket stays until somebody wants its address.
 Therefore the last blocks of forward are still present when backward begins with them, and are not fetched again.
 
-[Note: moving in] A lane that writes a home waits for everything that has to do with its former tenants: their use by
-COMPUTE (``used``), the write-back that reads it (``stored``), and a copy up that nobody used (``arrived``). All rivals
+[Note: moving in] UP, which alone moves in, waits for everything that has to do with its former tenants: their use
+by COMPUTE (``used``) and the write-back that reads it (``stored``); a copy up that nobody used is UP's own. All rivals
 are asked, not only the last tenant, since homes may overlap in part; waits already made cost nothing (``transfer.py``).
 """
 
@@ -30,8 +30,8 @@ class Homes:
         self.transfer, self.debug = transfer, debug
         self._stamps: dict[int, tuple[str, int]] = {}
 
-    def claim(self, held: Held, lane: Lane) -> None:
-        """Make ``held`` the tenant of its home; ``lane`` may write it afterwards. See [Note: moving in].
+    def claim(self, held: Held) -> None:
+        """Make ``held`` the tenant of its home; UP may write it afterwards. See [Note: moving in].
 
         Raises:
             RuntimeError: a rival is in use: the model uses together what the plan keeps apart.
@@ -40,7 +40,7 @@ class Homes:
             if rival.present:
                 self._evict(rival, held)
         for former in (held, *held.rivals):
-            self.transfer.wait(lane, former.used, former.stored, former.arrived)
+            self.transfer.wait(Lane.UP, former.used, former.stored)
         held.presence = Presence.PRESENT
         held.generation += 1
         if self.debug:
@@ -60,16 +60,15 @@ class Homes:
     def fetch(self, held: Held) -> None:
         """Copy the weights up from the host into their home."""
         assert held.copy is not None and held.settled, f"{held.name} has nothing to fetch"
-        self.claim(held, Lane.UP)
+        self.claim(held)
         self._bring(held, held.copy)
 
     def receive(self, held: Held, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
-        self.transfer.wait(Lane.UP, held.used, held.stored)
+        self.transfer.wait(Lane.UP, held.used)
         self._bring(held, source)
 
     def _bring(self, held: Held, source: Tensor) -> None:
-        self.transfer.wait(Lane.UP, held.stored)
         if self.debug:
             self.transfer.poison(Lane.UP, held.weight)
         self.transfer.copy(Lane.UP, held.weight, source)

@@ -198,7 +198,6 @@ class Surface(Copied):
     def adopt(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """``value`` is the new weight: put it wherever the weight lies, and where its ``master`` does."""
         held, index = self.settled(param)
-        self._engine.transfer.host_wait(held.used)
         for place in (held.rest(), held.master if master else None, held.weight if held.present else None):
             if place is not None and held.part(place, index).data_ptr() != value.data_ptr():
                 held.part(place, index).copy_(value.reshape(-1))

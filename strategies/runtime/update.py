@@ -13,9 +13,9 @@ gradient is never copied whole. Host updates write the new compute weight over t
 where the weight rests on the device, so that mixed precision needs no third buffer.
 
 Ordering, by memory that two lanes touch:
-    visit slot   UP writes after the former visitor's DOWN (``stored``); COMPUTE after UP (``arrived``); DOWN after
-                 COMPUTE (``used``)
-    host state   UP reads after the DOWN that wrote it (``stored``); the worker waits for ``stored`` and ``arrived``
+    visit slot   UP writes after the former visitor's DOWN (``stored``, which came after its ``used``); COMPUTE after
+                 UP (``arrived``, which came after the rivals' ``stored``); DOWN after COMPUTE (``used``)
+    host state   UP reads after the DOWN that wrote it (``stored``); the worker's own state nobody else writes
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
                  next DOWN waits for that UP (``arrived``)
     COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``)
@@ -144,7 +144,7 @@ class Updates:
                 held.hide()
             else:
                 held.leave()
-            waits = (held.sent, held.arrived, held.stored, job.scale.known)
+            waits = (held.sent, held.arrived)
             held.future = self._worker.submit(held.index, lambda: self._on_host(held, job, waits))
             return
         held.pending = Pending.DEVICE
@@ -159,10 +159,9 @@ class Updates:
             return
         transfer = self._transfer
         if not held.present and not held.bucket.resident:
-            self._homes.claim(held, Lane.UP)
+            self._homes.claim(held)
             if not held.bucket.mixed:  # in fp32 the weight is the master; else it is written from the master
                 assert held.copy is not None
-                transfer.wait(Lane.UP, held.stored)
                 transfer.copy(Lane.UP, held.weight, held.copy)
         if held.visit is not None:
             self._visit(held)
@@ -171,7 +170,6 @@ class Updates:
             self.enter_slot(held, Lane.UP)
             if held.added is not None:
                 transfer.wait(Lane.UP, held.added.result())
-            transfer.wait(Lane.UP, held.sent)
             transfer.copy(Lane.UP, held.grad, held.parked)
         held.arrived = transfer.record(Lane.UP)
         held.pending = Pending.VISITING
@@ -182,9 +180,9 @@ class Updates:
         if former is not None and former is not held:
             if former.pending is Pending.VISITING:
                 self.settle(former)
-            self._transfer.wait(Lane.UP, former.stored, former.used)
+            self._transfer.wait(Lane.UP, former.stored)
         self._visitors[held.visit.data_ptr()] = held
-        self._transfer.wait(Lane.UP, held.stored, held.used)
+        self._transfer.wait(Lane.UP, held.stored)  # what is stored was used before
         for place, state in zip(_visiting(held), held.states(), strict=True):
             self._transfer.copy(Lane.UP, place, state)
 
@@ -201,8 +199,8 @@ class Updates:
         if former is not None and former is not held:
             if former.pending is Pending.VISITING:
                 self.settle(former)
-            self._transfer.wait(lane, former.sent, former.used, former.arrived)
-        self._transfer.wait(lane, held.sent, held.used, held.arrived)
+            self._transfer.wait(lane, former.sent, former.used)
+        self._transfer.wait(lane, held.sent)
         self.slots[held.grad.data_ptr()] = held
 
     def settle(self, held: Held) -> None:
@@ -221,9 +219,6 @@ class Updates:
         assert job is not None
         transfer = self._transfer
         transfer.wait(Lane.COMPUTE, held.arrived, held.stored)
-        if not held.bucket.resident:
-            for former in held.rivals:  # their write-back may still read this home
-                transfer.wait(Lane.COMPUTE, former.stored, former.arrived)
         state = _visiting(held) if held.visit is not None else held.states()
         transfer.reads(Lane.COMPUTE, held.grad)
         transfer.writes(Lane.COMPUTE, held.weight, *state)
@@ -255,7 +250,7 @@ class Updates:
 
     def _write_back(self, held: Held, state: Sequence[Tensor]) -> None:
         transfer = self._transfer
-        transfer.wait(Lane.DOWN, held.used, held.arrived)
+        transfer.wait(Lane.DOWN, held.used)
         if held.visit is not None:
             for place, rests in zip(state, held.states(), strict=True):
                 transfer.copy(Lane.DOWN, rests, place)
@@ -299,7 +294,6 @@ class Updates:
         updated, done = held.future.result()
         held.future, held.pending = None, Pending.NOTHING
         self._transfer.wait(Lane.UP, done)
-        self._transfer.wait(Lane.DOWN, done)
         if not held.bucket.resident:
             held.presence = Presence.ABSENT
         elif updated:

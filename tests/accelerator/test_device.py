@@ -111,6 +111,23 @@ def test_registration(device: Any) -> None:
     del pages
 
 
+def test_nothing_is_unregistered_under_a_copy(device: Any) -> None:
+    """By a stream that is slow, and has not begun."""
+    pages, host = mapped()
+    assert device.host_register(host.data_ptr(), MIB) == 0
+    target, side = torch.zeros(MIB, dtype=torch.uint8, device="sim"), torch.Stream(device="sim")
+    torch.accelerator.synchronize()
+    device.delay(0, 0)
+    device.slow(side.stream_id, SLOW_US)
+    with side:
+        target.copy_(host, non_blocking=True)
+    assert device.host_unregister(host.data_ptr()) == 0
+    with pytest.raises(RuntimeError, match="unregistered under a copy"):
+        torch.accelerator.synchronize()
+    device.slow(side.stream_id, 0)
+    del pages
+
+
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_copies_of_pageable_memory_are_waited_for(device: Any, way: str) -> None:
     host, there = torch.ones(MIB), torch.zeros(MIB, device="sim")

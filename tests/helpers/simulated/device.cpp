@@ -8,10 +8,11 @@
 // Streams are threads, each with a queue. Every kernel is the CPU's, run by the thread of the current stream on the
 // second mapping; the caller goes on as soon as it is queued. Where the sizes of the results are not known beforehand,
 // where random numbers are drawn or a number is handed to the host, the caller waits. Copies and kernels are delayed at
-// random. An error in a kernel is raised by the next call that waits.
+// random (``delay``), and those of one stream each by so much (``slow``): then it lags behind all others, and whoever
+// relies on it without waiting fails. An error in a kernel is raised by the next call that waits.
 //
 // Host memory. A range is registered once (712 for a second time, 713 for one that is not), and no copy may lie partly
-// in one. Copies of memory that is not registered make the caller wait.
+// in one. Copies of memory that is not registered make the caller wait. Who unregisters it under a copy gets an error.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -85,11 +86,13 @@ class Stream {
   }
   bool idle() { Lock lock(m_); return queue_.empty() && !busy_; }
   void sync() { Lock lock(m_); cv_.wait(lock, [&] { return queue_.empty() && !busy_; }); }
-  // For the stream's own thread: any time up to the longest, which is zero where nothing is to be delayed.
-  void linger(int longest_us) {
-    if (longest_us) std::this_thread::sleep_for(std::chrono::microseconds(random_() % longest_us));
+  // For the stream's own thread: what each piece of work takes longer, and one in so many any time up to the longest.
+  void linger(int longest_us, int one_in = 1) {
+    int us = slow_us;
+    if (longest_us && random_() % one_in == 0) us += random_() % longest_us;
+    if (us) std::this_thread::sleep_for(std::chrono::microseconds(us));
   }
-  bool chance(int of) { return random_() % of == 0; }
+  std::atomic<int> slow_us{0};
 
  private:
   void run() {
@@ -239,6 +242,7 @@ REGISTER_ALLOCATOR(KIND, &device_memory);
 
 std::mutex host_m;
 std::map<uintptr_t, size_t> registered;
+std::multimap<uintptr_t, size_t> under_way;  // what copies that nobody waits for still read or write
 
 size_t num_touched(const void* begin, size_t size) {
   auto from = reinterpret_cast<uintptr_t>(begin);
@@ -262,7 +266,15 @@ int host_register(uintptr_t begin, size_t size) {
   return 0;
 }
 
-int host_unregister(uintptr_t begin) { Lock lock(host_m); return registered.erase(begin) ? 0 : 713; }
+int host_unregister(uintptr_t begin) {
+  Lock lock(host_m);
+  auto found = registered.find(begin);
+  if (found == registered.end()) return 713;
+  for (auto& [start, size] : under_way)
+    if (start < begin + found->second && begin < start + size) note(std::runtime_error("unregistered under a copy"));
+  registered.erase(found);
+  return 0;
+}
 
 struct PinnedMemory final : c10::Allocator {
   static void drop(void* begin) {
@@ -359,6 +371,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("host_register", &host_register);
   module.def("host_unregister", &host_unregister);
   module.def("delay", [](int copies_us, int kernels_us) { longest_copy_us = copies_us; longest_kernel_us = kernels_us; });
+  module.def("slow", [](int64_t id, int us) { stream(id).slow_us = us; });
   module.def("limit", [](size_t num_bytes) { Lock lock(memory_m); limit = num_bytes ? num_bytes : SPACE; });
   module.def("counts", [] {
     Lock lock(memory_m);

@@ -81,9 +81,14 @@ void copy_stretch(const Tensor& from, const Tensor& to, bool non_blocking) {
   const char* source = on_device(from) ? real(from.const_data_ptr()) : static_cast<const char*>(from.const_data_ptr());
   // Torch's pinned memory is not given out again before the copy is done; of a registered mapping nobody takes care.
   bool torchs = host.storage().data_ptr().get_deleter() == &PinnedMemory::drop;
-  issue([target, source, size, id = current_stream, kept = torchs ? host.storage() : c10::Storage()] {
+  auto at = reinterpret_cast<uintptr_t>(begin);
+  decltype(under_way)::iterator noted;
+  { Lock lock(host_m); noted = under_way.emplace(at, size); }
+  issue([target, source, size, noted, id = current_stream, kept = torchs ? host.storage() : c10::Storage()] {
     stream(id).linger(longest_copy_us);
     memcpy(target, source, size);
+    Lock lock(host_m);
+    under_way.erase(noted);
   }, waits);
 }
 
@@ -260,7 +265,7 @@ void queue(Call& call, const torch::jit::Stack& results) {
     for (const auto& one : tensors_of(result)) to.back().push_back(one.defined() ? for_stream(one) : one);
   }
   issue([op = call.op, host = std::move(call.host), to, id = current_stream]() mutable {
-    if (stream(id).chance(8)) stream(id).linger(longest_kernel_us);
+    stream(id).linger(longest_kernel_us, 8);
     run(op, host);
     for (size_t i = 0; i < to.size(); i++) {
       auto found = tensors_of(host[i]);
