@@ -24,7 +24,7 @@ from strategies.runtime.watch import Watch
 from strategies.runtime.worker import Worker
 from tests.helpers import simulated
 from tests.helpers.engine import DECAY, LR, Result, differences, plain, plan_of
-from tests.helpers.grid import NORMS
+from tests.helpers.grid import FORBIDDEN, NORMS
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
 from tests.helpers.pairwise import Row, Table
 
@@ -96,10 +96,7 @@ ROWS = Table(
         "looks": (False, True),  # reads each loss at once; else the host runs ahead to the end
         "slow": tuple(LANES),
     },
-    [
-        (("site", "device"), ("park", "host")),
-        *((("weights", "resident"), ("prefetch", ahead)) for ahead in (0, 1, 5)),
-    ],
+    FORBIDDEN,
     strength=3,
 )
 SPECS = {

@@ -1,39 +1,24 @@
-"""What people do with a stowed model besides training it, as cases for ``mutations.py``; and the list of all cases."""
+"""What people do with a stowed model besides training it, as cases for ``mutations.py``."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from benchmarks.mutation_cases import (
     DEVICE,
-    LANES,
-    LOOPS,
-    ROWS,
     Known,
     Slow,
-    key_of,
     library,
     made,
-    on_grid,
-    plainly,
-    planned,
     quickly,
-    saved,
     slowly,
-    title,
-    watched,
 )  # fmt: skip
 from strategies.runtime import AdamW, stow
 from strategies.runtime.transfer import Lane, Transfer
@@ -41,7 +26,6 @@ from strategies.runtime.watch import Watch
 from tests.helpers import sides
 from tests.helpers.engine import DECAY, LR, plan_of
 from tests.helpers.models import Spec, odd_batches
-from tests.helpers.pairwise import Row
 
 TIMES = 5  # slower than the cases of the grid: these have fewer steps
 
@@ -192,25 +176,14 @@ def gradients(model: nn.Module, optimizer: Any) -> Losses:
     return found
 
 
-def evaluates(model: nn.Module, optimizer: Any) -> Losses:
-    found: Losses = []
-    for batch in batches(4):
-        loss = forward(model, batch)
-        loss.backward()
-        with torch.no_grad():
-            found.append(forward(model, batch))
-        finish(optimizer)
-        with torch.no_grad():
-            found.append(forward(model, batch))
-    return found
-
-
-def evaluates_clipped(model: nn.Module, optimizer: Any) -> Losses:
-    """Between clipping and the step: what an update waits for is older than the last use of the weights."""
+def evaluates(model: nn.Module, optimizer: Any, norm: float = 0.0) -> Losses:
+    """Before and after each step; with a norm, clipping comes before: what an update waits for is then older than the
+    last use of the weights."""
     found: Losses = []
     for batch in batches(5):
-        forward(model, batch).backward()
-        found.append(optimizer.clip_grad_norm_(0.5))
+        loss = forward(model, batch)
+        loss.backward()
+        found += [loss, optimizer.clip_grad_norm_(norm)] if norm else [loss]
         with torch.no_grad():
             found.append(forward(model, batch))
         finish(optimizer)
@@ -333,7 +306,7 @@ SCRIPTS: Mapping[str, Script] = {
     "fewer": Script(fewer, accumulation=3, max_norm=0.5),
     "gradients": Script(gradients, accumulation=3),
     "evaluates": Script(evaluates),
-    "evaluates, clipped": Script(evaluates_clipped, max_norm=0.5),
+    "evaluates, clipped": Script(partial(evaluates, norm=0.5), max_norm=0.5),
     "on and off": Script(on_and_off, max_norm=0.5),
     "states": Script(states),
     "writes late": Script(writes_late),
@@ -346,7 +319,7 @@ SCRIPTS: Mapping[str, Script] = {
 }
 
 
-def _plain_script(script: Script) -> list[Any]:
+def plain_script(script: Script) -> list[Any]:
     """What it sees and leaves in plain training."""
     quickly()
     sides.ground.device = torch.device(DEVICE)
@@ -386,140 +359,3 @@ def watched_script(name: str, layout: str, known: Known) -> list[str]:
     slowly("all")
     _stowed_script(SCRIPTS[name], layout, watch, "cpu")
     return watch.races
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def two(other: float | None) -> Iterator[Any]:
-    """A process group of this rank and another, that does the same or has this gradient everywhere."""
-
-    def reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        if op == dist.ReduceOp.SUM:
-            tensor.mul_(2) if other is None else tensor.add_(other)
-        elif other is not None:
-            tensor.fill_(1)
-
-    def gathered(found: list[Any], mine: Any, group: Any = None) -> None:
-        found[:] = [mine, mine]
-
-    fakes = {
-        "get_world_size": lambda group=None: 2, "get_global_rank": lambda group, rank: 0, "all_reduce": reduced,
-        "broadcast": lambda *given, **named: None, "all_gather_object": gathered,
-    }  # fmt: skip
-    were = {name: getattr(dist, name) for name in fakes}
-    for name, fake in fakes.items():
-        setattr(dist, name, fake)
-    try:
-        yield object()
-    finally:
-        for name, was in were.items():
-            setattr(dist, name, was)
-
-
-def _on_ranks(
-    site: str, dtype: str, other: float | None, moves: Transfer, device: str = DEVICE, **wishes: Any
-) -> list[Any]:
-    model = made({"model": "blocks", "recompute": False, "dtype": dtype})
-    sides.ground.device = torch.device(device)
-    plan: Any = plan_of(model, site=site, max_norm=0.5, **wishes)
-    plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2)))
-    rule = AdamW(lr=LR, weight_decay=DECAY)
-    with two(other) as group:
-        optimizer: Any = stow(
-            sides.ground.feed(model), plan, rule=rule, device=device, transfer=moves, process_group=group, beside=True
-        )
-        found = [on_and_off(model, optimizer), sides.everything(model, optimizer)]
-        optimizer.close()
-    return found
-
-
-def ranks(site: str, dtype: str, other: float | None, lane: str, known: Known) -> list[str]:
-    """Blocks that only some steps use, and the other rank perhaps in all; against updates on the device.
-
-    The worker is slow besides: what was not updated when forward went by is updated in time for another's gradient.
-    """
-    slowly(lane, TIMES)
-    Slow.lanes = (*Slow.lanes, Lane.HOST)
-    weights = {} if site == "host" and other is not None else {"weights": "travelling", "prefetch": 1}
-    where = sides._first_difference(known["ranks", dtype, other], _on_ranks(site, dtype, other, Slow(), **weights))
-    return [] if where is None else [where]
-
-
-def watched_ranks(site: str, dtype: str, other: float | None, known: Known) -> list[str]:
-    watch = Watch()
-    slowly("host")
-    _on_ranks(site, dtype, other, watch, "cpu")
-    return watch.races
-
-
-OTHERS: Mapping[str, tuple[str, float | None]] = {
-    "alike": ("float32", None),
-    "another": ("float32", 0.5),
-    "another, bf16": ("bfloat16", 0.5),
-}
-
-
-# --- all of them -----------------------------------------------------------------------------------------------------
-
-# The race detector does not know that the caller of the worker's result has waited for what the worker waited for.
-UNWATCHED = ("closes", "skips", "infinite", "infinite, unclipped", "infinite, unfused")
-Case = Callable[[Known], list[str]]
-
-
-def cases(quick: bool = False) -> dict[str, Case]:
-    """By name. Those under the race detector begin with "order"."""
-    found: dict[str, Case] = {}
-    for number, row in enumerate(_rows(quick)):
-        plan = planned(row)
-        found[f"grid {number}: {title(row)}"] = partial(on_grid, row, plan)
-        if number % 3 == 0:
-            found[f"order, grid {number}: {title(row)}"] = partial(_without_known, watched, row, plan)
-    if quick:
-        return found
-    for count, lane in enumerate(LANES):
-        for loop in LOOPS:
-            found[f"saved tensors, {loop}, slow: {lane}"] = partial(_without_known, saved, loop, lane)
-        for site in ("host", "streamed", "device"):
-            for other, given in OTHERS.items():
-                found[f"ranks, {site}, {other}, slow: {lane}"] = partial(ranks, site, *given, lane)
-        for number, (name, layout) in enumerate(product(SCRIPTS, LAYOUTS)):
-            if (number + number // len(LAYOUTS) + count) % 2 == 0:
-                found[f"{name}, {layout}, slow: {lane}"] = partial(one_script, name, layout, lane)
-    for site, (other, given) in product(("host", "streamed"), OTHERS.items()):
-        found[f"order, ranks, {site}, {other}"] = partial(watched_ranks, site, *given)
-    for loop in LOOPS:
-        found[f"order, saved tensors, {loop}"] = partial(_without_known, saved, loop, "all", "cpu")
-    for number, (name, layout) in enumerate(product(SCRIPTS, LAYOUTS)):
-        if number % 2 and name not in UNWATCHED:
-            found[f"order, {name}, {layout}"] = partial(watched_script, name, layout)
-    return found
-
-
-def _rows(quick: bool) -> list[Row]:
-    return list(ROWS.rows())[: 12 if quick else None]
-
-
-def _without_known(case: Callable[..., list[str]], *given: Any) -> list[str]:
-    return case(*given[:-1])
-
-
-def expected(quick: bool = False) -> dict[tuple[object, ...], Any]:
-    """What plain training leaves in the cases of the grid."""
-    found: dict[tuple[object, ...], Any] = {}
-    for row in _rows(quick):
-        if key_of(row) not in found:
-            found[key_of(row)] = plainly(row)
-    if not quick:
-        for name, script in SCRIPTS.items():
-            found["script", name] = _on_cpu(_plain_script(script))
-        slowly("all", 0)
-        for dtype, other in OTHERS.values():
-            found["ranks", dtype, other] = _on_cpu(_on_ranks("device", dtype, other, Slow()))
-    return found
-
-
-def _on_cpu(found: list[Any]) -> list[Any]:
-    copied: list[Any] = tree_map_only(Tensor, lambda value: value.detach().cpu(), found)
-    return copied

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from benchmarks.mutation_cases import library
-from benchmarks.mutation_scripts import Case, cases, expected
+from benchmarks.mutation_list import Case, cases, expected
 from strategies.runtime import transfer
 
 RUNTIME = Path(transfer.__file__).parent

@@ -48,7 +48,6 @@ from torch import Tensor, nn
 
 from strategies.core.peak import HOSTED_ALIGN
 from strategies.core.render import human
-from strategies.runtime.accelerator import row_of
 from strategies.runtime.arena import Pages
 from strategies.runtime.nested import tensors_in
 from strategies.runtime.transfer import Event, Lane, Transfer, transfer_for
@@ -222,9 +221,7 @@ class HostRoom:
             self._transfer = transfer_for(device)
         if self._pages is None:
             pages = Pages(self.num_bytes, "what waits on the host for backward")
-            driver = row_of(device).driver
-            if driver is not None:
-                pages.pin(driver)
+            pages.pin_for(device)
             self._device, self._pages = device, pages
         return self._transfer, self._pages
 

@@ -79,6 +79,14 @@ class Pages:
                 raise OutOfMemoryError(f"could not pin {human(total)} of host memory for {self._owner}: {complaint}")
             self._registered.append((driver, self.memory.data_ptr() + begin))
 
+    def pin_for(self, device: torch.device, starts: Sequence[int] = ()) -> None:
+        """Lock the pages for copies to and from ``device``, as far as torch shows a way to; see ``pin``."""
+        driver = row_of(device).driver
+        if driver is not None:
+            self.pin(driver, starts)
+        elif device.type != "cpu":
+            logger.warning("torch cannot register host memory with %s: copies make the host wait", device.type)
+
     def unpin(self) -> None:
         """Give the pages back to the system's care. Views stay valid."""
         _unregister(self._registered)
@@ -169,11 +177,8 @@ class Arena:
         Raises:
             OutOfMemoryError: the driver refuses.
         """
-        driver = row_of(self.device).driver
-        if driver is None and self.device.type != "cpu":
-            logger.warning("torch cannot register host memory with %s: copies make the host wait", self.device.type)
-        if driver is not None:
-            self._host.pin(driver, [spot.offset for spot in self.addresses.spots.values() if spot.home is Home.HOST])
+        starts = [spot.offset for spot in self.addresses.spots.values() if spot.home is Home.HOST]
+        self._host.pin_for(self.device, starts)
 
     def _reserve_device(self, num_bytes: int) -> Tensor:
         try:

@@ -72,7 +72,8 @@ def test_memory_is_given_back(device: Any) -> None:
     model(**there(tokens("llama", 1))[0]).loss.backward()
     optimizer.step()
     optimizer.close()
-    assert all(param.device.type == "cpu" for param in model.parameters())
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert list(model.buffers())
     del optimizer, model
     after = device.counts()
     assert after["registered"] == before["registered"]

@@ -11,6 +11,7 @@ import torch
 from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES
 from strategies.planner.addresses import place
+from strategies.runtime import accelerator
 from strategies.runtime import arena as module
 from strategies.runtime.activations import HostRoom
 from strategies.runtime.arena import Arena, OutOfMemoryError, Pages
@@ -104,3 +105,11 @@ def test_places_of_saved_tensors_keep_to_borders() -> None:
     taken: list[Any] = [room._take(PIECE * 5 // 8) for _ in range(4)]
     assert [place.start for place in taken] == [0, PIECE, 2 * PIECE, 3 * PIECE]
     assert room._take(PIECE * 5 // 8) is None
+
+
+def test_a_device_without_streams_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's: the CPU is taken."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert accelerator.kind() is None and accelerator.device_of(None) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"device='mps': here are cpu$"):
+        accelerator.device_of("mps")
