@@ -30,7 +30,7 @@ test: $(READY) ## all tests; those that start no launchers in two processes
 lint: $(READY) ## format, lint and type checks
 	ruff format --check .
 	ruff check .
-	mypy trainer strategies launch deepstow.py
+	mypy trainer strategies launch deepstow.py benchmarks/harness
 
 format: $(READY) ## format the code
 	ruff format .

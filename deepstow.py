@@ -8,9 +8,9 @@ from deepstow import stowed                                      # any Hugging F
 trainer = stowed(SFTTrainer, gpu_memory="20GiB")(model, args=args, train_dataset=rows)
 """
 
-from strategies.runtime import SGD, AdamW, NonFiniteError, StowOptimizer, stow
-from strategies.runtime.recompute import recompute
-from trainer.memory import plan_for
-from trainer.stowed import stowed
+from strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, stow
+from strategies.engine.checkpointing import recompute
+from trainer.planning.plan_for import plan_for
+from trainer.run.stowed_trainer import stowed
 
 __all__ = ["SGD", "AdamW", "NonFiniteError", "StowOptimizer", "plan_for", "recompute", "stow", "stowed"]

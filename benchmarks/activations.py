@@ -24,10 +24,10 @@ from strategies.core.facts import Facts, Home
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.planner.price import price
-from trainer.config import load
-from trainer.facts import gather
-from trainer.profiles import profile
+from strategies.planner.step_cost import price
+from trainer.config.load import load
+from trainer.machine.profiles import profile
+from trainer.planning.facts import gather
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from trainer.machine import cores
-from trainer.ops import CPU_ADAM, cache_folder
+from trainer.dist.deepspeed_ops import CPU_ADAM, cache_folder
+from trainer.machine.probe import cores
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
 STEP = torch.tensor(3.0)

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.runtime import accelerator
-from strategies.runtime.recompute import recompute, room_of
-from strategies.runtime.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
+from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.memory import accelerator
+from strategies.engine.transfer.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
 from tests.helpers import simulated
 from tests.helpers.engine import Result
 from tests.helpers.grid import BF16, FP32, both, noise, title
 from tests.helpers.pairwise import Row
 from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
-from trainer.differences import repeat_sums
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
+from trainer.verify.differences import repeat_sums
 
 LONGEST_PAUSE = 4096  # rows: about a millisecond, longer than any copy or kernel of these models
 LONGEST_DELAYS_US = 300, 100  # of copies and kernels on the simulated device

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from strategies.runtime import accelerator
-from strategies.runtime.arena import Pages
+from strategies.engine.memory import accelerator
+from strategies.engine.memory.arena import Pages
 
 QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total,clocks.max.sm"
 

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import child, work
+from benchmarks.harness.work import MODELS, Shape, Work
 from strategies.core.plan import Home, Plan
 from strategies.core.protocol import Refusal
-from strategies.planner.price import price
-from strategies.runtime import AdamW, accelerator, stow
-from trainer.bench import child, work
-from trainer.bench.work import MODELS, Shape, Work
-from trainer.callbacks import host_peak_bytes
-from trainer.memory import plan_for
+from strategies.engine import AdamW, stow
+from strategies.engine.memory import accelerator
+from strategies.planner.step_cost import price
+from trainer.planning.plan_for import plan_for
+from trainer.run.callbacks import host_peak_bytes
 
 STEPS, LARGEST = 3, 120  # blocks: beyond what 128 GiB of host memory hold
 

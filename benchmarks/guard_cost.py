@@ -1,4 +1,5 @@
-"""What it costs that backward cannot read a weight that is away (``strategies/runtime/guard.py`` and ``held.py``).
+"""What it costs that backward cannot read a weight that is away (``strategies/engine/tensors/guard.py`` and
+``bucket_state.py``).
 
     python benchmarks/guard_cost.py --out benchmarks/records/DATE_guard_HARDWARE
 
@@ -27,20 +28,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+from benchmarks.harness.child import surroundings
 from strategies.core.compose import compose
 from strategies.core.facts import UnitKind
 from strategies.core.protocol import Refusal
-from strategies.planner.price import price
-from strategies.runtime import StowOptimizer, stow
-from strategies.runtime.held import Held
-from strategies.runtime.parameters import PresentParameter
-from strategies.runtime.scopes import Borders
-from trainer.bench.child import surroundings
-from trainer.config import load
-from trainer.facts import gather
-from trainer.machine import probe
-from trainer.memory import plan_for
-from trainer.profiles import profile
+from strategies.engine import StowOptimizer, stow
+from strategies.engine.bucket_state import Held
+from strategies.engine.module_hooks import Borders
+from strategies.engine.tensors.parameters import PresentParameter
+from strategies.planner.step_cost import price
+from trainer.config.load import load
+from trainer.machine.probe import probe
+from trainer.machine.profiles import profile
+from trainer.planning.facts import gather
+from trainer.planning.plan_for import plan_for
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, ROUNDS, REPEATS = 24, 15, 15

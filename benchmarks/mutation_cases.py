@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.plan import INPUT
-from strategies.runtime import AdamW, stow
-from strategies.runtime.activations import HostRoom
-from strategies.runtime.recompute import checkpoint_blocks
-from strategies.runtime.transfer import AcceleratorTransfer, Lane, Transfer
-from strategies.runtime.watch import Watch
-from strategies.runtime.worker import Worker
+from strategies.engine import AdamW, stow
+from strategies.engine.activations import HostRoom
+from strategies.engine.checkpointing import checkpoint_blocks
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer
+from strategies.engine.worker import Worker
 from tests.helpers import simulated
 from tests.helpers.engine import DECAY, LR, Result, differences, plain, plan_of
 from tests.helpers.grid import FORBIDDEN, NORMS

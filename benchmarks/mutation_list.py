@@ -33,9 +33,9 @@ from benchmarks.mutation_cases import (
     watched,
 )
 from benchmarks.mutation_scripts import LAYOUTS, SCRIPTS, TIMES, on_and_off, one_script, plain_script, watched_script
-from strategies.runtime import AdamW, stow
-from strategies.runtime.transfer import Lane, Transfer
-from strategies.runtime.watch import Watch
+from strategies.engine import AdamW, stow
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import Lane, Transfer
 from tests.helpers import sides
 from tests.helpers.engine import DECAY, LR, plan_of
 from tests.helpers.pairwise import Row

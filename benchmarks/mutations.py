@@ -5,7 +5,7 @@
 Problem. Copies, kernels and the worker run side by side, and events alone put them in order. A wait that nobody misses
 is either not needed, or not tested; and tests that cannot fail prove nothing about those that are.
 
-Mutated, one at a time, by syntax tree, in the modules of ``strategies/runtime`` but for the transfers themselves: each
+Mutated, one at a time, by syntax tree, in the modules of ``strategies/engine`` but for the transfers themselves: each
 event that is waited for is not (``None``); each result of the worker that is awaited for its event's sake is not, or is
 without the event; each event that is recorded stays what it was, or is ``None``; each statement that settles an update
 is left out. ``--pairs`` leaves out two at a time of those that nothing noticed alone. ``--without`` leaves out some all
@@ -14,7 +14,8 @@ the time: if what is left passes, none of them is needed, and whatever they cove
 Judged on the simulated accelerator (``tests/helpers/simulated``), where copies, kernels or the worker are slow in turn:
 a process is forked off, its functions get the mutated code, and it runs those cases that come by the place, until one
 fails: other bits than plain training's, an error, a crash, or no end. Last come cases under the race detector
-(``watch.py``); what only these notice is said apart. Each mutant is a line of JSON as it ends; a table comes last.
+(``race_detector.py``); what only these notice is said apart. Each mutant is a line of JSON as it ends; a table comes
+last.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ import torch
 
 from benchmarks.mutation_cases import library
 from benchmarks.mutation_list import Case, cases, expected
-from strategies.runtime import transfer
+from strategies.engine import engine
 
-RUNTIME = Path(transfer.__file__).parent
-LEFT_OUT = ("transfer.py", "watch.py", "worker.py")  # who waits there is not a lane
-REHEARSED = ("homes.py COMPUTE does not wait for held.arrived", "update.py DOWN does not wait for held.used")
+RUNTIME = Path(engine.__file__).parent
+LEFT_OUT = ("transfer.py", "race_detector.py", "worker.py")  # who waits there is not a lane
+REHEARSED = ("residency.py COMPUTE does not wait for held.arrived", "updates.py DOWN does not wait for held.used")
 SETTLING = ("settle", "_settle", "_settle_visiting_rivals")
 JOBS, LIMIT_S = 2, 30  # processes at a time, and how long a case may take: a hundred times what it does
 
@@ -78,7 +79,7 @@ class Mutant:
 
 def mutants() -> list[Mutant]:
     """All of them, in the order of files and lines."""
-    found = [each for path in sorted(RUNTIME.glob("*.py")) if path.name not in LEFT_OUT for each in _in_file(path)]
+    found = [each for path in sorted(RUNTIME.rglob("*.py")) if path.name not in LEFT_OUT for each in _in_file(path)]
     return sorted(found, key=lambda each: (each.path.name, each.where))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/simulated.py --profile h100-pcie5 --out benchmarks/records/DATE_simulated_h100-pcie5
 
 Two Llama shapes, several token counts per step, several memory budgets; bf16, blocks recomputed, gradients clipped. A
-policy's model has every copy at the speed of the link and no software overhead (``strategies/planner/peers.py``): it
+policy's model has every copy at the speed of the link and no software overhead (``benchmarks/peer_models.py``): it
 bounds what the policy can do, and says nothing about anybody's code. "-" does not fit.
 """
 
@@ -20,18 +20,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import peer_models
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home, UnitKind
 from strategies.core.layout import Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
-from strategies.planner import peers
 from strategies.planner.greedy import DoesNotFit
-from strategies.planner.model import Item, Problem
-from strategies.planner.price import TOUCHED_BYTES, price, problem_of
-from trainer.config import load
-from trainer.facts import gather
-from trainer.profiles import profile
+from strategies.planner.problem import Item, Problem
+from strategies.planner.step_cost import TOUCHED_BYTES, price, problem_of
+from trainer.config.load import load
+from trainer.machine.profiles import profile
+from trainer.planning.facts import gather
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -92,21 +92,21 @@ def policies(known: Facts, budget: int) -> dict[str, float | None]:
     rates = known.machine.rates
     assert rates is not None
     problem = as_problem(known, budget)
-    costs = peers.UpdateCosts(
+    costs = peer_models.UpdateCosts(
         host=1 / (2 * rates.update_bf16_params_per_s), device=TOUCHED_BYTES / 2 / rates.device_bytes_per_s
     )
-    on_host = peers._placed(problem, costs, lambda _: Site.HOST)
+    on_host = peer_models._placed(problem, costs, lambda _: Site.HOST)
     found: dict[str, float | None] = {
-        "ZeRO-Offload, serial": seconds(lambda: peers.zero_offload(problem, costs)),
-        "all on the CPU, on demand": seconds(lambda: peers.on_demand(problem, costs)),
-        "whole buckets": seconds(lambda: peers.whole_bucket(on_host)),
+        "ZeRO-Offload, serial": seconds(lambda: peer_models.zero_offload(problem, costs)),
+        "all on the CPU, on demand": seconds(lambda: peer_models.on_demand(problem, costs)),
+        "whole buckets": seconds(lambda: peer_models.whole_bucket(on_host)),
     }
-    flows = [seconds(lambda ratio=ratio: peers.twin_flow(problem, costs, ratio)) for ratio in RATIOS]
+    flows = [seconds(lambda ratio=ratio: peer_models.twin_flow(problem, costs, ratio)) for ratio in RATIOS]
     found["Twin-Flow, best ratio"] = min((s for s in flows if s is not None), default=None)
     return found
 
 
-def seconds(make: Callable[[], peers.Policy]) -> float | None:
+def seconds(make: Callable[[], peer_models.Policy]) -> float | None:
     """Of a policy's model."""
     try:
         policy = make()

@@ -22,12 +22,12 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from trainer.bench import shapes, work
-from trainer.bench.compare import compare
-from trainer.bench.linear import linear
+from benchmarks.harness import shapes, work
+from benchmarks.harness.compare import compare
+from benchmarks.harness.linear import linear
+from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ConfigError, UserError
-from trainer.machine import cores
-from trainer.ranks import Ranks, settle_environment
+from trainer.machine.probe import cores
 
 RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """One subcommand per theme; values are checked by ``trainer.bench.work``, which knows what is allowed."""
+    """One subcommand per theme; values are checked by ``benchmarks.harness.work``, which knows what is allowed."""
     whole = Parser(description=(__doc__ or "").splitlines()[0])
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
     offload = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)

@@ -12,7 +12,7 @@ And a build that was killed leaves a ``lock`` file for which every later load wa
 Each check is a small function from facts to a ``Row``, so that its judgement is tested without the facts.
 
 ``--rates`` examines nothing: it measures what plans are priced with, in under a minute, and stores it where plans look
-for it (``trainer/rates.py``, ``trainer/profiles.py``). Nothing else should run meanwhile.
+for it (``trainer/machine/rates.py``, ``trainer/machine/profiles.py``). Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from trainer.bench.record import QUIET
+from benchmarks.harness.record import QUIET
+from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.errors import ExitCode
-from trainer.machine import GIB, Memory, cores, disk_free_bytes, host_memory, probe
-from trainer.metrics import human_bytes, human_duration
-from trainer.ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
-from trainer.profiles import COMMAND, Stored, known_rates, one_line, stored_at
+from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
+from trainer.machine.profiles import COMMAND, Stored, known_rates, one_line, stored_at
+from trainer.run.metrics import human_bytes, human_duration
 
 REPO = Path(__file__).resolve().parent.parent
 INSTALL = "make setup"
@@ -185,7 +185,7 @@ def find_devices() -> Iterator[Row]:
     """The accelerators, one row each, or the row that says there are none."""
     import torch
 
-    from strategies.runtime import accelerator
+    from strategies.engine.memory import accelerator
 
     version, kind = Path("/proc/driver/nvidia/version"), accelerator.kind()
     driver = driver_version(version.read_text()) if version.exists() else None
@@ -216,7 +216,7 @@ def rates_row(stored: Stored) -> Row:
 
 def measure_rates(path: Path) -> int:
     """Measure and store, with lines of progress. Returns the exit code."""
-    from trainer import rates
+    from trainer.machine import rates
 
     began_s = time.perf_counter()
     try:
@@ -279,7 +279,7 @@ def op_rows(*, build: bool) -> Iterator[Row]:
     import torch
     from deepspeed.git_version_info import installed_ops
 
-    from strategies.runtime import accelerator
+    from strategies.engine.memory import accelerator
 
     cache, torch_folder = cache_folder(), Path(torch.__file__).parent
     for op in needed_ops(accelerator.kind() is not None):

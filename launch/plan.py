@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.planner.edits import Edit
-    from strategies.planner.price import Price
+    from strategies.planner.step_cost import Price
     from trainer.config.sections import RunConfig
 
 
@@ -65,17 +65,17 @@ def show(arguments: argparse.Namespace) -> None:
         ConfigError: in the config, or the plan does not fit.
     """
     config = load(arguments.config, arguments.overrides)
-    from trainer.machine import probe
-    from trainer.profiles import known_rates, profile
+    from trainer.machine.probe import probe
+    from trainer.machine.profiles import known_rates, profile
 
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
-    from strategies.planner import report
-    from strategies.planner.price import price
-    from trainer import engine
-    from trainer.planning import measure, plan_of, refuse_impossible
-    from trainer.ranks import Ranks
+    from strategies.planner.step_cost import price
+    from strategies.report import whole
+    from trainer.dist.ranks import Ranks
+    from trainer.planning.from_config import measure, plan_of, refuse_impossible
+    from trainer.run import ds_config
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
     ranks = Ranks(world_size=arguments.world_size, local_world_size=local)
@@ -84,7 +84,7 @@ def show(arguments: argparse.Namespace) -> None:
             print(line)
     plan = plan_of(config, ranks, machine)
     priced = price(plan)
-    print(report.text(plan, priced))
+    print(whole.text(plan, priced))
     if edits := edits_of(config, plan):
         print("what would change it most, estimated:")
         print("\n".join(edit.line() for edit in edits))
@@ -94,10 +94,10 @@ def show(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(units)}")
         print(f"\n{plan.explain(arguments.explain)}")
     if arguments.deepspeed:
-        print(f"\n{json.dumps(engine.ds_config(plan), indent=1)}")
+        print(f"\n{json.dumps(ds_config.ds_config(plan), indent=1)}")
     if arguments.json:
         try:
-            arguments.json.write_text(json.dumps(report.to_json(plan, priced), indent=1))
+            arguments.json.write_text(json.dumps(whole.to_json(plan, priced), indent=1))
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
@@ -122,7 +122,7 @@ def plot(plan: Plan, priced: Price | None, path: Path) -> None:
     Raises:
         ConfigError: there is nothing to simulate, or the file cannot be written.
     """
-    from trainer.picture import draw
+    from trainer.planning.picture import draw
 
     if priced is None:
         raise ConfigError(

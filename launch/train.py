@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from trainer.config import json_schema, load
+from trainer.config.load import json_schema, load
+from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
 from trainer.errors import UserError
-from trainer.machine import cores
-from trainer.ranks import GRACE_S, Ranks, from_environment, settle_environment
+from trainer.machine.probe import cores
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         settle_environment(ranks, cores()[1])
-        from trainer import run
+        from trainer.run import run
 
         run.refuse_unbuildable(config, ranks)
         if arguments.show_sample:

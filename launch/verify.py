@@ -16,14 +16,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from trainer.config.sections import RunConfig
-    from trainer.differences import Difference
-    from trainer.verify import Check
+    from trainer.verify.differences import Difference
+    from trainer.verify.verify import Check
 
 NOTHING_CAN = (
     "nothing can move in a copy of this model under these options, so nothing is shown about strategies.offload: leave "
@@ -64,8 +64,8 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     """
     import torch
 
-    from strategies.runtime import accelerator
-    from trainer import verify
+    from strategies.engine.memory import accelerator
+    from trainer.verify import verify
 
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)  # peft's affair
     num_ranks = ranks or (torch.accelerator.device_count() if accelerator.kind() is not None else 2)
@@ -80,8 +80,8 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
 
 def of_offload(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
     """The same where the memory engine trains: what the real plan moves has to move in the copy."""
-    from trainer.shrink import features, moves
-    from trainer.verify import Offloaded
+    from trainer.model.shrink import features, moves
+    from trainer.verify.verify import Offloaded
 
     assert real.layout is not None
     tolerance, reasons = declared(config, num_ranks)
@@ -113,8 +113,8 @@ def of_offload(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int
 
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
     """How far from plain training the strategies say they may be, and why."""
-    from strategies.runtime import accelerator
-    from trainer.facts import run_facts
+    from strategies.engine.memory import accelerator
+    from trainer.planning.facts import run_facts
 
     facts = run_facts(config, num_ranks, accelerated=accelerator.kind() is not None)
     parities = [strategy.parity(facts) for strategy in config.strategies.values()]
@@ -142,7 +142,7 @@ def _worst(differences: Sequence[Difference]) -> float:
 
 def line(check: Check) -> str:
     """One run of the copy: its options, what it moved, and how it compares."""
-    from strategies.core.render import human
+    from strategies.report.plan_table import human
 
     moved = check.moved
     verdict = "bitwise equal" if not check.differences else f"{len(check.differences)} tensors differ"

@@ -22,9 +22,9 @@ from pydantic import Field
 from strategies.core.facts import Facts, RunFacts
 from strategies.core.plan import RUN, Decision, Place, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
-from strategies.planner.account import reserves
+from strategies.core.validate import check
 from strategies.planner.addresses import place
-from strategies.planner.validate import check
+from strategies.planner.memory_rows import reserves
 
 
 class Buffers(Strategy):

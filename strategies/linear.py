@@ -32,7 +32,7 @@ from strategies.core.linears import Linear as Layer
 from strategies.core.linears import Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
-from strategies.planner import routes
+from strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,23 +91,23 @@ class Linear(Strategy):
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Give the layers that do not stay as they are their routes."""
-        if chosen := routes.chosen(plan):
-            from strategies.runtime.linear import route
+        if chosen := gemm_routes.chosen(plan):
+            from strategies.engine.routed_linear import route
 
             route(model, chosen)
 
     def _routes(self, facts: Facts, layer: Layer) -> Routes:
         if self.transpose == "minimal":
-            return routes.minimal(layer, facts.run.accumulation)
+            return gemm_routes.minimal(layer, facts.run.accumulation)
         timed = next((timed for timed in facts.timings if timed.shape == layer.shape), None)
         if timed is None:
             return Routes()
-        return routes.fastest(layer, facts.run.accumulation, timed, copies=not facts.no_copies).routes
+        return gemm_routes.fastest(layer, facts.run.accumulation, timed, copies=not facts.no_copies).routes
 
     def _why_not(self, facts: Facts) -> str:
         if self.transpose == "minimal":
             return "no copy would be read more often than written; accumulation, recomputing or freezing change that"
-        shapes, missing = routes.shapes_of(facts), routes.unmeasured(facts)
+        shapes, missing = gemm_routes.shapes_of(facts), gemm_routes.unmeasured(facts)
         if missing:
             return (
                 f"{len(missing)} of {len(shapes)} shapes are not measured yet, the others are fastest as they are; "

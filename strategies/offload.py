@@ -27,8 +27,8 @@ from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import AUTO, SHARE, check_budget, parse_bytes
-from strategies.planner import account, joint
-from strategies.planner.frames import Wishes
+from strategies.planner import keep_or_offload, memory_rows
+from strategies.planner.state_placement import Wishes
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _KERNELS = "the CPU's kernel updates what rests on the host; it rounds otherwise than the device's in the last bit"
@@ -106,9 +106,9 @@ class Offload(Strategy):
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
-        keeps, layout = joint.decide(plan, self.wishes(facts))
+        keeps, layout = keep_or_offload.decide(plan, self.wishes(facts))
         yield from keeps
-        yield from account.of_units(facts, layout)
+        yield from memory_rows.of_units(facts, layout)
         yield from self._travels(facts, layout)
         yield Stow(unit=RUN, reason="no more is moved than does not fit", layout=layout)
 

@@ -9,8 +9,8 @@ Arithmetic, bytes per block for b rows of s tokens, width h, a heads (g of keys)
     selective    about 22 sbh                         (8 + 4 g/a) sbh + 4 sbf + 4 asb
     full         2 sbh                                2 sbh
     again        selective: scores, softmax, dropout, norms, activation functions, gates; full: all of the forward
-Hugging Face's own layers fuse little and save more; the plan counts them as they are (``trainer/counting.py``). While a
-block runs again, all that it saves is there once.
+Hugging Face's own layers fuse little and save more; the plan counts them as they are (``trainer/model/counting.py``).
+While a block runs again, all that it saves is there once.
 
 What a recomputed block keeps may wait on the host from forward to backward: its bytes leave the device, but for two
 blocks at a time on their way, and cross the link twice per micro-batch. What else autograd saves is never sent there:
@@ -35,9 +35,9 @@ from strategies.core.facts import Facts, RunFacts, UnitKind
 from strategies.core.plan import Decision, Home, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import SHARE
-from strategies.planner.joint import all_prices
-from strategies.planner.keep import AUTO, Way, by_policy, cheapest, everything, last_block, within_host
-from strategies.planner.price import alone
+from strategies.planner.activation_policy import AUTO, Way, by_policy, cheapest, everything, last_block, within_host
+from strategies.planner.keep_or_offload import all_prices
+from strategies.planner.step_cost import alone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,7 +107,7 @@ class Recompute(Strategy):
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """A checkpoint in place of the forward of each block that is recomputed."""
-        from strategies.runtime.recompute import recompute
+        from strategies.engine.checkpointing import recompute
 
         recompute(model, plan)
 

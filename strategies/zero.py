@@ -17,7 +17,7 @@ the squares partition by partition), and accumulation (stages 2 and 3 reduce eve
 
 Refused: buckets that do not pay. Bucket sizes follow from the model, so that a small model does not reserve
 gigabytes and a large one keeps its link busy. Stage 3 with Transformers before 5.23, which builds another model under
-it (``trainer/engine.py``).
+it (``trainer/run/ds_config.py``).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """

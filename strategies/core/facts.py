@@ -1,8 +1,8 @@
 """Facts: what is known before anything is decided. Plain numbers, no torch.
 
 A model is a list of units in order of first use: the embedding, the blocks, the head. A parameter used twice (a
-tied head) is counted once, in the unit that uses it first. ``trainer/facts.py`` fills these in from a fake-tensor
-copy of the model; tests write them by hand.
+tied head) is counted once, in the unit that uses it first. ``trainer/planning/facts.py`` fills these in from a
+fake-tensor copy of the model; tests write them by hand.
 
 ``params`` lists the parameters one by one. Only a strategy that places single parameters needs them, so they may be
 left out; where they are given they add up to the units.

@@ -23,7 +23,7 @@ weight that travels has *stays*: the steps on which it is on the device. It come
 after the last; a stay that runs over the end of an iteration is written as two.
 
 Invariant. A layout says where; it never says what a value is. Any layout that ``validate`` accepts trains with the
-bits of plain training. ``strategies/planner`` makes layouts, ``strategies/runtime`` carries them out.
+bits of plain training. ``strategies/planner`` makes layouts, ``strategies/engine`` carries them out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Deciding is pure (``decide``: facts and the plan so far in, decisions out; no torch, no clock, no device), so
 every placement can be shown, compared and tested before a byte is spent. Acting happens afterwards in the one
-order written in ``trainer/build.py``.
+order written in ``trainer/run/order.py``.
 
 Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the
 enum below, because each answer needs the sizes settled by the ones before it; the order in the config file is

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from strategies.core.facts import Facts, Precision
 from strategies.core.protocol import Refusal
-from strategies.core.render import human
-from strategies.planner.frames import Wishes
-from strategies.planner.rule import quickest
+from strategies.planner.placement_search import quickest
+from strategies.planner.state_placement import Wishes
+from strategies.report.plan_table import human
 
 SHOWN = 3
 WORTH = 0.01  # a gain that is worth a line

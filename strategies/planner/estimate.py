@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Bucket, Site
-from strategies.planner.frames import Place
-from strategies.planner.price import TOUCHED_BYTES, unit_seconds
+from strategies.planner.state_placement import Place
+from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 
 
 def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *, in_backward: bool) -> float:

@@ -29,7 +29,7 @@ from itertools import combinations
 from math import fsum
 from typing import TypeAlias
 
-from strategies.planner.model import Eviction, Gap, Problem, at_need, memory, need_order
+from strategies.planner.problem import Eviction, Gap, Problem, at_need, memory, need_order
 from strategies.planner.simulate import SAME, reload_period, simulate
 
 FEW = 10  # gaps of which all sets are tried

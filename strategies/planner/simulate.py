@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from strategies.planner.model import Eviction, Link, Problem, memory, need_order
+from strategies.planner.problem import Eviction, Link, Problem, memory, need_order
 from strategies.planner.tasks import Resource, Task, build
 
 SAME = 1e-9  # relative difference of times that are taken as equal

@@ -22,7 +22,7 @@ from enum import Enum
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.model import Eviction, Problem, Update, When, need_order
+from strategies.planner.problem import Eviction, Problem, Update, When, need_order
 
 
 class Resource(Enum):

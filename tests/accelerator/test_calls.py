@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.runtime import accelerator
-from strategies.runtime.gradients import _together
-from strategies.runtime.transfer import AcceleratorTransfer, Lane
-from strategies.runtime.worker import Worker
+from strategies.engine.gradients import _together
+from strategies.engine.memory import accelerator
+from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
+from strategies.engine.worker import Worker
 from tests.helpers.engine import plan_of, stowed
 from tests.helpers.models import build, tokens
-from trainer.machine import probe
-from trainer.timing import UnitClock
+from trainer.machine.block_timing import UnitClock
+from trainer.machine.probe import probe
 
 SLOW_US = 200_000
 
@@ -50,7 +50,7 @@ def test_a_device_that_lags_behind_is_waited_for(device: Any, there: torch.devic
 def test_who_waits_for_an_event_sleeps(device: Any, there: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """``synchronize`` would keep a core busy, which the worker's kernels need."""
     transfer, naps = AcceleratorTransfer(there), []
-    monkeypatch.setattr("strategies.runtime.transfer.time.sleep", naps.append)
+    monkeypatch.setattr("strategies.engine.transfer.transfer.time.sleep", naps.append)
     busy = torch.randn(400, 400, device=there)
     for _ in range(20):
         busy = busy @ busy

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from strategies.runtime.transfer import AcceleratorTransfer
+from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers import sides
 from tests.parity.conftest import one_thread  # noqa: F401
 from tests.parity.test_doors import *  # noqa: F403

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.runtime import AdamW, accelerator, stow
-from strategies.runtime.arena import OutOfMemoryError
-from strategies.runtime.transfer import AcceleratorTransfer
+from strategies.engine import AdamW, stow
+from strategies.engine.memory import accelerator
+from strategies.engine.memory.arena import OutOfMemoryError
+from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.engine import DECAY, LR, STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
 from tests.helpers.zoo import text
 from tests.parity.test_zoo import MACHINE, MODELS, NORM, TRAVEL
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 DEVICE = "sim:0"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.runtime.transfer import AcceleratorTransfer
+from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.engine import differences
 from tests.helpers.grid import BF16, FORBIDDEN, FP32, both, noise, title
 from tests.helpers.pairwise import Row, Table

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.runtime.recompute import recompute, room_of
-from strategies.runtime.transfer import AcceleratorTransfer
+from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.models import on
 from tests.parity.test_activations import quiet
 from tests.parity.test_recompute import MACHINE, POLICIES, decided, made, micro_batches, steps, unequal
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 DEVICE = "sim:0"
 

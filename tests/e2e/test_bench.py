@@ -23,10 +23,10 @@ from unittest import mock
 import pytest
 import torch
 
-from strategies.runtime import accelerator
-from trainer.bench import work
-from trainer.bench.work import Subject
-from trainer.worlds import PRELOAD
+from benchmarks.harness import processes, work
+from benchmarks.harness.work import Subject
+from strategies.engine.memory import accelerator
+from trainer.dist.spawn import PRELOAD
 
 pytestmark = [
     pytest.mark.ranks,
@@ -46,10 +46,10 @@ ROUNDS = {"deepspeed-zero2", "deepspeed-zero3", "compile-budget-20"}
 UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}
 LOADED = [
     "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "launch.bench", "strategies.planner.report", "strategies.runtime.linear", "torch._dynamo.backends.debugging",
+    "launch.bench", "strategies.report.whole", "strategies.engine.routed_linear", "torch._dynamo.backends.debugging",
     "torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.utils.flop_counter",
-    "trainer.bench.child", "trainer.bench.linear", "trainer.bench.peers", "trainer.bench.recompute", "trainer.ledger",
-    "trainer.memory", "transformers.models.llama.modeling_llama",
+    "benchmarks.harness.child", "benchmarks.harness.linear", "benchmarks.harness.peers", "benchmarks.harness.recompute",
+    "trainer.run.run.plan_check", "trainer.planning.plan_for", "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -60,7 +60,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def lead(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> None:
     """In a process without kernels or groups: import what the jobs need, then each in a fork, in turn."""
-    from trainer.ranks import Ranks, settle_environment
+    from trainer.dist.ranks import Ranks, settle_environment
 
     for number in (1, 2):
         os.dup2(os.open(folder / "log", os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
@@ -89,15 +89,15 @@ def fork(job: Callable[[], Any], out: Path) -> None:
 def measured(subject: Subject) -> dict[str, Any]:
     """As the child does it, and two steps more before the subject is closed. Gradients that should be forgotten would
     change the first update, of another batch than theirs, and so the second loss."""
-    from trainer.bench import child
-    from trainer.bench.subjects import Unavailable
+    from benchmarks.harness import child
+    from benchmarks.harness.contenders import Unavailable
 
     if subject.label in BACKENDS:
         torch.compile = partial(torch.compile, backend=BACKENDS[subject.label])
     if subject.label.startswith("deepspeed"):
         stand_in_for_cpu_adam()
     module, name = subject.maker.split(":")
-    maker = getattr(importlib.import_module(f"trainer.bench.{module}"), name)
+    maker = getattr(importlib.import_module(f"benchmarks.harness.{module}"), name)
     after, close = dict[str, Any](), maker.close
 
     def train_on_and_close(trained: Any) -> None:
@@ -114,7 +114,7 @@ def measured(subject: Subject) -> dict[str, Any]:
 
 def stand_in_for_cpu_adam() -> None:
     """Compiling DeepSpeed's kernel takes a minute or more; where nobody has done so yet, torch computes the same."""
-    from trainer.ops import CPU_ADAM, cache_folder
+    from trainer.dist.deepspeed_ops import CPU_ADAM, cache_folder
 
     if (cache_folder() / CPU_ADAM.name / f"{CPU_ADAM.name}.so").exists():
         return
@@ -135,15 +135,15 @@ def stand_in_for_cpu_adam() -> None:
 
 def linear_bench(folder: Path) -> Any:
     """The theme ``linear`` with one small layer and the smallest model."""
+    from benchmarks.harness import shapes
     from launch import bench
-    from trainer.bench import harness, shapes
 
     hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
     around = {"hardware": hardware, "versions": {"torch": "0"}}
     words = "linear --models small --tokens 4 --dtypes fp32 --accumulation 2 --seconds 1 --steps 1 --step-model tiny"
     with (
         mock.patch.dict(shapes.MODELS, {"small": ((8, 6),)}),
-        mock.patch.object(harness, "surroundings", lambda: around),
+        mock.patch.object(processes, "surroundings", lambda: around),
     ):
         assert bench.main([*words.split(), "--out", str(folder)]) == 0
     (made,) = folder.glob("*_linear_*")

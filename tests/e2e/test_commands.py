@@ -71,8 +71,8 @@ def test_verify_judges_by_what_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from launch import verify as command
-    from trainer import verify
-    from trainer.differences import Difference
+    from trainer.verify import verify
+    from trainer.verify.differences import Difference
 
     config = write_config(tmp_path, strategies={"zero": {"stage": 3}})
 

@@ -174,7 +174,7 @@ def test_resuming_from_nothing(server: Server, trained: Path, tmp_path: Path) ->
 
 def test_saving_again_at_a_step_takes_the_mark_away_first(tmp_path: Path) -> None:
     """A fresh run in an old folder, killed while it saves, must not leave the old run's mark on mixed files."""
-    from trainer.checkpoint import complete, mark_complete, unmark
+    from trainer.run.checkpoint import complete, mark_complete, unmark
 
     (tmp_path / "checkpoint-4").mkdir()
     mark_complete(tmp_path, 4, is_first=True)

@@ -1,6 +1,6 @@
 """Five runs of two ranks in a row, or thirty by `make thirty`, to the interpreter's own end: code 0, no last words.
 
-What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/ranks.py``. The ranks are
+What this guards against came in one run of eight; see [Note: closing gloo] in ``trainer/dist/ranks.py``. The ranks are
 forked from a process that has done its imports (``ranks_server.py``), so a run takes a second or two; with
 ``DEEPSTOW_LAUNCHER=torchrun`` (or ``deepspeed``) they are started by that launcher instead.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import TRAIN, Server, launcher, run, write_config
-from trainer.ops import SHM, cache_folder
+from trainer.dist.deepspeed_ops import SHM, cache_folder
 
 pytestmark = pytest.mark.ranks
 

@@ -8,11 +8,12 @@ import pytest
 
 from launch import verify as command
 from tests.e2e.commands import MODEL, write_config
-from trainer import verify, worlds
-from trainer.config import load
+from trainer.config.load import load
+from trainer.dist import spawn
+from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, ExitCode
-from trainer.ranks import Ranks
-from trainer.verify import Offloaded, real_plan, shrink, train_or_refuse
+from trainer.verify import verify
+from trainer.verify.verify import Offloaded, real_plan, shrink, train_or_refuse
 
 pytestmark = pytest.mark.ranks
 
@@ -54,7 +55,7 @@ def test_in_bf16_the_engine_equals_itself_with_the_optimizer_of_the_config(
 
 def broken(ranks: Ranks, config: Any) -> dict[str, Any]:
     """Whatever comes up the link arrives with one number changed a little."""
-    from strategies.runtime.transfer import Lane, Transfer
+    from strategies.engine.transfer.transfer import Lane, Transfer
 
     right = Transfer.copy
 
@@ -83,7 +84,7 @@ def test_a_broken_engine_is_not_equal(
 def test_too_small_a_budget_is_one_line_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worlds, "run_world", lambda *_: pytest.fail("something is trained"))
+    monkeypatch.setattr(spawn, "run_world", lambda *_: pytest.fail("something is trained"))
     code, lines, err = run(config_with(tmp_path, {"gpu_memory": "1MiB"}), capsys)
     assert (code, lines) == (ExitCode.CONFIG, [])
     (line,) = err.splitlines()

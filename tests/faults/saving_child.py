@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from strategies.runtime import AdamW, StowOptimizer, stow
+from strategies.engine import AdamW, StowOptimizer, stow
 from tests.helpers.engine import plan_of
 
 CONFIG = {

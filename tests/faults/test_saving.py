@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.runtime import SGD, AdamW, StowOptimizer, saving, stow
+from strategies.engine import SGD, AdamW, StowOptimizer, state_file, stow
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
 
@@ -124,7 +124,7 @@ def forge(folder: Path, change: Any) -> None:
     """Change the index and sign it again."""
     content = json.loads((folder / "optimizer.json").read_text())["content"]
     change(content)
-    signed = {"sha256": saving._digest_of(content), "content": content}
+    signed = {"sha256": state_file._digest_of(content), "content": content}
     (folder / "optimizer.json").write_text(json.dumps(signed))
 
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_written_leaves_the_earlier_save(tmp_path: Path, monkeypa
 
     for step in ("_write_file", "_sync", "_sync_folder"):
         with monkeypatch.context() as patch:
-            patch.setattr(saving, step, fail)
+            patch.setattr(state_file, step, fail)
             with pytest.raises(OSError, match=r"was not saved: No space left.*earlier save in it is intact"):
                 optimizer.save(tmp_path / "optimizer")
         assert [path.name for path in tmp_path.iterdir()] == ["optimizer"]
@@ -242,7 +242,7 @@ def test_every_moment_of_the_exchange_leaves_a_save(tmp_path: Path, monkeypatch:
         _look_around(monkeypatch, Path, method, lambda: seen.append(look(reader, tmp_path)))
     _look_around(monkeypatch, shutil, "rmtree", lambda: seen.append(look(reader, tmp_path)))
     monkeypatch.setattr(
-        saving, "_write_file", _looking(saving._write_file, lambda: seen.append(look(reader, tmp_path)))
+        state_file, "_write_file", _looking(state_file._write_file, lambda: seen.append(look(reader, tmp_path)))
     )
     optimizer.save(tmp_path / "optimizer")
     first = len(seen)
@@ -321,8 +321,8 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
         assert ran.poll() is None
         os.kill(ran.pid, signal.SIGKILL)
         ran.communicate()
-        where, content = saving.read_index(tmp_path / "optimizer")
-        assert list(saving.damaged_files(where, content)) == []
+        where, content = state_file.read_index(tmp_path / "optimizer")
+        assert list(state_file.damaged_files(where, content)) == []
     shutil.rmtree(tmp_path / "optimizer", ignore_errors=True)
     optimizer.save(tmp_path / "optimizer")
     assert [path.name for path in tmp_path.iterdir()] == ["optimizer"]

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from strategies.core.facts import Rates
-from strategies.runtime.engine import Engine
-from strategies.runtime.scopes import Scope
-from strategies.runtime.transfer import Event, Lane, Transfer
+from strategies.engine.engine import Engine
+from strategies.engine.module_hooks import Scope
+from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from strategies.runtime.transfer import Delayed, Event
+from strategies.engine.transfer.transfer import Delayed, Event
 
 
 class Vacant(Delayed):

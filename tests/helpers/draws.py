@@ -26,12 +26,12 @@ from strategies.core.layout import (
     steps_of,
     uses,
 )
+from strategies.engine.module_hooks import block_names
 from strategies.planner.addresses import place
-from strategies.planner.travel import ranges
-from strategies.runtime.scopes import block_names
+from strategies.planner.weight_schedule import ranges
 from tests.helpers.engine import groups_of
 from tests.helpers.models import Odd, Spec
-from trainer.params import list_params
+from trainer.model.params import list_params
 
 Broken: TypeAlias = tuple[Layout, Addresses]
 ODD = st.sampled_from([1, 3, 17, 32])

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from strategies.core.facts import Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
-from strategies.planner import travel
+from strategies.core.validate import check
+from strategies.engine import AdamW, Rule, stow
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import Transfer
+from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
-from strategies.planner.validate import check
-from strategies.runtime import AdamW, Rule, stow
-from strategies.runtime.transfer import Transfer
-from strategies.runtime.watch import Watch
-from trainer.machine import Machine, probe
-from trainer.memory import plan_for
+from trainer.machine.probe import Machine, probe
+from trainer.planning.plan_for import plan_for
 
 LR, DECAY = 1e-2, 0.1
 STEPS = 3
@@ -262,7 +262,7 @@ def plan_of(
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
     bare = replace(made.layout, buckets=tuple(replace(b, stays=()) for b in buckets))
-    return Made.of(travel.window(bare, moving, int(prefetch)), made.facts.params)
+    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params)
 
 
 def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from strategies.runtime.transfer import Delayed, Transfer
-from strategies.runtime.watch import Watch
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.runtime.scopes import tensors_in
+from strategies.engine.module_hooks import tensors_in
 
 
 class Live(TorchDispatchMode):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from strategies.runtime import AdamW, stow
-from strategies.runtime.transfer import Delayed, Transfer
+from strategies.engine import AdamW, stow
+from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.engine import DECAY, LR, plan_of
 from tests.helpers.models import on
 

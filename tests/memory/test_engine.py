@@ -14,10 +14,10 @@ from torch import Tensor
 
 from strategies.core.layout import Item, Site
 from strategies.core.plan import Home, Plan
-from strategies.runtime import StowOptimizer, stow
+from strategies.engine import StowOptimizer, stow
 from tests.helpers.tiny import GPT2, LLAMA
-from trainer.memory import plan_for
-from trainer.model import load_config
+from trainer.model.build import load_config
+from trainer.planning.plan_for import plan_for
 
 ROWS, LENGTH = 2, 32
 OPTIONS: tuple[dict[str, Any], ...] = (

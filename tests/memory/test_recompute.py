@@ -15,13 +15,13 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, Unit
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
-from strategies.planner.keep import by_policy
-from strategies.runtime.recompute import checkpointed, room_of
+from strategies.engine.checkpointing import checkpointed, room_of
+from strategies.planner.activation_policy import by_policy
 from tests.helpers.live import Live
-from trainer.counting import Counter, flop_formulas
-from trainer.ledger import count_saved
-from trainer.machine import probe
-from trainer.memory import plan_for
+from trainer.machine.probe import probe
+from trainer.model.counting import Counter, flop_formulas
+from trainer.planning.plan_for import plan_for
+from trainer.run.plan_check import count_saved
 
 MACHINE = probe()
 SIZES = {"num_hidden_layers": 4, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}

@@ -23,8 +23,8 @@ from strategies.core.plan import Home, Kind
 from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import GPT2, run_config
 from trainer.config.sections import RunConfig
-from trainer.ranks import Ranks
-from trainer.worlds import run_world
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
 
 RANKS = 2
 ODD: Mapping[str, Any] = {**GPT2, "n_embd": 33, "n_head": 3, "vocab_size": 601}
@@ -57,11 +57,11 @@ def claim(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 def held(ranks: Ranks, config: RunConfig) -> dict[str, int]:
     """Train two steps; bytes held by this rank, and what its plan says."""
-    from trainer import build
-    from trainer.verify import random_run
+    from trainer.run import order
+    from trainer.verify.verify import random_run
 
     run = random_run(config, ranks)
-    trainer = build.make_trainer(run)
+    trainer = order.make_trainer(run)
     try:
         trainer.train()
         model = trainer.model_wrapped

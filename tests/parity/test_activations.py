@@ -12,12 +12,12 @@ from torch.nn import functional as F  # noqa: N812
 
 from strategies.core.peak import HOSTED_ALIGN
 from strategies.core.plan import INPUT
-from strategies.runtime.activations import HostRoom, Sent, flat
-from strategies.runtime.recompute import checkpoint_blocks, recompute, room_of
-from strategies.runtime.transfer import Delayed, Event, Lane, Transfer
-from strategies.runtime.watch import Watch
+from strategies.engine.activations import HostRoom, Sent, flat
+from strategies.engine.checkpointing import checkpoint_blocks, recompute, room_of
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import Delayed, Event, Lane, Transfer
 from tests.parity.test_recompute import MACHINE, POLICIES, decided, made, micro_batches, plainly, steps, unequal
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 HOSTED = ("full, on the host", "selective, on the host")
 TRANSFERS = {"at once": Transfer, "late": Delayed, "watched": Watch}
@@ -58,7 +58,7 @@ def test_bits_order_and_bytes(name: str, attention: str, transfer: type[Transfer
 
 def keeps_of(plan: Any, policy: str | None) -> list[Any]:
     """What blocks keep; with a policy: what they would have on the host under it."""
-    from strategies.planner.keep import by_policy
+    from strategies.planner.activation_policy import by_policy
 
     keeps = [plan.keep(unit.name) for unit in plan.facts.units]
     if policy is None:

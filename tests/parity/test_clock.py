@@ -13,18 +13,18 @@ from torch import nn
 
 from strategies.core.facts import Facts, Rates, UnitKind, Work
 from strategies.core.plan import Plan
-from strategies.planner.model import Problem
-from strategies.planner.price import evictions_of, problem_of
+from strategies.engine import AdamW, stow
+from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.transfer.transfer import Lane
+from strategies.planner.problem import Problem
 from strategies.planner.simulate import simulate
+from strategies.planner.step_cost import evictions_of, problem_of
 from strategies.planner.tasks import Resource
-from strategies.runtime import AdamW, stow
-from strategies.runtime.recompute import recompute, room_of
-from strategies.runtime.transfer import Lane
 from tests.helpers.clock import Clocked, drive
 from tests.helpers.fakes import GPU
 from tests.helpers.models import build, tokens
 from tests.unit.test_price import FAST
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 STEPS = 6
 

@@ -13,8 +13,8 @@ import torch
 
 from strategies.core import layout
 from strategies.core.layout import Item, Site
-from strategies.runtime import SGD, AdamW, update
-from strategies.runtime.transfer import Delayed
+from strategies.engine import SGD, AdamW, updates
+from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FP32, expected, run, title
 from tests.helpers.models import build, tokens
@@ -163,7 +163,7 @@ def test_updates_in_stretches(where: dict[str, Any], dtype: torch.dtype, monkeyp
     loop: dict[str, Any] = {"max_norm": 0.05, "groups": 2}
     batches = tokens("llama", STEPS)
     wanted = plain(build("llama", dtype=dtype), batches, **loop)
-    monkeypatch.setattr(update, "HOST_STRETCH", 192)
+    monkeypatch.setattr(updates, "HOST_STRETCH", 192)
     monkeypatch.setattr(layout, "SCRATCH_ELEMENTS", 384)
     model = build("llama", dtype=dtype)
     found = stowed(model, plan_of(model, **where, **loop), batches, transfer=Delayed(), **loop)

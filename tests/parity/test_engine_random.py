@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from strategies.planner.validate import check, validate
-from strategies.runtime import AdamW, stow
-from strategies.runtime.transfer import Delayed, Transfer
-from strategies.runtime.watch import Watch
+from strategies.core.validate import check, validate
+from strategies.engine import AdamW, stow
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.draws import BREAKS, layouts, odd_model, params_of, specs
 from tests.helpers.engine import DECAY, LR, Made, differences, groups_of, plain, plan_of, stowed
 from tests.helpers.models import Spec, odd_batches

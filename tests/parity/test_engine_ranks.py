@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.runtime import AdamW, stow
+from strategies.engine import AdamW, stow
 from tests.helpers.models import build, tokens
-from trainer.memory import plan_for
-from trainer.ranks import Ranks
-from trainer.worlds import run_world
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.ranks
 

@@ -13,19 +13,19 @@ import torch
 
 from strategies.core.linears import LEGAL, Gemm, Route, Routes, Timed
 from strategies.core.registry import find
-from strategies.planner import routes
+from strategies.planner import gemm_routes
 from tests.helpers.releases import needs_stage_3
 from tests.parity.test_strategies import GPT2, LLAMA, RANKS, STEPS
-from trainer import tuning
-from trainer.build import make_model, make_trainer
 from trainer.config.sections import RunConfig
-from trainer.differences import compare
-from trainer.facts import gather, run_facts
-from trainer.machine import probe
-from trainer.planning import plan_of
-from trainer.ranks import Ranks
-from trainer.verify import random_run, shrink, train_weights, without_strategies
-from trainer.worlds import run_world
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.machine import gemm_cache
+from trainer.machine.probe import probe
+from trainer.planning.facts import gather, run_facts
+from trainer.planning.from_config import plan_of
+from trainer.run.order import make_model, make_trainer
+from trainer.verify.differences import compare
+from trainer.verify.verify import random_run, shrink, train_weights, without_strategies
 
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, accumulation": (
@@ -58,17 +58,19 @@ def with_routes(config: RunConfig, wanted: Routes, file: Path, ranks: int = RANK
     """``config`` with a file of timings by which ``wanted`` is the fastest."""
     machine = probe()
     threads = None if ranks == 1 else max(1, machine.usable_cores // ranks)
-    shapes = routes.shapes_of(gather(config, ranks, ranks, machine))
+    shapes = gemm_routes.shapes_of(gather(config, ranks, ranks, machine))
     assert shapes
     timings = {}
     for shape in shapes:
         seconds = tuple(
             (gemm, route, 1.0 if route is wanted.of(gemm) else 2.0) for gemm in Gemm for route in LEGAL[gemm]
         )
-        timings[tuning.name_of(shape)] = tuning.to_json(Timed(shape, seconds, 0.1))
-    tuning.save(file, tuning.place_of(machine, threads), timings)
+        timings[gemm_cache.name_of(shape)] = gemm_cache.to_json(Timed(shape, seconds, 0.1))
+    gemm_cache.save(file, gemm_cache.place_of(machine, threads), timings)
     plan = plan_of(config, Ranks(0, 0, ranks, ranks), machine)
-    assert set(routes.chosen(plan).values()) == {wanted} and len(routes.chosen(plan)) == len(plan.facts.linears)
+    assert set(gemm_routes.chosen(plan).values()) == {wanted} and len(gemm_routes.chosen(plan)) == len(
+        plan.facts.linears
+    )
     return config
 
 
@@ -118,7 +120,7 @@ def test_together(other: dict[str, Any], wanted: Routes, case: str, tmp_path: Pa
 
 def kinds_of_layers(ranks: Ranks, config: RunConfig) -> list[list[Any]]:
     """Names and classes of the layers of a built model, and whether its weights are those of the untouched one."""
-    from strategies.runtime.linear import Routed, copies_of
+    from strategies.engine.routed_linear import Routed, copies_of
 
     run = random_run(config, ranks)
     make_trainer(run)  # reads the arguments
@@ -159,7 +161,7 @@ def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
 
 def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
     """How often each layer's second copy was made in a training run."""
-    from strategies.runtime.linear import copies_of
+    from strategies.engine.routed_linear import copies_of
 
     trainer = make_trainer(random_run(config, ranks))
     try:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.runtime.held import Held
-from strategies.runtime.parameters import AbsentParameter
+from strategies.engine.bucket_state import Held
+from strategies.engine.tensors.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, on, tokens
 from tests.helpers.sides import CPU, LAYOUTS, TWO, Plain, both_sides, everything, ground, stowed, train, unequal
@@ -402,7 +402,7 @@ def test_stowing_twice() -> None:
 
 
 def test_a_plan_for_another_model() -> None:
-    from strategies.runtime import SGD, stow
+    from strategies.engine import SGD, stow
 
     plan: Any = plan_of(llama())
     for other, said in (

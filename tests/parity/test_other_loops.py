@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from strategies.runtime import AdamW, NonFiniteError, stow
+from strategies.engine import AdamW, NonFiniteError, stow
 from tests.helpers.engine import DECAY, LR, adamw, plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import LAYOUTS
-from trainer.accelerator import StowAccelerator
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
+from trainer.run.accelerator import StowAccelerator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCHES, NORM = tokens("llama", 6), 0.05

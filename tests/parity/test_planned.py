@@ -15,12 +15,12 @@ from strategies.core.layout import Site
 from strategies.core.plan import Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.planner.travel import ASSUMED
-from strategies.runtime.transfer import Delayed
-from strategies.runtime.watch import Watch
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import Delayed
+from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.engine import STEPS, differences, plain, stowed
 from tests.helpers.models import build, tokens
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.35, 0.25, 0.2, 0.15, 0.1)  # of what training takes with everything on the device
 BALANCED = replace(

@@ -18,21 +18,21 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts
 from strategies.core.plan import INPUT, Home, Plan
 from strategies.core.registry import find
-from strategies.runtime import stow
-from strategies.runtime.activations import HostRoom
-from strategies.runtime.recompute import checkpoint_blocks, checkpointed, recompute
-from strategies.runtime.transfer import Delayed
+from strategies.engine import stow
+from strategies.engine.activations import HostRoom
+from strategies.engine.checkpointing import checkpoint_blocks, checkpointed, recompute
+from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import MODELS
-from trainer.build import plan_of as planned
 from trainer.config.sections import RunConfig
-from trainer.differences import compare, digest
-from trainer.machine import probe
-from trainer.memory import plan_for
-from trainer.verify import shrink, train_weights
-from trainer.worlds import run_world
+from trainer.dist.spawn import run_world
+from trainer.machine.probe import probe
+from trainer.planning.plan_for import plan_for
+from trainer.run.order import plan_of as planned
+from trainer.verify.differences import compare, digest
+from trainer.verify.verify import shrink, train_weights
 
 ARCHITECTURES = ("llama", "gpt2", "opt", "bloom", "qwen3", "mixtral")
 DROPOUT: Mapping[str, Mapping[str, float]] = {
@@ -347,7 +347,7 @@ def test_the_planner_reads_the_same_model(tmp_path: Path) -> None:
             "strategies": {"recompute": find("recompute")(policy="auto"), "offload": find("offload")()},
         }
     )
-    from trainer.ranks import Ranks
+    from trainer.dist.ranks import Ranks
 
     plan = planned(config, Ranks(), MACHINE)
     assert plan.layout is not None

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.runtime import SGD, AdamW, StowOptimizer, stow
-from strategies.runtime.transfer import Transfer
+from strategies.engine import SGD, AdamW, StowOptimizer, stow
+from strategies.engine.transfer.transfer import Transfer
 from tests.helpers.engine import DECAY, LR, Batches, Result, differences, groups_of, plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import CPU, ground

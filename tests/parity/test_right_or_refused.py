@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from strategies.runtime import AdamW, stow
+from strategies.engine import AdamW, stow
 from tests.helpers.doubles import Vacant
-from trainer.machine import probe
-from trainer.memory import plan_for
+from trainer.machine.probe import probe
+from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MACHINE, LR, NORM = probe(), 1e-2, 1.0

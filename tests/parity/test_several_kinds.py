@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from strategies.runtime import AdamW, stow
+from strategies.engine import AdamW, stow
 from tests.helpers.doubles import Vacant
 from tests.parity.test_right_or_refused import LR, MACHINE, TEXT, Block, Net, backward, every_step, run
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS: dict[str, Callable[[nn.Parameter], Any]] = {

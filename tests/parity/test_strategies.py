@@ -15,14 +15,14 @@ from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 from strategies.core.registry import available, find
 from tests.helpers.releases import needs_stage_3
 from trainer.config.sections import RunConfig
-from trainer.differences import compare, digest
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
-from trainer.facts import run_facts
-from trainer.machine import probe
-from trainer.planning import plan_of
-from trainer.ranks import Ranks
-from trainer.verify import shrink, train_weights, without_strategies
-from trainer.worlds import run_world
+from trainer.machine.probe import probe
+from trainer.planning.facts import run_facts
+from trainer.planning.from_config import plan_of
+from trainer.verify.differences import compare, digest
+from trainer.verify.verify import shrink, train_weights, without_strategies
 
 RANKS, STEPS = 2, 4
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}

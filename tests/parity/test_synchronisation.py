@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.runtime import AdamW, stow
-from strategies.runtime.transfer import Event, Transfer
+from strategies.engine import AdamW, stow
+from strategies.engine.transfer.transfer import Event, Transfer
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
 from tests.helpers.sides import LAYOUTS

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.trainers import STEPS, TRAINERS, arguments, llama, stock, trained, unlike
-from trainer.ranks import Ranks
-from trainer.stowed import stowed
-from trainer.worlds import run_world
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.run.stowed_trainer import stowed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 from strategies.core.protocol import Refusal
-from strategies.runtime import AdamW, guard, stow
-from strategies.runtime.parameters import AbsentParameter
-from strategies.runtime.scopes import Borders
-from strategies.runtime.transfer import Delayed
-from strategies.runtime.watch import Watch
+from strategies.engine import AdamW, stow
+from strategies.engine.module_hooks import Borders
+from strategies.engine.tensors import guard
+from strategies.engine.tensors.parameters import AbsentParameter
+from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.doubles import Vacant
 from tests.helpers.engine import DECAY, LR, adamw, differences, plain, stowed
 from tests.helpers.zoo import FORMS, LORA, branches, hub, text
-from trainer.machine import probe
-from trainer.memory import plan_for
+from trainer.machine.probe import probe
+from trainer.planning.plan_for import plan_for
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -149,7 +150,7 @@ def test_without_the_guard_they_differ(form: str, monkeypatch: pytest.MonkeyPatc
     wanted = plain(branches(form, recompute), text(2), max_norm=NORM)
     monkeypatch.setattr(guard, "Weight", guard.Weight)
     monkeypatch.setattr(
-        "strategies.runtime.scopes.guard", lambda *_: torch.autograd.graph.saved_tensors_hooks(id_, id_)
+        "strategies.engine.module_hooks.guard", lambda *_: torch.autograd.graph.saved_tensors_hooks(id_, id_)
     )
     plan = plan_for(branches(form), max_grad_norm=NORM, machine=MACHINE, **TRAVEL["host"])
     try:

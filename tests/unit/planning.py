@@ -5,7 +5,7 @@ from random import Random
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.model import Item, Link, Problem, Step, Update, When, at_need, memory
+from strategies.planner.problem import Item, Link, Problem, Step, Update, When, at_need, memory
 
 
 def blocks(

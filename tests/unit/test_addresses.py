@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import ALIGN_BYTES, Item, Site
 from strategies.planner.addresses import place
-from strategies.planner.rule import choose, sizes
+from strategies.planner.placement_search import choose, sizes
 from tests.helpers.layouts import bucket, layout, random_facts
 from tests.unit.test_planner_rule import wishes
 

@@ -28,10 +28,10 @@ BEHIND = {
 }
 # Who may look at the environment, and why.
 ENVIRONMENT = {
-    "trainer/ranks.py": "launchers describe the job there, and libraries read their settings from it",
-    "trainer/worlds.py": "is the launcher of its own ranks",
-    "trainer/ops.py": "torch finds compilers and its folder of compiled extensions by it",
-    "trainer/differences.py": "cuBLAS repeats its sums only where it is asked to by it",
+    "trainer/dist/ranks.py": "launchers describe the job there, and libraries read their settings from it",
+    "trainer/dist/spawn.py": "is the launcher of its own ranks",
+    "trainer/dist/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
+    "trainer/verify/differences.py": "cuBLAS repeats its sums only where it is asked to by it",
     "launch/doctor.py": "examines the environment that a run would find",
 }
 # Whose functions need no docstring, and why.
@@ -76,10 +76,10 @@ def starts(name: str, *packages: str) -> bool:
 
 def test_the_scan_sees_the_code() -> None:
     """A policy over no files would always hold."""
-    assert {Path("launch/train.py"), Path("trainer/build.py"), Path("strategies/core/plan.py")} <= set(FILES)
+    assert {Path("launch/train.py"), Path("trainer/run/order.py"), Path("strategies/core/plan.py")} <= set(FILES)
     assert Path("strategies/zero.py") in STRATEGIES
-    assert {Path("strategies/core/compose.py"), Path("strategies/planner/rule.py")} <= set(PURE)
-    assert "strategies.core.plan.Plan" in set(imports(tree_of(Path("trainer/build.py"))))
+    assert {Path("strategies/core/compose.py"), Path("strategies/planner/placement_search.py")} <= set(PURE)
+    assert "strategies.core.plan.Plan" in set(imports(tree_of(Path("trainer/run/order.py"))))
 
 
 @parametrize
@@ -150,8 +150,8 @@ def test_cuda_is_named_in_one_place() -> None:
         named = any(isinstance(value, ast.Name) and value.id == "torch" for value in attributes)
         return named or any(starts(name, "torch.cuda") for name in imports(tree_of(path)))
 
-    assert {Path("deepstow.py"), Path("benchmarks/gpu_engine.py"), Path("trainer/machine.py")} <= set(EVERYWHERE)
-    assert [str(path) for path in EVERYWHERE if names_cuda(path)] == ["strategies/runtime/accelerator.py"]
+    assert {Path("deepstow.py"), Path("benchmarks/gpu_engine.py"), Path("trainer/machine/probe.py")} <= set(EVERYWHERE)
+    assert [str(path) for path in EVERYWHERE if names_cuda(path)] == ["strategies/engine/memory/accelerator.py"]
 
 
 @pytest.mark.parametrize("name", available())

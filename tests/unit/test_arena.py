@@ -10,11 +10,11 @@ import torch
 
 from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES
+from strategies.engine.activations import HostRoom
+from strategies.engine.memory import accelerator
+from strategies.engine.memory import arena as module
+from strategies.engine.memory.arena import Arena, OutOfMemoryError, Pages
 from strategies.planner.addresses import place
-from strategies.runtime import accelerator
-from strategies.runtime import arena as module
-from strategies.runtime.activations import HostRoom
-from strategies.runtime.arena import Arena, OutOfMemoryError, Pages
 from tests.helpers.layouts import bucket, layout
 
 PIECE = 16 * PAGE_BYTES

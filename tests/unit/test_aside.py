@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from trainer.aside import AsideError, aside
+from trainer.model.forked import AsideError, aside
 
 
 def test_nothing_is_used_up() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import processes, record, work
+from benchmarks.harness.record import Row, Spread
+from benchmarks.harness.work import MODELS, SUBJECTS, Subject, Work
 from launch import bench
-from trainer.bench import harness, record, work
-from trainer.bench.record import Row, Spread
-from trainer.bench.work import MODELS, SUBJECTS, Subject, Work
 from trainer.errors import ConfigError, ExitCode
 
 
@@ -82,9 +82,9 @@ def test_the_table() -> None:
 
 def test_seconds_left() -> None:
     """Two rounds of a (10 s) and b (20 s): after a and b of round 1, one of each is left."""
-    assert harness.seconds_left([], ["a"], 2) is None
-    assert harness.seconds_left([("a", 10.0)], ["a", "b"], 2) == 10.0 + 2 * 10.0
-    assert harness.seconds_left([("a", 10.0), ("b", 20.0)], ["a", "b"], 2) == 30.0
+    assert processes.seconds_left([], ["a"], 2) is None
+    assert processes.seconds_left([("a", 10.0)], ["a", "b"], 2) == 10.0 + 2 * 10.0
+    assert processes.seconds_left([("a", 10.0), ("b", 20.0)], ["a", "b"], 2) == 30.0
 
 
 # --- the work ----------------------------------------------------------------------------------------------------
@@ -100,14 +100,14 @@ def test_tokens_fix_the_rows() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "45m"])
 def test_parameters_are_counted_right(name: str) -> None:
-    from trainer.bench.child import llama
+    from benchmarks.harness.child import llama
 
     model = llama(Work(model=name, rows=1, length=8))
     assert sum(param.numel() for param in model.parameters()) == MODELS[name].num_params
 
 
 def test_weights_are_the_same_each_time_and_do_not_repeat() -> None:
-    from trainer.bench.child import llama
+    from benchmarks.harness.child import llama
 
     one, other = (dict(llama(Work(model="tiny", rows=1, length=8)).named_parameters()) for _ in range(2))
     assert all(one[name].equal(other[name]) for name in one)
@@ -120,7 +120,7 @@ def test_every_subject_is_there() -> None:
 
     for subject in (*SUBJECTS, *work.RECOMPUTE):
         module, name = subject.maker.split(":")
-        assert isinstance(getattr(importlib.import_module(f"trainer.bench.{module}"), name), type), subject.label
+        assert isinstance(getattr(importlib.import_module(f"benchmarks.harness.{module}"), name), type), subject.label
 
 
 def test_one_row_for_each_budget() -> None:
@@ -230,7 +230,7 @@ def test_two_subjects_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(("accumulation", "more"), [(1, 0), (2, 0), (3, 1), (5, 3)])
 def test_deepspeed_completes_a_begun_update(accumulation: int, more: int) -> None:
     """Two micro-batches are run after the clock."""
-    from trainer.bench.peers import DeepSpeed
+    from benchmarks.harness.peers import DeepSpeed
 
     trained = object.__new__(DeepSpeed)
     trained.work = Work(model="tiny", rows=1, length=8, accumulation=accumulation)
@@ -241,9 +241,9 @@ def test_deepspeed_completes_a_begun_update(accumulation: int, more: int) -> Non
 
 
 def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path) -> None:
-    broken = Subject("broken", "subjects:Plain", {"no_such": "option"})
+    broken = Subject("broken", "contenders:Plain", {"no_such": "option"})
     said: list[str] = []
-    runs = list(harness.measure(work.work("tiny"), [broken], 2, tmp_path, said.append))
+    runs = list(processes.measure(work.work("tiny"), [broken], 2, tmp_path, said.append))
     assert len(runs) == 1 and runs[0]["failed"].startswith("TypeError: ") and "no_such" in runs[0]["failed"]
     assert "Traceback" in (tmp_path / "broken-1.log").read_text()
     assert said[0] == "round 1 of 2: broken" and said[1].startswith("  failed: TypeError")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import linear, processes, shapes
+from benchmarks.harness.shapes import Case, judge, merged, shares, summary, table, wanted
 from launch import bench
 from strategies.core.linears import LEGAL, Gemm, Route, Routes, Shape, Timed
-from trainer.bench import harness, linear, shapes
-from trainer.bench.shapes import Case, judge, merged, shares, summary, table, wanted
 from trainer.errors import ConfigError, ExitCode
 
 CASE = Case(Shape(4, 8, 6, "out_in", "float32"), ("m",))
@@ -91,7 +91,7 @@ def test_refusals(options: list[str], line: str, capsys: pytest.CaptureFixture[s
 @pytest.fixture
 def somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
-    monkeypatch.setattr(harness, "surroundings", lambda: {"hardware": hardware, "versions": {"torch": "0"}})
+    monkeypatch.setattr(processes, "surroundings", lambda: {"hardware": hardware, "versions": {"torch": "0"}})
 
 
 @pytest.mark.usefixtures("somewhere")

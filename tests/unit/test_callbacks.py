@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState
 
-from strategies.runtime import accelerator
-from trainer import callbacks
-from trainer.callbacks import Meter, MetricsFile, ProgressLine, SampleText
+from strategies.engine.memory import accelerator
+from trainer.run import callbacks
+from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText
 
 RECORD = {
     "loss": 4.8123,

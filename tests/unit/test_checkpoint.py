@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import checkpoint
-from trainer.checkpoint import MARK, complete, mark_complete, newest_complete, prune, to_resume, unmark
 from trainer.errors import ConfigError
+from trainer.run import checkpoint
+from trainer.run.checkpoint import MARK, complete, mark_complete, newest_complete, prune, to_resume, unmark
 
 
 def make(output_dir: Path, step: int, *, marked: bool = True) -> Path:

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainer.config import json_schema, load, merged
 from trainer.config.arguments import REFUSED, RENAMED, TrainingSection
 from trainer.config.conflicts import conflicts
 from trainer.config.doc import render
 from trainer.config.hints import known_keys
+from trainer.config.load import json_schema, load, merged
 from trainer.config.sections import DataSection, ModelSection, RunConfig
-from trainer.config.yamlfile import parse, write
+from trainer.config.yaml_file import parse, write
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,7 +206,7 @@ def test_manual_is_current() -> None:
 def test_loading_imports_nothing_heavy(file: Path) -> None:
     program = f"""
 import sys
-from trainer.config import json_schema, load
+from trainer.config.load import json_schema, load
 load({str(file)!r}).dump()
 json_schema()
 heavy = {{"torch", "transformers", "deepspeed", "datasets", "numpy", "accelerate", "peft"}}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.errors import ConfigError, ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]

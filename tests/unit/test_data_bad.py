@@ -16,9 +16,8 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import data
 from trainer.config.sections import DataSection
-from trainer.data import sources
+from trainer.data import prepare, sources
 from trainer.data import tokenizer as tokenizers
 from trainer.errors import ConfigError, DataError, ExitCode
 
@@ -27,7 +26,7 @@ VOCAB = 320
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    texts = data.texts(DataSection(path="pydoc"))
+    texts = prepare.texts(DataSection(path="pydoc"))
     return tokenizers.trained(VOCAB, tmp_path_factory.mktemp("tokenizer"), texts)
 
 
@@ -270,7 +269,7 @@ def test_bad_data(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
     section = DataSection(**({"path": next(iter(case.files), "pydoc")} | case.section))
     with pytest.raises(DataError) as caught:
-        data.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
+        prepare.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
     assert caught.value.code == ExitCode.DATA == 3
     assert len(caught.value.lines) == len(case.lines)
     for line, expected in zip(caught.value.lines, case.lines, strict=True):
@@ -294,7 +293,7 @@ def test_any_bytes_are_data_or_a_data_error(
     path = folder / f"d{suffix}"
     path.write_bytes(content)
     try:
-        data.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, folder / "p", lambda line: None)
+        prepare.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, folder / "p", lambda line: None)
     except DataError as error:
         assert all(line.startswith((str(path), "... and", "data.columns")) for line in error.lines)
 
@@ -303,7 +302,7 @@ def test_streaming_names_the_row_when_it_gets_there(tmp_path: Path, tokenizer: A
     path = tmp_path / "d.jsonl"
     path.write_text(jsonl(*[OK] * 300, {"text": None}))
     section = DataSection(path=str(path), streaming=True)
-    prepared = data.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
+    prepared = prepare.prepare(section, tokenizer, VOCAB, 0, tmp_path / "prepared", lambda line: None)
     with pytest.raises(DataError, match=r"d\.jsonl:301: field 'text' is null; every row needs a string"):
         list(prepared.train)
 
@@ -313,7 +312,7 @@ def test_damage_inside_a_parquet_file(tmp_path: Path, tokenizer: Any) -> None:
     whole = parquet(text=[f"row {n}" for n in range(5000)])
     path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
     with pytest.raises(DataError, match=r"d\.parquet:1: the Parquet data is damaged from here on"):
-        data.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
+        prepare.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
 
 
 def test_split_missing_in_a_saved_data_set(tmp_path: Path) -> None:
@@ -341,7 +340,7 @@ def test_tokenizer_without_template(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template, kept = None, tokenizer.chat_template
     try:
         with pytest.raises(DataError) as caught:
-            data.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
+            prepare.prepare(DataSection(path=str(path)), tokenizer, VOCAB, 0, tmp_path / "p", lambda line: None)
     finally:
         tokenizer.chat_template = kept
     assert caught.value.lines == (

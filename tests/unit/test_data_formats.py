@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from trainer import data
 from trainer.config.sections import DataSection
+from trainer.data import prepare as preparing
 from trainer.data import sample
 from trainer.data import tokenizer as tokenizers
 from trainer.data.packing import MASKED
@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizers.trained(VOCAB, tmp_path_factory.mktemp("tokenizer"), data.texts(DataSection(path="pydoc")))
+    return tokenizers.trained(VOCAB, tmp_path_factory.mktemp("tokenizer"), preparing.texts(DataSection(path="pydoc")))
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def prepare(tokenizer: Any, path: str, *, seed: int = 0, said: list[str] | None = None, **options: Any) -> Any:
     section = DataSection(path=path, **options)
     say = (lambda line: None) if said is None else said.append
-    return data.prepare(section, tokenizer, VOCAB, seed, Path("prepared"), say)
+    return preparing.prepare(section, tokenizer, VOCAB, seed, Path("prepared"), say)
 
 
 def write(name: str, rows: Rows) -> str:
@@ -277,7 +277,7 @@ def test_streaming_gives_the_same_rows(packing: bool, tokenizer: Any) -> None:
 
 
 def test_streaming_packs_in_windows(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_WINDOW", 10)
+    monkeypatch.setattr(preparing, "_WINDOW", 10)
     streamed = prepare(tokenizer, write("d.jsonl", documents(35)), packing=True, max_length=64, streaming=True)
     rows = list(streamed.train)
     plain = prepare(tokenizer, "d.jsonl", max_length=64)
@@ -304,7 +304,7 @@ def test_second_call_opens_what_the_first_one_saved(tokenizer: Any, monkeypatch:
     said: list[str] = []
     again = prepare(tokenizer, path, eval_fraction=0.1, said=said)
     assert said == [f"data: d.jsonl is prepared already ({first.fingerprint})"]
-    opened = data.open_prepared(Path("prepared"), first.fingerprint)
+    opened = preparing.open_prepared(Path("prepared"), first.fingerprint)
     for other in (again, opened):
         assert list(other.train) == list(first.train) and list(other.eval) == list(first.eval)
         assert (other.num_tokens, other.format) == (first.num_tokens, "text")
@@ -324,9 +324,9 @@ def test_damaged_prepared_data_is_refused(file: str, size: int, tokenizer: Any) 
 def test_two_ranks_at_once(tokenizer: Any) -> None:
     """The second finds the first one's folder in place when it is about to rename its own."""
     folder = Path("prepared")
-    with data._draft(folder, "key") as mine:
+    with preparing._draft(folder, "key") as mine:
         (mine / "train.arrow").write_text("same")
-        with data._draft(folder, "key") as theirs:
+        with preparing._draft(folder, "key") as theirs:
             (theirs / "train.arrow").write_text("same")
     assert [p.name for p in folder.iterdir()] == ["key"]
 
@@ -350,7 +350,7 @@ def test_fingerprint_ignores_where_and_when(tokenizer: Any) -> None:
 
 
 def test_trained_tokenizer_is_deterministic_kept_and_lossless(tokenizer: Any, tmp_path: Path) -> None:
-    texts = list(data.texts(DataSection(path="pydoc")))
+    texts = list(preparing.texts(DataSection(path="pydoc")))
     again = tokenizers.trained(VOCAB, tmp_path / "again", texts)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert len(again) == VOCAB and (again.pad_token, again.eos_token) == ("<|pad|>", "<|eos|>")
@@ -373,7 +373,7 @@ def test_loaded_tokenizer_gets_a_pad_token(tokenizer: Any, tmp_path: Path) -> No
 
 def test_texts_of_messages() -> None:
     write("d.jsonl", [{"messages": CHAT[:2]}])
-    assert list(data.texts(DataSection(path="d.jsonl"))) == ["Be brief.", "Hi é"]
+    assert list(preparing.texts(DataSection(path="d.jsonl"))) == ["Be brief.", "Hi é"]
 
 
 def test_sample_shows_what_is_masked(tokenizer: Any) -> None:

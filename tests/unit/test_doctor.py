@@ -11,7 +11,7 @@ import pytest
 
 from launch import doctor
 from launch.doctor import CPU_ADAM, Row, Status
-from trainer.machine import GIB, Memory
+from trainer.machine.probe import GIB, Memory
 
 SCRIPT = Path(doctor.__file__)
 

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainerS
 
 from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
-from trainer import export as export_module
-from trainer.card import model_card
 from trainer.config.sections import RunConfig
-from trainer.export import ExportError, export
-from trainer.model import build, load_config
-from trainer.ranks import Ranks
-from trainer.verify import _tokenizer, random_run
-from trainer.worlds import run_world
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.model.build import build, load_config
+from trainer.run import export as export_module
+from trainer.run.export import ExportError, export
+from trainer.run.model_card import model_card
+from trainer.verify.verify import _tokenizer, random_run
 
 WEIGHTS = "model.safetensors"
 LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
@@ -347,9 +347,9 @@ def test_an_old_export_stays_if_writing_fails(old: Path, monkeypatch: pytest.Mon
 def train_and_export(ranks: Ranks, config: RunConfig, folder: Path, merge: bool) -> dict[str, float]:
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    from trainer import build
+    from trainer.run import order
 
-    trainer = build.make_trainer(random_run(config, ranks))
+    trainer = order.make_trainer(random_run(config, ranks))
     try:
         trainer.train()
         splits = is_deepspeed_zero3_enabled()

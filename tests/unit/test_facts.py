@@ -1,7 +1,7 @@
 """Facts: units found by structure, bytes and flop counted on a fake run, against real tiny models and hand formulas.
 
 The same hooks count on the fake model and on a real one run on the CPU, so equality is exact: in fp32, with the same
-attention kernel, on batches that need a mask (padded or packed; see the docstring of ``trainer/facts.py``).
+attention kernel, on batches that need a mask (padded or packed; see the docstring of ``trainer/planning/facts.py``).
 """
 
 import gc
@@ -15,16 +15,16 @@ from transformers import Trainer, TrainingArguments
 
 from strategies.core.facts import Facts, Precision, Unit, UnitKind
 from strategies.core.registry import find
-from strategies.runtime import accelerator
+from strategies.engine.memory import accelerator
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
-from trainer import model as model_module
 from trainer.config.sections import RunConfig
-from trainer.counting import Counter, find_blocks
 from trainer.data.collate import Collator
 from trainer.errors import ConfigError
-from trainer.facts import count_model, gather, machine_facts
-from trainer.machine import probe
+from trainer.machine.probe import probe
+from trainer.model import build as model_module
+from trainer.model.counting import Counter, find_blocks
+from trainer.planning.facts import count_model, gather, machine_facts
 
 BATCH, LENGTH = 2, 16
 NO_SDPA = {"bloom"}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.config import load
 from trainer.config.hints import FOREIGN, known_keys
+from trainer.config.load import load
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
 

@@ -14,14 +14,15 @@ from strategies.core.layout import Site
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.planner import edits, stowage
+from strategies.planner import edits
 from strategies.planner.addresses import arena_bytes
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import estimate
-from strategies.planner.frames import Frames, Wishes
-from strategies.planner.price import price, price_of
-from strategies.planner.rule import GAIN, choose
-from strategies.planner.travel import ASSUMED
+from strategies.planner.placement_search import GAIN, choose
+from strategies.planner.state_placement import Frames, Wishes
+from strategies.planner.step_cost import price, price_of
+from strategies.planner.weight_schedule import ASSUMED
+from strategies.report import stowage
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.layouts import facts_of, random_facts, transformer
 from tests.unit.test_planner_rule import wish, wishes

@@ -8,9 +8,9 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from strategies.core.plan import Home, Plan
-from strategies.runtime import accelerator
+from strategies.engine.memory import accelerator
 from tests.helpers.fakes import block, facts
-from trainer.ledger import Entry, Ledger
+from trainer.run.plan_check import Entry, Ledger
 
 
 class Square(torch.nn.Module):

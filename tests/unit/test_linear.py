@@ -13,11 +13,12 @@ from strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timed
 from strategies.core.plan import Impl
 from strategies.core.protocol import BITWISE
 from strategies.core.registry import find
-from strategies.planner import report, routes
+from strategies.planner import gemm_routes
+from strategies.report import whole
 from tests.helpers.fakes import facts, run_facts
 from tests.helpers.tiny import MODELS, run_config
-from trainer.facts import gather
-from trainer.machine import probe
+from trainer.machine.probe import probe
+from trainer.planning.facts import gather
 
 OWN, BOTH, OTHER = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
 SHAPE = Shape(rows=10, inputs=4, outputs=6, stored="out_in", dtype="float32")
@@ -47,13 +48,13 @@ def timed(
 def test_transposed_bytes_by_hand() -> None:
     """Weight outputs x inputs, 3 micro-batches: forward reads it across 3 times; wgrad reads the gradient across."""
     across = 3 * 10 * 6 * 4
-    counted = routes.transposed_bytes(layer(), accumulation=3)
+    counted = gemm_routes.transposed_bytes(layer(), accumulation=3)
     assert counted == {OWN: 3 * WEIGHT + across, BOTH: WEIGHT + across, OTHER: 4 * WEIGHT + across}
-    counted = routes.transposed_bytes(layer(recomputed=True), accumulation=1)
+    counted = gemm_routes.transposed_bytes(layer(recomputed=True), accumulation=1)
     assert counted[OWN] - counted[BOTH] == WEIGHT
-    counted = routes.transposed_bytes(layer(casts=True), accumulation=1)
+    counted = gemm_routes.transposed_bytes(layer(casts=True), accumulation=1)
     assert counted[OTHER] == counted[OWN]  # the copy takes the place of a cast
-    turned = routes.transposed_bytes(layer(stored="in_out"), accumulation=3)
+    turned = gemm_routes.transposed_bytes(layer(stored="in_out"), accumulation=3)
     both = Routes(dgrad=Route.COPY)
     across = 3 * 10 * 4 * 4
     assert turned == {OWN: 3 * WEIGHT + across, both: WEIGHT + across, OTHER: 4 * WEIGHT + across}
@@ -77,14 +78,14 @@ def test_transposed_bytes_by_hand() -> None:
     ],
 )
 def test_minimal(changes: dict[str, Any], accumulation: int, expected: Routes) -> None:
-    assert routes.minimal(layer(**changes), accumulation) == expected
+    assert gemm_routes.minimal(layer(**changes), accumulation) == expected
 
 
 # --- adaptive --------------------------------------------------------------------------------------------------------
 
 
 def fastest(timings: Timed, *, accumulation: int = 1, copies: bool = True, **changes: Any) -> Routes:
-    return routes.fastest(layer(**changes), accumulation, timings, copies=copies).routes
+    return gemm_routes.fastest(layer(**changes), accumulation, timings, copies=copies).routes
 
 
 def test_a_route_is_taken_beyond_the_margin_only() -> None:
@@ -131,7 +132,7 @@ def test_the_copy_competes_with_routes_that_need_none() -> None:
 
 
 def test_the_choice_says_what_it_gains() -> None:
-    choice = routes.fastest(layer(), 4, timed(forward={"copy": 5.0}, refresh=2.0), copies=True)
+    choice = gemm_routes.fastest(layer(), 4, timed(forward={"copy": 5.0}, refresh=2.0), copies=True)
     assert choice.native_s == pytest.approx(0.120) and choice.chosen_s == pytest.approx(0.102)
 
 
@@ -150,9 +151,9 @@ def plan_of(options: Mapping[str, Any], given: Facts) -> Any:
 def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
     layers = (layer(), layer(unit="layers.1"), layer(unit="head", name="lm_head"))
     plan = plan_of({"transpose": "minimal"}, known(*layers, accumulation=2))
-    assert routes.chosen(plan) == {"layers.0.mlp.up": BOTH, "layers.1.mlp.up": BOTH, "lm_head": BOTH}
+    assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": BOTH, "layers.1.mlp.up": BOTH, "lm_head": BOTH}
     assert [reserve.num_bytes for reserve in plan.reserves(Home.DEVICE)] == [3 * WEIGHT]
-    assert list(routes.lines(plan)) == [
+    assert list(gemm_routes.lines(plan)) == [
         "linear layers: 3 take other routes than torch's, 0 stay as they are",
         "  4 -> 6, 10 tokens, float32, x3: forward copy, dgrad native, wgrad native",
     ]
@@ -162,9 +163,9 @@ def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
 
 def test_measured_gains_are_shown() -> None:
     plan = plan_of({}, known(timings=(timed(wgrad={"left": 4.0}),)))
-    text = report.text(plan, None)
+    text = whole.text(plan, None)
     assert "wgrad left; measured 30 -> 24 ms per step (-20.0%)" in text
-    assert report.to_json(plan, None)["linears"] == {
+    assert whole.to_json(plan, None)["linears"] == {
         "layers.0.mlp.up": {"forward": "native", "dgrad": "native", "wgrad": "left"}
     }
 
@@ -188,14 +189,14 @@ def test_facts_with_timings_are_json() -> None:
 def test_nothing_to_do_is_said(options: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
     plan = plan_of(options, known(**changes))
     assert reason in plan.idle["linear"]
-    assert routes.chosen(plan) == {} and list(routes.lines(plan)) == [] and not plan.reserves(Home.DEVICE)
+    assert gemm_routes.chosen(plan) == {} and list(gemm_routes.lines(plan)) == [] and not plan.reserves(Home.DEVICE)
 
 
 def test_shapes_that_were_not_reached_stay_native() -> None:
     other = layer(name="mlp.down", rows=20)
     plan = plan_of({}, known(layer(), other, timings=(timed(wgrad={"left": 4.0}),)))
-    assert routes.chosen(plan) == {"layers.0.mlp.up": Routes(wgrad=Route.LEFT)}
-    assert "1 shape is not measured" in "\n".join(routes.lines(plan))
+    assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": Routes(wgrad=Route.LEFT)}
+    assert "1 shape is not measured" in "\n".join(gemm_routes.lines(plan))
 
 
 def test_parity_is_declared_by_mode() -> None:

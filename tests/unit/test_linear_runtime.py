@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from strategies.core.linears import LEGAL, Gemm, Route, Routes
-from strategies.runtime.linear import Routed, copies_of, route, storage_of, turned, weights_changed
+from strategies.engine.routed_linear import Routed, copies_of, route, storage_of, turned, weights_changed
 
 KINDS = ("linear", "conv1d")
 BOTH = Routes(forward=Route.COPY, dgrad=Route.COPY)

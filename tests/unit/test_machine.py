@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from strategies.runtime import accelerator
-from trainer import machine, profiles
+from strategies.engine.memory import accelerator
 from trainer.errors import ConfigError
-from trainer.machine import GIB, Memory
+from trainer.machine import probe, profiles
+from trainer.machine.probe import GIB, Memory
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -33,8 +33,8 @@ def test_cgroup_v2_takes_the_tightest_ancestor_and_forgives_droppable_cache(tmp_
             "sys/fs/cgroup/job/cpu.max": "250000 100000\n",
         },
     )
-    assert machine.cgroup_memory(root) == Memory(8 * GIB, 4 * GIB)
-    assert machine.cgroup_cores(root) == 2.5
+    assert probe.cgroup_memory(root) == Memory(8 * GIB, 4 * GIB)
+    assert probe.cgroup_cores(root) == 2.5
 
 
 def test_cgroup_v1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_cgroup_v1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert machine.cgroup_memory(root) == Memory(4 * GIB, 2 * GIB)
-    assert machine.cgroup_cores(root) == 1.5
+    assert probe.cgroup_memory(root) == Memory(4 * GIB, 2 * GIB)
+    assert probe.cgroup_cores(root) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_cgroup_v1_where_the_path_is_the_hosts(tmp_path: Path) -> None:
 )
 def test_no_limit_is_none(tmp_path: Path, files: dict[str, str]) -> None:
     root = write(tmp_path, files)
-    assert machine.cgroup_memory(root) is None
-    assert machine.cgroup_cores(root) is None
+    assert probe.cgroup_memory(root) is None
+    assert probe.cgroup_cores(root) is None
 
 
 def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:
@@ -82,16 +82,16 @@ def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu.max": "50000 100000\n",
         },
     )
-    assert machine.host_memory(root) == Memory(1_000_000, 0)
-    assert machine.cores(root)[1] == 1
+    assert probe.host_memory(root) == Memory(1_000_000, 0)
+    assert probe.cores(root)[1] == 1
 
 
 def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    assert machine.disk_free_bytes(tmp_path / "a/b/c") > 0
+    assert probe.disk_free_bytes(tmp_path / "a/b/c") > 0
 
 
 def test_probe_of_this_machine(tmp_path: Path) -> None:
-    here = machine.probe(tmp_path / "runs")
+    here = probe.probe(tmp_path / "runs")
     assert here.origin == "probed" and here.link_up_bytes_per_s is None
     assert 0 < here.host_available_bytes <= here.host_total_bytes
     assert here.usable_cores >= 1 and here.physical_cores >= 1 and here.disk_free_bytes > 0
@@ -104,7 +104,7 @@ def test_an_accelerator_of_any_kind_is_probed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(accelerator, "name_of", lambda device: f"card {device.index}")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 + device.index, 7))  # free, total
-    here = machine.probe()
+    here = probe.probe()
     assert (here.device_kind, here.name, here.num_devices) == ("xpu", "card 1", 2)
     assert (here.device_free_bytes, here.device_total_bytes) == (4, 7)
 
@@ -121,15 +121,15 @@ def test_an_accelerator_of_any_kind_is_probed(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_cards_are_told_apart(name: str, bf16: float) -> None:
-    peak = machine.peak_flops(name)
+    peak = probe.peak_flops(name)
     assert peak is not None and peak.of("bf16") == bf16
 
 
 def test_cards_without_bf16_and_unknown_cards() -> None:
-    volta = machine.peak_flops("Tesla V100-SXM2-16GB")
+    volta = probe.peak_flops("Tesla V100-SXM2-16GB")
     assert volta is not None and volta.of("bf16") is None and volta.of("fp16") == 125e12
     for name in ("NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu", ""):
-        assert machine.peak_flops(name) is None
+        assert probe.peak_flops(name) is None
 
 
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer import metrics
+from trainer.run import metrics
 
 
 def test_speed_and_utilisation() -> None:

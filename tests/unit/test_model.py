@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
-from trainer.model import build, load_config
+from trainer.model.build import build, load_config
 
 UNTIED = {name: {**config, "tie_word_embeddings": False} for name, config in MODELS.items()}
 
@@ -123,7 +123,7 @@ import json, resource, sys
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 import transformers.models.llama.modeling_llama
-from trainer.model import build, load_config
+from trainer.model.build import build, load_config
 from trainer.config.sections import ModelSection
 def peak():  # ru_maxrss begins with what the parent held when it started this process
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tests.helpers.tiny import LLAMA, run_config
 from tests.unit.test_trainer import UNEVEN, prepared
 from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
 from trainer.errors import ExitCode
-from trainer.ranks import Ranks
-from trainer.worlds import run_world
 
 pytestmark = pytest.mark.ranks
 OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
@@ -20,10 +20,10 @@ OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
     """Train until something is not finite from step ``bad_from`` on; what was said, and what is left."""
-    from trainer import build
-    from trainer.nonfinite import NonFinite
+    from trainer.run import order
+    from trainer.run.nonfinite import NonFinite
 
-    trainer: Any = build.make_trainer(prepared(config, ranks, UNEVEN))
+    trainer: Any = order.make_trainer(prepared(config, ranks, UNEVEN))
 
     def spoil(value: Any) -> Any:
         return value * float("nan") if trainer.state.global_step + 1 >= bad_from else value
@@ -86,7 +86,7 @@ def scaled(ranks: Ranks, fp16: bool, scale: float) -> bool:
     """Whether an overflow is still part of the search for a scale."""
     from types import SimpleNamespace
 
-    from trainer.nonfinite import _is_searching_scale
+    from trainer.run.nonfinite import _is_searching_scale
 
     scaler = SimpleNamespace(get_scale=lambda: scale)
     return _is_searching_scale(

@@ -16,14 +16,14 @@ from strategies.core.layout import Site
 from strategies.core.plan import Conflict, Kind, Plan, Travel
 from strategies.core.protocol import BITWISE, Refusal
 from strategies.core.registry import find
-from strategies.core.render import rows, table, to_json
 from strategies.core.sizes import check_budget, parse_bytes, written
-from strategies.planner.validate import validate
+from strategies.core.validate import validate
+from strategies.report.plan_table import rows, table, to_json
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import random_facts, transformer
 from tests.helpers.tiny import GPT2, LLAMA
 from tests.unit.test_planner_rule import wish
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 GIB = 1 << 30
 

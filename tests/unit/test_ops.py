@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.train import main
-from trainer import ops
+from trainer.dist import deepspeed_ops
 from trainer.errors import ExitCode
 
 
@@ -36,25 +36,25 @@ def test_zero_without_a_compiler_is_one_line(slim: Path, capsys: pytest.CaptureF
 
 
 def test_what_is_built_needs_no_compiler(slim: Path) -> None:
-    built = ops.cache_folder() / ops.SHM.name
+    built = deepspeed_ops.cache_folder() / deepspeed_ops.SHM.name
     built.mkdir(parents=True)
-    (built / f"{ops.SHM.name}.so").touch()
-    ops.refuse_what_cannot_be_built()
+    (built / f"{deepspeed_ops.SHM.name}.so").touch()
+    deepspeed_ops.refuse_what_cannot_be_built()
 
 
 def test_the_lock_of_a_build_that_was_killed_goes(slim: Path) -> None:
     """Torch would wait for whoever holds it; whoever builds has it open."""
-    lock = ops.cache_folder() / ops.SHM.name / "lock"
+    lock = deepspeed_ops.cache_folder() / deepspeed_ops.SHM.name / "lock"
     lock.parent.mkdir(parents=True)
     held = os.open(lock, os.O_CREAT | os.O_EXCL)  # as torch's FileBaton does
     os.utime(lock, (0, 0))
-    ops.clear_abandoned_builds()
+    deepspeed_ops.clear_abandoned_builds()
     assert lock.exists(), "somebody is building"
     os.close(held)
     os.utime(lock)
-    ops.clear_abandoned_builds()
+    deepspeed_ops.clear_abandoned_builds()
     assert lock.exists(), "somebody may have begun just now"
     os.utime(lock, (0, 0))
-    ops.clear_abandoned_builds()
+    deepspeed_ops.clear_abandoned_builds()
     assert not lock.exists()
-    ops.clear_abandoned_builds()
+    deepspeed_ops.clear_abandoned_builds()

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from tests.helpers.tiny import MODELS
 from trainer.config.sections import ModelSection
-from trainer.model import load_config
-from trainer.params import decay_groups
+from trainer.model.build import load_config
+from trainer.model.params import decay_groups
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from launch.plan import main
-from strategies.planner.price import price
+from strategies.planner.step_cost import price
 from tests.unit.test_price import FAST, known, planned
-from trainer.picture import COLOURS, WIDTH, draw, held
+from trainer.planning.picture import COLOURS, WIDTH, draw, held
 
 
 def test_the_picture_shows_compute_and_memory(tmp_path: Path) -> None:

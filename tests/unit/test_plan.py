@@ -29,7 +29,7 @@ from strategies.core.plan import (
 )
 from strategies.core.protocol import Idle, Phase
 from strategies.core.registry import find
-from strategies.core.render import table, to_json
+from strategies.report.plan_table import table, to_json
 from tests.helpers.fakes import block, embedding, facts, fake, head
 
 exact = settings(derandomize=True, max_examples=100, deadline=None)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.runtime import stow
+from strategies.engine import stow
 from trainer.errors import CountingError
-from trainer.memory import plan_for
+from trainer.planning.plan_for import plan_for
 
 
 class Net(nn.Module):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.planner import exact
 from strategies.planner.greedy import FEW, DoesNotFit, check_fits, choose, issue, polished, two_integers
-from strategies.planner.model import Eviction, Problem, at_need, complaints, memory
+from strategies.planner.problem import Eviction, Problem, at_need, complaints, memory
 from strategies.planner.simulate import reload_period, simulate
+from tests.helpers import exact
 from tests.unit.planning import blocks, coarse, even, halved, span, uneven, updated
 
 CLOSE = 1 + 1e-6

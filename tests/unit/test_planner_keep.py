@@ -10,7 +10,7 @@ import pytest
 from strategies.core.facts import Operator, Unit, Work
 from strategies.core.peak import Saved, backward_peak, places
 from strategies.core.plan import INPUT, NONE
-from strategies.planner.keep import (
+from strategies.planner.activation_policy import (
     FULL,
     SELECTIVE,
     Line,

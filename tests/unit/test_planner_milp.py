@@ -7,7 +7,7 @@ from typing import Any
 from scipy import optimize
 
 from strategies.planner.greedy import choose
-from strategies.planner.model import Gap, Problem, need_order
+from strategies.planner.problem import Gap, Problem, need_order
 from tests.unit.planning import uneven
 
 SECONDS = 1.5  # per problem; what is best by then counts

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.planner import exact
 from strategies.planner.greedy import choose
-from strategies.planner.model import stays
 from strategies.planner.packing import Packing, Piece, left_edge, max_live, pack, validate
+from strategies.planner.problem import stays
+from tests.helpers import exact
 from tests.unit.planning import even, uneven
 
 # Eight pieces that are never more than 4 bytes at once and need 5.

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.peer_models import UpdateCosts, on_demand, twin_flow, whole_bucket, zero_offload
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, choose
-from strategies.planner.model import When, complaints
-from strategies.planner.peers import UpdateCosts, on_demand, twin_flow, whole_bucket, zero_offload
+from strategies.planner.problem import When, complaints
 from strategies.planner.simulate import simulate
 from strategies.planner.tasks import Resource
 from tests.unit.planning import blocks, span, uneven

@@ -10,10 +10,10 @@ from strategies.core.facts import Facts, Home, Param
 from strategies.core.layout import Layout, Site
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import parse_bytes
+from strategies.core.validate import validate
 from strategies.planner.addresses import place
-from strategies.planner.frames import Wishes
-from strategies.planner.rule import choose
-from strategies.planner.validate import validate
+from strategies.planner.placement_search import choose
+from strategies.planner.state_placement import Wishes
 from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
 
 PLENTY = 1 << 50

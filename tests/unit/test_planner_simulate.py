@@ -9,7 +9,7 @@ import pytest
 from strategies.core.facts import Home
 from strategies.core.layout import Site
 from strategies.planner.greedy import issue
-from strategies.planner.model import (
+from strategies.planner.problem import (
     Eviction,
     Gap,
     Item,

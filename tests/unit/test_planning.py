@@ -10,10 +10,10 @@ from strategies.core.plan import INPUT, Keep
 from strategies.core.registry import find
 from tests.helpers.fakes import GPU, block, facts, head
 from tests.helpers.tiny import LLAMA, run_config
+from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
-from trainer.machine import probe
-from trainer.planning import plan_of, refuse_impossible
-from trainer.ranks import Ranks
+from trainer.machine.probe import probe
+from trainer.planning.from_config import plan_of, refuse_impossible
 
 
 @pytest.mark.parametrize("key", ["torch_compile", "torch_compile_backend"])

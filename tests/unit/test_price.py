@@ -9,9 +9,9 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, Param, Precision, Rates
 from strategies.core.plan import Plan
 from strategies.core.registry import find
-from strategies.planner import report
-from strategies.planner.price import price, unit_flops
+from strategies.planner.step_cost import price, unit_flops
 from strategies.planner.tasks import Resource
+from strategies.report import whole
 from tests.helpers.fakes import GPU, block, embedding, facts, head
 
 FAST = Rates(
@@ -83,13 +83,13 @@ def test_a_slow_link_is_busy_with_every_byte() -> None:
 def test_without_rates_or_layout_there_is_no_price() -> None:
     assert price(planned(known(None), site="host")) is None
     assert price(Plan.baseline(known())) is None
-    assert report.to_json(planned(known(None), site="host"), None)["simulated"] is None
+    assert whole.to_json(planned(known(None), site="host"), None)["simulated"] is None
 
 
 def test_the_report_calls_it_simulated() -> None:
     plan = planned(known(), site="host")
-    assert "\nsimulated step: 15 s" in report.text(plan, price(plan))
-    assert report.to_json(plan, price(plan))["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
+    assert "\nsimulated step: 15 s" in whole.text(plan, price(plan))
+    assert whole.to_json(plan, price(plan))["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
 
 
 def test_operations_follow_the_weights_that_products_read() -> None:

@@ -1,8 +1,9 @@
 """Who am I among the ranks, and: no thread of a process group outlives the group.
 
 The second is the deterministic form of a death that came in one run of eight; see [Note: closing gloo] in
-``trainer/ranks.py``. A gloo group's worker threads are called ``pt_gloo_runloop``. They must be there while the group
-is open (else the test would prove nothing) and gone when ``process_group`` has closed it, before the interpreter ends.
+``trainer/dist/ranks.py``. A gloo group's worker threads are called ``pt_gloo_runloop``. They must be there while the
+group is open (else the test would prove nothing) and gone when ``process_group`` has closed it, before the interpreter
+ends.
 """
 
 import os
@@ -17,9 +18,9 @@ import pytest
 from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment, share_cores
+from trainer.dist.spawn import run_world
 from trainer.errors import ExitCode
-from trainer.ranks import Ranks, describe, from_environment, process_group, settle_environment, share_cores
-from trainer.worlds import run_world
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", **MASTER}
@@ -110,9 +111,9 @@ def write_threads(path: Path) -> None:
 
 
 def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) -> dict[str, int]:
-    """A run through ``trainer.run._guarded``, on random tokens; what is written afterwards is the test's."""
-    from trainer import run as run_module
-    from trainer.verify import random_run
+    """A run through ``trainer.run.run._guarded``, on random tokens; what is written afterwards is the test's."""
+    from trainer.run import run as run_module
+    from trainer.verify.verify import random_run
 
     # Runs when the rank's function has returned, with its group closed, and before the interpreter ends.
     util.Finalize(None, write_threads, args=(folder / f"threads-{ranks.rank}",), exitpriority=0)
@@ -126,7 +127,7 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
 
     replaced: Any = run_module
     replaced.finish = finish
-    replaced.build.prepare = random_run
+    replaced.order.prepare = random_run
     seen["code"] = int(run_module._guarded(config, ranks))
     return seen
 

@@ -10,13 +10,13 @@ import pytest
 
 from launch import doctor
 from strategies.core.facts import Precision, Rates
-from strategies.planner.travel import ASSUMED
-from trainer import profiles, rates
+from strategies.planner.weight_schedule import ASSUMED
 from trainer.errors import ExitCode
-from trainer.facts import machine_facts
-from trainer.machine import GIB, probe
-from trainer.profiles import Key, Stored
-from trainer.rates import Effort, duplex_factor, fit_line
+from trainer.machine import profiles, rates
+from trainer.machine.probe import GIB, probe
+from trainer.machine.profiles import Key, Stored
+from trainer.machine.rates import Effort, duplex_factor, fit_line
+from trainer.planning.facts import machine_facts
 
 SIZES = [1 << power for power in range(16, 29)]
 HERE = Key(device="card", cpu="AMD EPYC 26 2", cores=16, torch="2.13.0+cu130")

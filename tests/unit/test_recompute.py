@@ -13,10 +13,10 @@ from strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
 from strategies.core.plan import NONE, Home, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.core.render import table
-from strategies.planner import recomputed, report
-from strategies.planner.price import price
-from strategies.runtime.recompute import Names, Seen, checkpoint_blocks, checkpointed, draws
+from strategies.engine.checkpointing import Names, Seen, checkpoint_blocks, checkpointed, draws
+from strategies.planner.step_cost import price
+from strategies.report import recomputed, whole
+from strategies.report.plan_table import table
 from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
 from tests.unit.test_price import FAST
 
@@ -113,7 +113,7 @@ def test_all_that_is_kept_waits_on_the_host() -> None:
     assert plan.peak(Home.HOST) == 9 * MIB + places
     assert hosted(planned(about(5), policy="full", every=2, activation_offloading=True)) == [1, 0, 1, 0, 0]
     assert hosted(planned(about(), policy="full")) == [0] * 4
-    rows = [row for row in report.to_json(plan, None)["rows"] if row["tensors"] == "saved for backward"]
+    rows = [row for row in whole.to_json(plan, None)["rows"] if row["tensors"] == "saved for backward"]
     assert [(row["home"], row["count"], row["bytes"] // MIB) for row in rows[:2]] == [("host", 3, 9), ("device", 1, 3)]
     assert "what is kept waits on the host" in table(plan)
 
@@ -245,16 +245,16 @@ def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
     assert rows["full"]["freed_bytes"] == 32 * MIB
     assert rows["this plan"]["blocks"] == 2
     assert rows["full"]["seconds"] == pytest.approx(2 * 4 * (4 * MIB / 1e9 + 1.01e9 / 1e12))
-    lines = report.text(plan, None).splitlines()
+    lines = whole.text(plan, None).splitlines()
     assert [line.split()[:3] for line in lines[-2:]] == [["full", "4", "4.0"], ["this", "plan", "2"]]
     sent = planned(about(), policy="selective", activation_offloading=True)
     row = recomputed.to_json(sent)[-1]
     assert [row[name] // MIB for name in ("kept_bytes", "hosted_bytes", "freed_bytes")] == [3, 9, 33]
-    assert "9.0 MiB" in report.text(sent, None).splitlines()[-1]
+    assert "9.0 MiB" in whole.text(sent, None).splitlines()[-1]
     unknown = planned(about(), policy="full")
-    assert report.to_json(unknown, None)["recompute"][1]["seconds"] is None
-    assert " ? " in report.text(unknown, None)
-    assert report.to_json(planned(about(), policy="none"), None)["recompute"] == []
+    assert whole.to_json(unknown, None)["recompute"][1]["seconds"] is None
+    assert " ? " in whole.text(unknown, None)
+    assert whole.to_json(planned(about(), policy="none"), None)["recompute"] == []
     assert "made again" in table(plan)
 
 

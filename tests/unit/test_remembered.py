@@ -10,8 +10,8 @@ import pytest
 from strategies.core.registry import find
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
-from trainer.facts import ModelCount, count_model, products_again
-from trainer.remembered import name_of, remembered
+from trainer.model.count_cache import name_of, remembered
+from trainer.planning.facts import ModelCount, count_model, products_again
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = ModelCount(units=(), forward_flops=7, largest_param=0, hidden_size=0)

@@ -5,8 +5,8 @@ from typing import Any
 
 from strategies.core.layout import Site
 from strategies.core.plan import Home, Plan
-from strategies.planner.price import price
-from strategies.planner.validate import validate
+from strategies.core.validate import validate
+from strategies.planner.step_cost import price
 from tests.unit.test_price import BLOCK, FAST, known, planned
 
 # Four blocks' updates take the CPU 4 s; forward takes 5 s, backward 10 s; a state crosses the link in a tenth of that.

@@ -8,12 +8,12 @@ import torch
 
 from strategies.core.facts import Operator, Work
 from strategies.core.plan import Home, Plan
-from strategies.runtime.arena import OutOfMemoryError
+from strategies.engine.memory.arena import OutOfMemoryError
 from tests.helpers.fakes import block, choosing, facts
 from tests.helpers.tiny import run_config
-from trainer import run
-from trainer.ranks import Ranks
-from trainer.shortage import edits, explain, is_shortage
+from trainer.dist.ranks import Ranks
+from trainer.run import run
+from trainer.run.oom import edits, explain, is_shortage
 
 
 def plan_of(**run: Any) -> Plan:
@@ -88,7 +88,7 @@ def test_a_run_that_ends_for_want_of_memory_says_so(
     def fails(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(run.build, "prepare", lambda config, ranks: SimpleNamespace(plan=plan_of(micro_batch=4)))
+    monkeypatch.setattr(run.order, "prepare", lambda config, ranks: SimpleNamespace(plan=plan_of(micro_batch=4)))
     monkeypatch.setattr(run, "train", fails)
     assert run._guarded(run_config(), Ranks()) == code
     shown = capsys.readouterr().err

@@ -10,13 +10,13 @@ import torch
 
 from launch.plan import main
 from strategies.core.facts import UnitKind, UnitTimes
-from strategies.planner.price import price, unit_seconds
+from strategies.planner.step_cost import price, unit_seconds
 from tests.helpers.models import build, tokens
 from tests.helpers.tiny import LLAMA
 from tests.unit.test_price import FAST, known, planned
-from trainer import timing
-from trainer.counting import find_blocks
-from trainer.timing import UnitClock
+from trainer.machine import block_timing
+from trainer.machine.block_timing import UnitClock
+from trainer.model.counting import find_blocks
 
 TIMES = UnitTimes((1.0, 0.0), (2.0, 3.0), (4.0, 5.0), "measured by hand")
 
@@ -52,7 +52,7 @@ def test_marks_stand_at_the_borders_of_blocks(recompute: bool) -> None:
     backward = [mark for name in reversed(names) for mark in (("back", name), ("done", name))]
     assert order == [("start", ""), *forward, ("end", ""), *backward]
     found = clock.seconds()
-    assert found == UnitTimes((1.0, timing.LEAST), (1.0, 1.0), (1.0, 1.0), "")
+    assert found == UnitTimes((1.0, block_timing.LEAST), (1.0, 1.0), (1.0, 1.0), "")
 
 
 def test_hooks_are_gone_afterwards() -> None:
@@ -76,9 +76,9 @@ def test_nothing_trained_is_nothing_timed() -> None:
 
 def test_what_was_computed_again_is_taken_off_and_added_as_counted() -> None:
     plain, again = known(FAST), known(FAST, recomputes=True)
-    measured = timing.without_again(replace(TIMES, block=(2.0, 6.0)), again)
+    measured = block_timing.without_again(replace(TIMES, block=(2.0, 6.0)), again)
     assert measured.block == (2.0, 4.0)
-    assert timing.without_again(TIMES, plain) == TIMES
+    assert block_timing.without_again(TIMES, plain) == TIMES
     block = next(i for i, unit in enumerate(again.units) if unit.kind is UnitKind.BLOCK)
     assert unit_seconds(replace(again, unit_times=measured), FAST)[block] == (2.0, 6.0)
     assert unit_seconds(replace(plain, unit_times=measured), FAST)[block] == (2.0, 4.0)
@@ -94,13 +94,13 @@ def test_a_plan_with_timings_is_priced_by_them() -> None:
 
 def test_stored_for_the_same_run_on_the_same_device_only(tmp_path: Path) -> None:
     facts = known(FAST)
-    assert timing.read(tmp_path, facts) is None
-    timing.store(tmp_path, facts, TIMES)
-    assert timing.read(tmp_path, facts) == TIMES
-    assert timing.read(tmp_path, facts, "unit_times") is None
-    timing.store(tmp_path, replace(facts, unit_times=TIMES))
-    assert timing.read(tmp_path, facts) == TIMES, "a plan written again keeps what was measured"
-    assert timing.read(tmp_path, facts, "unit_times") == TIMES
+    assert block_timing.read(tmp_path, facts) is None
+    block_timing.store(tmp_path, facts, TIMES)
+    assert block_timing.read(tmp_path, facts) == TIMES
+    assert block_timing.read(tmp_path, facts, "unit_times") is None
+    block_timing.store(tmp_path, replace(facts, unit_times=TIMES))
+    assert block_timing.read(tmp_path, facts) == TIMES, "a plan written again keeps what was measured"
+    assert block_timing.read(tmp_path, facts, "unit_times") == TIMES
     others = [
         replace(facts, run=replace(facts.run, micro_batch=9)),
         replace(facts, run=replace(facts.run, sequence=9)),
@@ -108,25 +108,27 @@ def test_stored_for_the_same_run_on_the_same_device_only(tmp_path: Path) -> None
         known(FAST, blocks=3),
     ]
     for other in others:
-        assert timing.read(tmp_path, other) is None
-    assert json.loads((tmp_path / timing.FILE).read_text())["units"]
+        assert block_timing.read(tmp_path, other) is None
+    assert json.loads((tmp_path / block_timing.FILE).read_text())["units"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"for": 1, "measured": {}}', "{"])
 def test_a_broken_file_is_no_measurement(tmp_path: Path, content: str) -> None:
-    (tmp_path / timing.FILE).write_text(content)
-    assert timing.read(tmp_path, known(FAST)) is None
+    (tmp_path / block_timing.FILE).write_text(content)
+    assert block_timing.read(tmp_path, known(FAST)) is None
 
 
 def test_a_few_blocks_are_measured() -> None:
     said: list[str] = []
     facts = replace(known(FAST), run=replace(known(FAST).run, micro_batch=2, sequence=8))
-    found = timing.measure(lambda blocks: build("llama"), facts, "cpu", said.append)
-    assert found is not None and min(*found.block, *found.head) > timing.LEAST
-    assert len(said) == timing.ROUNDS + 1
-    lines = list(timing.lines(facts, found))
+    found = block_timing.measure(lambda blocks: build("llama"), facts, "cpu", said.append)
+    assert found is not None and min(*found.block, *found.head) > block_timing.LEAST
+    assert len(said) == block_timing.ROUNDS + 1
+    lines = list(block_timing.lines(facts, found))
     assert len(lines) == 3 and "counted" in lines[1]
-    assert "counted" not in next(iter(timing.lines(replace(facts, machine=replace(facts.machine, rates=None)), found)))
+    assert "counted" not in next(
+        iter(block_timing.lines(replace(facts, machine=replace(facts.machine, rates=None)), found))
+    )
     assert torch.is_grad_enabled()
 
 
@@ -143,8 +145,8 @@ def test_the_command_measures_and_the_next_plan_knows(tmp_path: Path, capsys: py
     config.write_text(json.dumps(content))  # YAML takes JSON
     assert main(["--config", str(config), "--measure"]) == 0
     assert "measured, and kept in" in capsys.readouterr().out
-    written = json.loads((folder / timing.FILE).read_text())
-    assert min(written["measured"]["block"]) > timing.LEAST
+    written = json.loads((folder / block_timing.FILE).read_text())
+    assert min(written["measured"]["block"]) > block_timing.LEAST
     assert main(["--config", str(config), "--json", str(tmp_path / "plan.json")]) == 0
     known = json.loads((tmp_path / "plan.json").read_text())["facts"]["unit_times"]
     assert known is not None and known["block"] == written["measured"]["block"]

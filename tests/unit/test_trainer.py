@@ -1,6 +1,6 @@
 """The loop on real processes: what evaluation means, what a step is made of, and who may touch model and gradients.
 
-Everything here goes through ``trainer.build.make_trainer`` on rows made by hand.
+Everything here goes through ``trainer.run.run.order.make_trainer`` on rows made by hand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ import torch
 from tests.helpers.tiny import GPT2, LLAMA, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.data.packing import MASKED, rows, whole
-from trainer.differences import compare, digest
-from trainer.nonfinite import NonFinite
-from trainer.ranks import Ranks
-from trainer.verify import full_weights
-from trainer.worlds import run_world
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.run.nonfinite import NonFinite
+from trainer.verify.differences import compare, digest
+from trainer.verify.verify import full_weights
 
 Row = Mapping[str, Sequence[int]]
 STEP: Mapping[str, Any] = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
@@ -42,16 +42,16 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
     """A run on these rows, prepared as ``launch/train.py`` would."""
     from datasets import Dataset
 
-    from trainer import build
-    from trainer.data import Prepared
-    from trainer.machine import probe
-    from trainer.verify import _tokenizer
+    from trainer.data.prepare import Prepared
+    from trainer.machine.probe import probe
+    from trainer.run import order
+    from trainer.verify.verify import _tokenizer
 
     held_out = Dataset.from_list([dict(row) for row in evaluation]) if evaluation else None
     data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids", None, None)
     machine = probe()
-    plan = build.plan_of(config, ranks, machine)
-    return build.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), data, machine, plan, None)
+    plan = order.plan_of(config, ranks, machine)
+    return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), data, machine, plan, None)
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -60,9 +60,9 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 def train(ranks: Ranks, config: RunConfig, train_rows: Sequence[Row]) -> dict[str, Any]:
     """Weights after training on these rows, with losses and gradient norms as they were logged."""
-    from trainer import build
+    from trainer.run import order
 
-    trainer: Any = build.make_trainer(prepared(config, ranks, train_rows))
+    trainer: Any = order.make_trainer(prepared(config, ranks, train_rows))
     try:
         trainer.train()
         weights = full_weights(trainer, ranks)
@@ -81,9 +81,9 @@ def worst(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row], drives: bool) -> dict[str, float]:
     """The loss that the Trainer reports, and two computed by hand: over tokens, and over rows."""
-    from trainer import build
+    from trainer.run import order
 
-    trainer: Any = build.make_trainer(prepared(config, ranks, held_out, held_out))
+    trainer: Any = order.make_trainer(prepared(config, ranks, held_out, held_out))
     model = trainer.model
     if drives:
         trainer.optimizer = Driving(model.parameters())
@@ -189,9 +189,9 @@ def test_packed_training_is_unpacked_training(tmp_path: Path, base: Mapping[str,
 
 def train_on_nan(ranks: Ranks, config: RunConfig) -> dict[str, list[float]]:
     """Losses of a model that has one weight which is no number."""
-    from trainer import build
+    from trainer.run import order
 
-    trainer: Any = build.make_trainer(prepared(config, ranks, UNEVEN))
+    trainer: Any = order.make_trainer(prepared(config, ranks, UNEVEN))
     with torch.no_grad():
         trainer.model.model.norm.weight[1] = float("nan")
     with pytest.raises(NonFinite, match=r"step 1: .*not finite first: the weight model.norm.weight"):
@@ -233,10 +233,10 @@ def driven_and_stock(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     """The same steps by a self-driving optimizer in our Trainer, and by AdamW in Hugging Face's."""
     import transformers
 
-    from trainer import build
+    from trainer.run import order
 
     run = prepared(config, ranks, UNEVEN)
-    trainer: Any = build.make_trainer(run)
+    trainer: Any = order.make_trainer(run)
     model, optimizer = trainer.model, Driving(trainer.model.parameters(), lr=1e-2)
     trainer.optimizer = optimizer
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
@@ -250,10 +250,10 @@ def driven_and_stock(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     ours = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     norms = logged(trainer, "grad_norm")
 
-    stock_model = build.make_model(run)
+    stock_model = order.make_model(run)
     stock: Any = transformers.Trainer(
         model=stock_model,
-        args=build.make_arguments(run),
+        args=order.make_arguments(run),
         train_dataset=run.prepared.train,
         data_collator=trainer.data_collator,
         optimizers=(torch.optim.AdamW(stock_model.parameters(), lr=1e-2), None),

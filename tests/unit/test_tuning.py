@@ -12,10 +12,10 @@ import torch
 from strategies.core.facts import Facts
 from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
 from tests.helpers.fakes import facts
-from trainer import products, tuning
-from trainer.machine import probe
-from trainer.ranks import Ranks
-from trainer.tuning import (
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.machine import gemm_cache, gemm_timing
+from trainer.machine.gemm_cache import (
     REFRESH,
     ROUTED,
     STOCK,
@@ -29,7 +29,7 @@ from trainer.tuning import (
     tune,
     with_timings,
 )
-from trainer.worlds import run_world
+from trainer.machine.probe import probe
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
 PLACE = place_of(probe())
@@ -76,7 +76,7 @@ def test_routes_take_turns_and_the_least_counts() -> None:
     assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 0.0011}
     assert found.refresh_s == 0.001 and found.overhead_s == 0.0
     one_round = list(fake.prepare(SMALL))
-    assert fake.calls == one_round * tuning.ROUNDS
+    assert fake.calls == one_round * gemm_cache.ROUNDS
 
 
 def test_what_routing_itself_costs_is_measured() -> None:
@@ -89,7 +89,7 @@ def test_what_is_far_behind_after_two_rounds_gets_no_more() -> None:
     fake = Fake(each_s=0.001, readings={flipped: [9.0, 3.0, 0.0001]})
     found = tune([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[SMALL]
     assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 3.0}
-    assert fake.calls.count(flipped) == 2 and fake.calls.count((Gemm.FORWARD, Route.NATIVE)) == tuning.ROUNDS
+    assert fake.calls.count(flipped) == 2 and fake.calls.count((Gemm.FORWARD, Route.NATIVE)) == gemm_cache.ROUNDS
 
 
 def test_the_budget_ends_it_and_what_is_left_is_said() -> None:
@@ -137,7 +137,7 @@ def test_other_machines_keep_their_entries(tmp_path: Path) -> None:
     assert set(load(path, other)[0]) == {name_of(SMALL)} and set(load(path, PLACE)[0]) == {name_of(LARGE)}
     for threads in range(100, 140):
         save(path, replace(PLACE, threads=threads), {})
-    assert len(json.loads(path.read_text())["measured"]) == tuning.MOST_ENTRIES
+    assert len(json.loads(path.read_text())["measured"]) == gemm_cache.MOST_ENTRIES
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_every_part_of_a_shape_is_in_its_key(change: dict[str, Any]) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake(each_s=1e-3)
-    monkeypatch.setattr(tuning.Bench, "prepare", lambda self, shape: fake.prepare(shape))
+    monkeypatch.setattr(gemm_cache.Bench, "prepare", lambda self, shape: fake.prepare(shape))
     return fake
 
 
@@ -243,7 +243,7 @@ def decided(ranks: Ranks) -> list[float]:
     from strategies.core.linears import Timed
 
     mine = replace(known(), timings=(made(value=1.0 + ranks.rank),))
-    taken = tuning.of_all_ranks(known(), lambda: mine).timings
+    taken = gemm_cache.of_all_ranks(known(), lambda: mine).timings
     assert isinstance(taken[0], Timed)
     seconds = torch.tensor([taken[0].of(Gemm.FORWARD)[Route.NATIVE]])
     torch.distributed.all_reduce(seconds)
@@ -268,12 +268,12 @@ def test_real_products_are_timed_over_every_route(stored: Any) -> None:
 
 
 def test_a_route_with_another_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = products._works
+    right = gemm_timing._works
 
     def works(shape: Shape, gemm: Gemm, route: Route) -> Any:
         work = right(shape, gemm, route)
         return (lambda held: work(held) * 1.01) if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else work
 
-    monkeypatch.setattr(products, "_works", works)
+    monkeypatch.setattr(gemm_timing, "_works", works)
     runs = Bench("cpu").prepare(Shape(3, 5, 7, "out_in", "float32"))
     assert (Gemm.DGRAD, Route.FLIP) not in runs and (Gemm.FORWARD, Route.FLIP) in runs

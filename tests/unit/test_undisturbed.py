@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.undisturbed import undisturbed
+from trainer.model.undisturbed import undisturbed
 
 
 class Thing:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, Spot
+from strategies.core.validate import check, validate
 from strategies.planner.addresses import place
-from strategies.planner.rule import choose
-from strategies.planner.validate import check, validate
+from strategies.planner.placement_search import choose
 from tests.helpers.layouts import bucket, layout, random_facts
 from tests.unit.test_planner_rule import wish, wishes
 

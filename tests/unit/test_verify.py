@@ -14,15 +14,16 @@ from strategies.core.layout import Site
 from strategies.core.protocol import Strategy
 from strategies.core.registry import find
 from tests.helpers.tiny import GPT2, LLAMA, run_config
-from trainer import facts, verify
 from trainer.config.sections import RunConfig
-from trainer.differences import Difference
+from trainer.dist.ranks import Ranks
 from trainer.errors import ExitCode
-from trainer.machine import probe
-from trainer.planning import plan_of
-from trainer.ranks import Ranks
-from trainer.shrink import TRAVEL, UPDATES, features, leaves, moves, moving
-from trainer.verify import Check, Moved, Offloaded, shrink
+from trainer.machine.probe import probe
+from trainer.model.shrink import TRAVEL, UPDATES, features, leaves, moves, moving
+from trainer.planning import facts
+from trainer.planning.from_config import plan_of
+from trainer.verify import verify
+from trainer.verify.differences import Difference
+from trainer.verify.verify import Check, Moved, Offloaded, shrink
 
 ON_DEVICE, ON_HOST, STREAMED = (UPDATES[site] for site in (Site.DEVICE, Site.HOST, Site.STREAMED))
 WAIT_DEVICE, WAIT_HOST = "gradients wait on the device", "gradients wait on the host"

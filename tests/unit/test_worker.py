@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from strategies.runtime.worker import Worker
+from strategies.engine.worker import Worker
 
 
 @pytest.fixture

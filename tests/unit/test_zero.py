@@ -16,14 +16,14 @@ from strategies.zero import MAX_BUCKET
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, LLAMA, run_config
-from trainer import engine
 from trainer.config.sections import RunConfig
-from trainer.engine import clips_itself, ds_config, refuse_transformers, uses_engine
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
-from trainer.ranks import Ranks
-from trainer.run import refuse_unbuildable
-from trainer.verify import random_run, train_weights, verify
-from trainer.worlds import run_world
+from trainer.run import ds_config as backend
+from trainer.run.ds_config import clips_itself, ds_config, refuse_transformers, uses_engine
+from trainer.run.run import refuse_unbuildable
+from trainer.verify.verify import random_run, train_weights, verify
 
 GB = 10**9
 STAGES = (0, 1, 2, 3)
@@ -120,7 +120,7 @@ def test_deepspeed_config_to_the_letter(stage: int) -> None:
 
 def test_without_strategies_there_is_no_engine() -> None:
     plan = compose({}, golden_facts())
-    assert (ds_config(plan), uses_engine(plan), engine.stage(plan)) == ({}, False, None)
+    assert (ds_config(plan), uses_engine(plan), backend.stage(plan)) == ({}, False, None)
 
 
 def test_precision_and_overlap_follow_the_facts() -> None:
@@ -221,7 +221,7 @@ def test_stage_3_is_refused_where_transformers_builds_another_model() -> None:
 
 
 def test_neither_training_nor_verifying_begins_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "version", lambda package: "5.17.2")
+    monkeypatch.setattr(backend, "version", lambda package: "5.17.2")
     config = run_config(LLAMA, output_dir=tmp_path, stage=3, max_steps=1)
     for begin in (refuse_unbuildable, random_run):
         with pytest.raises(ConfigError, match=r"stage = 3: .*Transformers 5\.17\.2"):

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config import EXTENDS, json_schema
 from trainer.config.arguments import REFUSED
 from trainer.config.hints import FOREIGN
+from trainer.config.load import EXTENDS, json_schema
 from trainer.config.sections import SECTIONS
 from trainer.config.wording import allowed, inner_model
 

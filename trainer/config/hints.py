@@ -20,7 +20,7 @@ from strategies.core.registry import available
 from trainer.config.arguments import REFUSED
 from trainer.config.sections import SECTIONS, RunConfig
 from trainer.config.wording import inner_model
-from trainer.config.yamlfile import Key
+from trainer.config.yaml_file import Key
 
 # Their key -> our key, with a remark after ";" where the meaning differs. An answer that starts with none of our
 # sections is the remark alone: there is no such key here. Keys are tried with and without the section they are in.

@@ -23,7 +23,7 @@ from strategies.core.protocol import Strategy
 from trainer.config.arguments import Count, Section, Text, TrainingSection
 from trainer.config.conflicts import conflicts
 from trainer.config.wording import MISSING, Allowed
-from trainer.config.yamlfile import dotted, write
+from trainer.config.yaml_file import dotted, write
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.config.yamlfile import Key
+from trainer.config.yaml_file import Key
 
 MISSING = object()  # the value of a key that is not there
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from strategies.runtime import accelerator
-from trainer.ops import clear_abandoned_builds
+from strategies.engine.memory import accelerator
+from trainer.dist.deepspeed_ops import clear_abandoned_builds
 
 HERE = Path(__file__).parent
 NAME = "sim"
 
 
 class Driver:
-    """Registers host memory with the simulated device; see ``strategies/runtime/accelerator.py``."""
+    """Registers host memory with the simulated device; see ``strategies/engine/memory/accelerator.py``."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -1,0 +1,1 @@
+"""Benchmarks: measured against peers, simulated, and checks of the runtime's order."""

@@ -1,0 +1,243 @@
+"""One run of one subject in this process, which exists for it alone: peak memory is then the subject's own.
+
+    python -m benchmarks.harness.child < request.json
+
+The request names the work, the subject and the file for the result. What goes wrong is a result too.
+
+The clock. Warm-up steps come first; then updates that were put off are finished and the device is idle, the clock
+starts, and it stops when the last measured step's updates are finished and the device is idle again. So exactly as
+many updates are paid for as steps were made. Steps are stamped without waiting for the device: on an accelerator a
+single stamp says when the host was done.
+
+What is measured after the clock runs micro-batches without an update. Afterwards the subject forgets their gradients
+(``Trained.discard``), so that it could train on from where the clock stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.metadata
+import json
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.harness.work import Work
+from trainer.dist.ranks import Ranks, settle_environment
+from trainer.machine.probe import cores, others_cpu_s, status_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from benchmarks.harness.contenders import Trained
+
+NUM_BATCHES = 2  # optimizer steps before the tokens repeat: the loss then falls, and a wrong update shows in it
+NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix do not repeat
+PACKAGES = ("torch", "transformers", "deepspeed", "torchao")
+
+
+def main() -> int:
+    """Do as the request says; the result is a file, for libraries print what they like."""
+    request = json.load(sys.stdin)
+    settle_environment(Ranks(), cores()[1])
+    out = Path(request["out"])
+    if "subject" not in request:
+        out.write_text(json.dumps(surroundings()))
+        return 0
+    work = Work(**request["work"])
+    try:
+        result = run(work, request["subject"]["maker"], request["subject"]["options"])
+    except Exception as error:
+        traceback.print_exc()
+        result = {"failed": reason(error)}
+    out.write_text(json.dumps(result))
+    return int("failed" in result)
+
+
+def surroundings() -> dict[str, Any]:
+    """This machine and the versions of what is compared."""
+    from trainer.machine.probe import probe
+
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {"hardware": asdict(probe()), "versions": versions}
+
+
+def reason(error: Exception) -> str:
+    """One line."""
+    from benchmarks.harness.contenders import Unavailable
+
+    text = " ".join(str(error).split("\n\n")[0].split())[:200]
+    return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
+
+
+def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Train and measure; everything a record says of one run."""
+    import torch
+
+    from strategies.engine.memory import accelerator
+
+    module, name = maker.split(":")
+    imported = importlib.import_module(f"benchmarks.harness.{module}")
+    device = accelerator.current() or torch.device("cpu")
+    batches = tokens(work, device)
+    before_bytes = status_bytes("VmRSS")
+    subject: Trained = getattr(imported, name)(work, llama(work), device, **options)
+    gc.collect()
+    subject.model.train()
+    result: dict[str, Any] = {"settings": dict(subject.settings), "notes": list(subject.notes)}
+    if device.type != "cpu":
+        result["setup_device_peak_bytes"] = torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+    result |= timed(work, subject, batches, device)
+    result |= {"host_peak_bytes": status_bytes("VmHWM"), "host_before_bytes": before_bytes}
+    planned = subject.planned_device_bytes()
+    result["planned_device_bytes"] = planned
+    if device.type != "cpu":
+        result["device_peak_bytes"] = torch.accelerator.max_memory_allocated()
+    elif planned is not None:
+        result["saved_bytes"] = saved_bytes(subject, batches[0][0])
+        result["device_peak_bytes"] = planned + result["saved_bytes"]
+    result["backward_peak_bytes"] = backward_peak_bytes(subject, batches[0][0], device)
+    subject.discard(batches[0][0])
+    subject.close()
+    return result
+
+
+def llama(work: Work) -> Any:
+    """The model on the CPU, with the same random weights in every process.
+
+    They are cut from one draw: to draw billions of numbers would take longer than the steps that are timed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.initialization import no_init_weights
+
+    shape = work.shape
+    kernel: dict[str, Any] = {"attn_implementation": work.attention}
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        vocab_size=shape.vocab,
+        max_position_embeddings=max(2048, work.length),
+        use_cache=False,
+        attention_dropout=work.dropout,
+        **kernel,
+    )
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.dtype]
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(work.seed)
+    noise = torch.randn(NOISE_LENGTH, generator=generator).mul_(config.initializer_range).to(dtype)
+    for index, param in enumerate(model.parameters()):
+        if param.dim() == 1:
+            param.data.fill_(1.0)
+            continue
+        shifted = noise.roll(-7919 * index)
+        for piece in param.data.view(-1).split(NOISE_LENGTH):
+            piece.copy_(shifted[: piece.numel()])
+    if work.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
+    """Micro-batches by optimizer step, the same in every process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(work.seed + 1)
+    size = (NUM_BATCHES, work.accumulation, work.rows, work.length)
+    ids = torch.randint(work.shape.vocab, size, generator=generator).to(device)
+    return [[{"input_ids": micro, "labels": micro} for micro in step] for step in ids]
+
+
+def timed(
+    work: Work, subject: Trained, batches: Sequence[Sequence[Mapping[str, Tensor]]], device: torch.device
+) -> dict[str, Any]:
+    """Warm up, then the measured steps; see the head of this file for when the clock runs."""
+    import torch
+
+    def step(index: int) -> Tensor:
+        losses = [subject.micro_batch(batch) for batch in batches[index % len(batches)]]
+        subject.update()
+        return torch.stack(losses).mean()
+
+    def settle() -> float:
+        """Everything is done; the time."""
+        subject.drain()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    torch.manual_seed(work.seed)  # of dropout
+    losses = [step(index) for index in range(work.warmup)]
+    stamps, others_s = [settle()], others_cpu_s()
+    for index in range(work.warmup, work.warmup + work.steps):
+        losses.append(step(index))
+        stamps.append(time.perf_counter())
+    seconds = settle() - stamps[0]
+    others_s = others_cpu_s() - others_s
+    return {
+        "tokens_per_s": work.tokens * work.steps / seconds,
+        "measured_s": seconds,
+        "step_s": [after - before for before, after in pairwise(stamps)],
+        "losses": [float(loss) for loss in losses],
+        "loss": float(losses[-1]),
+        "threads": torch.get_num_threads(),
+        "others_share": max(0.0, others_s / (seconds * cores()[1])),
+    }
+
+
+def saved_bytes(subject: Trained, batch: Mapping[str, Tensor]) -> int:
+    """Bytes that autograd keeps from one forward for its backward.
+
+    Stands for a device's allocator where there is no accelerator. An extra forward, after the clock.
+    """
+    from trainer.run.plan_check import count_saved
+
+    with count_saved(subject.model) as saved:
+        subject.model(**batch)
+    return sum(saved.values())
+
+
+def backward_peak_bytes(subject: Trained, batch: Mapping[str, Tensor], device: torch.device) -> int:
+    """The most that forward and backward of a micro-batch take beyond what was there; gradients were.
+
+    On a CPU: of resident memory, after what the C library had kept for later is given back. After the clock.
+    """
+    import torch
+
+    subject.micro_batch(batch)  # makes the gradients
+    subject.expect_another()
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        subject.micro_batch(batch)
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    subject.micro_batch(batch)
+    return status_bytes("VmHWM") - before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

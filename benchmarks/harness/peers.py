@@ -1,0 +1,173 @@
+"""Peers, each at the best settings we know for one device and this work; the settings go into the record.
+
+What cannot do the same work says so in ``notes``; what cannot run here raises, and its reason becomes its row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.contenders import Batch, Trained, Unavailable
+from benchmarks.harness.work import Work
+from trainer.dist.ranks import Ranks, process_group
+
+TIMEOUT_S = 600
+FEWEST_BUCKET = 50_000_000  # elements; DeepSpeed's own guides go no lower
+
+
+SUPER_BUCKET = 400_000_000
+
+
+class DeepSpeed(Trained):
+    """ZeRO-2 with the optimizer on the host, or ZeRO-3 with the parameters there too; DeepSpeed's CPU Adam."""
+
+    def __init__(
+        self, work: Work, model: nn.Module, device: torch.device, *, stage: int, super_offload: bool = False
+    ) -> None:
+        super().__init__(work, device)
+        if super_offload and device.type != "cuda":
+            raise Unavailable("needs a CUDA GPU")
+        self.group = ExitStack()
+        self.group.enter_context(process_group(Ranks(), TIMEOUT_S, single=True))
+        import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        self.settings = config = self.config(stage, super_offload=super_offload)
+        if stage == 3:
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)  # split at once, never whole on the device
+        optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **work.adamw)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.model = self.engine
+
+    def config(self, stage: int, *, super_offload: bool) -> dict[str, Any]:
+        """Pinned memory, overlapped copies, buckets of at least one block, so that a block is one or few copies.
+
+        SuperOffload as in its authors' examples: weights stay on the device, a tenth of the updates, too.
+        """
+        block = self.work.shape.block_params
+        bucket = max(FEWEST_BUCKET, block)
+        host = {"device": "cpu", "pin_memory": True}
+        zero: dict[str, Any] = {
+            "stage": stage,
+            "offload_optimizer": host,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": bucket,
+        }
+        if super_offload:
+            host |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
+            zero |= {"overlap_comm": False, "reduce_bucket_size": SUPER_BUCKET, "sub_group_size": SUPER_BUCKET}
+        elif stage == 2:
+            zero |= {"allgather_bucket_size": bucket}
+        else:
+            zero |= {"offload_param": host, "stage3_prefetch_bucket_size": bucket}
+        return {
+            "train_micro_batch_size_per_gpu": self.work.rows,
+            "gradient_accumulation_steps": self.work.accumulation,
+            "gradient_clipping": self.work.max_grad_norm,
+            "bf16": {"enabled": self.work.dtype == "bf16"},
+            "zero_optimization": zero,
+            "steps_per_print": 1 << 60,
+        }
+
+    def micro_batch(self, batch: Batch) -> Tensor:
+        """The engine counts micro-batches itself: it divides the loss and updates at the last one."""
+        loss: Tensor = self.engine(**batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Done with the last micro-batch."""
+
+    def discard(self, batch: Batch) -> None:
+        """The engine forgets no gradient: the micro-batches of a begun update are completed, and it updates."""
+        while self.engine.micro_steps % self.work.accumulation:
+            self.micro_batch(batch)
+
+    def close(self) -> None:
+        """Engine first, then the group that it holds."""
+        self.engine.destroy()
+        del self.engine, self.model
+        self.group.close()
+
+
+class Fsdp2(Trained):
+    """``fully_shard`` per block with ``CPUOffloadPolicy``: weights, gradients and moments in fp32 on the host."""
+
+    def __init__(self, work: Work, model: Any, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        super().__init__(work, device)
+        accelerated = device.type != "cpu"
+        distributed: Any = torch.distributed
+        backend = "gloo"
+        if accelerated:  # the norm of gradients on the host needs gloo
+            backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
+        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh(device.type, (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if work.dtype == "bf16" else MixedPrecisionPolicy()
+        shared: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": policy,
+            "offload_policy": CPUOffloadPolicy(pin_memory=accelerated),
+        }
+        model.float()  # the shards are the masters
+        for block in model.model.layers:
+            fully_shard(block, **shared)
+        self.model = fully_shard(model, **shared)
+        for buffer in model.buffers():
+            buffer.data = buffer.to(device)
+        self.optimizer = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
+        self.settings = {
+            "backend": backend,
+            "offload_policy": str(shared["offload_policy"]),
+            "mp_policy": str(policy),
+            "optimizer": "torch.optim.AdamW(fused=True) on the host",
+        }
+        if not accelerated:
+            self.notes = ("pin_memory=False: FSDP2 refuses to pin without an accelerator (its default is True)",)
+
+    def close(self) -> None:
+        """The group of one."""
+        from torch.distributed import destroy_process_group
+
+        destroy_process_group()
+
+
+class TorchAo(Trained):
+    """torchao's CPUOffloadOptimizer: weights on the device, one torch AdamW per parameter on the host."""
+
+    def __init__(self, work: Work, model: nn.Module, device: torch.device) -> None:
+        if importlib.util.find_spec("torchao") is None:
+            raise Unavailable("not installed")
+        from torchao.optim import CPUOffloadOptimizer
+
+        super().__init__(work, device)
+        self.model = model.float().to(device)  # what its host copy holds is what is updated: fp32
+        offload_gradients = work.accumulation == 1  # it refuses both together
+        self.optimizer = CPUOffloadOptimizer(
+            self.model.parameters(), torch.optim.AdamW, offload_gradients=offload_gradients, fused=True, **work.adamw
+        )
+        self.settings = {"offload_gradients": offload_gradients, "optimizer": "torch.optim.AdamW(fused=True)"}
+        self.notes = ("does not clip: gradients leave for the host before their norm is known",)
+        if work.dtype == "bf16":
+            self.notes += ("fp32 weights under bf16 autocast: it keeps no masters beside bf16 weights",)
+
+    def micro_batch(self, batch: Batch) -> Tensor:
+        """Under autocast in bf16."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.work.dtype == "bf16"):
+            loss: Tensor = self.model(**batch).loss
+        (loss / self.work.accumulation).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """No clipping, see the notes."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()

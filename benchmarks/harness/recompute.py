@@ -1,0 +1,95 @@
+"""Ways to keep less for backward: this project's, Hugging Face's checkpointing, and torch's budget under compile.
+
+All train with plain torch; they differ in what forward keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.contenders import Batch, Plain
+from benchmarks.harness.work import Work
+
+
+class Recomputed(Plain):
+    """``strategies.recompute``; ``auto`` with a budget between the predicted peaks of full (0) and of none (1).
+
+    ``on_host``: what recomputed blocks keep waits on the host.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        policy: str,
+        share: float | None = None,
+        on_host: bool = False,
+    ) -> None:
+        from strategies.core.compose import compose
+        from strategies.core.plan import Home
+        from strategies.core.registry import find
+        from strategies.core.sizes import SHARE
+        from strategies.report import whole
+        from trainer.planning.plan_for import plan_for
+
+        options: Any = find("recompute")
+        facts = plan_for(model, batch=(work.rows, work.length), max_grad_norm=work.max_grad_norm).facts
+        # As with several micro-batches, so that gradients and saved tensors add up: there is no other peak then.
+        facts = replace(facts, run=replace(facts.run, accumulation=2))
+        plans = {name: compose({"recompute": options(policy=name)}, facts) for name in ("full", "none")}
+        if share is not None:
+            least, most = (plans[name].peak(Home.DEVICE) for name in ("full", "none"))
+            budget = least + share * (most - least)
+            left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator free
+            facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))
+        strategy = options(policy=policy, activation_offloading=on_host)
+        plan = compose({"recompute": strategy}, facts)
+        print(whole.text(plan, None), flush=True)
+        strategy.apply(model, plan)
+        super().__init__(work, model, device)
+        self.settings = {
+            **self.settings,
+            "policy": policy,
+            "blocks": sum(plan.keep(unit.name).recomputes for unit in facts.units),
+            "saved_bytes": sum(plan.saved_bytes(unit.name) for unit in facts.units),
+            "hosted_bytes": plan.hosted_bytes(),
+            "saved_peak_bytes": plan.saved_peak(),
+            "budget_for_saved_bytes": int(budget - plan.states(Home.DEVICE)) if share is not None else None,
+        }
+
+
+class HuggingFace(Plain):
+    """``gradient_checkpointing``, not reentrant."""
+
+    def __init__(self, work: Work, model: Any, device: torch.device) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        super().__init__(work, model, device)
+        self.settings = {**self.settings, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+class OnCpu(HuggingFace):
+    """The same with ``torch.autograd.graph.save_on_cpu`` around forward: whatever is saved goes to pinned memory."""
+
+    def micro_batch(self, batch: Batch) -> Tensor:
+        """Forward under the hooks, then backward."""
+        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type != "cpu"):
+            return super().micro_batch(batch)
+
+
+class Compiled(Plain):
+    """``torch.compile`` of the whole model, with its budget for activations; 1 keeps what its own heuristics keep."""
+
+    def __init__(self, work: Work, model: nn.Module, device: torch.device, *, budget: float) -> None:
+        import torch._functorch.config as functorch
+
+        super().__init__(work, model, device)
+        functorch.activation_memory_budget = budget
+        compiled: Any = torch.compile(self.model, dynamic=False)
+        self.model = compiled
+        self.settings = {**self.settings, "torch.compile": {"dynamic": False}, "activation_memory_budget": budget}

@@ -1,0 +1,199 @@
+"""What a benchmark leaves: the summary of its runs, one table, and a folder under ``benchmarks/records``.
+
+A ratio is taken within a round, between runs that were neighbours in time; then the median over the rounds. So it
+holds on a machine whose speed drifts, where the ratio of two medians would not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.processes import REPO, Run
+from benchmarks.harness.work import PLAIN, Work
+from trainer.errors import ConfigError
+from trainer.run.metrics import human_bytes, human_number
+
+UNKNOWN = "n/a"
+QUIET = 0.05  # the part of the cores that others may use while a run is measured, before the table says so
+HEAD = (
+    "subject",
+    "tokens/s",
+    "min to max",
+    "of plain",
+    "min to max",
+    "device peak",
+    "host peak",
+    "fwd + bwd peak",
+    "final loss",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of several runs, and how far they lie apart."""
+
+    median: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One subject over all rounds; what is not known is None. Peaks are the highest of any run."""
+
+    label: str
+    tokens_per_s: Spread | None = None
+    of_plain: Spread | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    loss: float | None = None
+    failed: str | None = None
+    notes: tuple[str, ...] = ()
+    others_share: float = 0.0
+    backward_bytes: int | None = None
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """None of nothing."""
+    values = list(values)
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
+
+
+def summary(runs: Sequence[Run]) -> list[Row]:
+    """One row per subject, the fastest first; those that never ran come last."""
+    plain = {run["round"]: run["tokens_per_s"] for run in runs if run["label"] == PLAIN and "failed" not in run}
+    labels = dict.fromkeys(run["label"] for run in runs)
+    rows = [_row(label, [run for run in runs if run["label"] == label], plain) for label in labels]
+    return sorted(rows, key=lambda row: -row.tokens_per_s.median if row.tokens_per_s else 0.0)
+
+
+def _row(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> Row:
+    good = [run for run in runs if "failed" not in run]
+    ratios = [run["tokens_per_s"] / plain[run["round"]] for run in good if run["round"] in plain]
+    device = [run["device_peak_bytes"] for run in good if run.get("device_peak_bytes") is not None]
+    return Row(
+        label,
+        spread(run["tokens_per_s"] for run in good),
+        spread(ratios),
+        max(device, default=None),
+        max((run["host_peak_bytes"] for run in good), default=None),
+        good[-1]["loss"] if good else None,
+        next((run["failed"] for run in runs if "failed" in run), None),
+        tuple(good[-1]["notes"]) if good else (),
+        max((run["others_share"] for run in good), default=0.0),
+        max((run["backward_peak_bytes"] for run in good if "backward_peak_bytes" in run), default=None),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown that is also aligned, then what is to be known of single rows."""
+    lines = [HEAD, tuple("---" for _ in HEAD), *map(_cells, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    lines[1] = tuple("-" * width for width in widths)
+    text = ["| " + " | ".join(map(_padded, range(len(HEAD)), line, widths)) + " |" for line in lines]
+    remarks = [f"- {row.label}: {note}" for row in rows for note in row.notes]
+    remarks += [f"- {row.label} failed: {row.failed}" for row in rows if row.failed is not None]
+    disturbed = [f"{row.label} {row.others_share:.0%}" for row in rows if row.others_share > QUIET]
+    if disturbed:
+        remarks.append(f"- not alone: other processes used the cores while it ran, at worst: {', '.join(disturbed)}")
+    return "\n".join([*text, "", *remarks] if remarks else text)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.tokens_per_s is None:
+        return (row.label, "failed", *[""] * (len(HEAD) - 2))
+    speed, ratio = row.tokens_per_s, row.of_plain
+    return (
+        row.label,
+        f"{speed.median:,.0f}",
+        f"{speed.least:,.0f} to {speed.most:,.0f}",
+        f"{ratio.median:.3f}" if ratio else UNKNOWN,
+        f"{ratio.least:.3f} to {ratio.most:.3f}" if ratio else UNKNOWN,
+        human_bytes(row.device_bytes) if row.device_bytes is not None else UNKNOWN,
+        human_bytes(row.host_bytes) if row.host_bytes is not None else UNKNOWN,
+        human_bytes(row.backward_bytes) if row.backward_bytes is not None else UNKNOWN,
+        human_number(row.loss, 6) if row.loss is not None else UNKNOWN,
+    )
+
+
+def _padded(column: int, cell: str, width: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)
+
+
+# --- the folder --------------------------------------------------------------------------------------------------
+
+
+def machine_name(hardware: Mapping[str, Any]) -> str:
+    """For a folder's name: ``h100-80gb-hbm3``, ``2-core-cpu``."""
+    if hardware["device_kind"] == "cpu":
+        return f"{hardware['usable_cores']}-core-cpu"
+    return re.sub(r"[^a-z0-9]+", "-", hardware["name"].lower().removeprefix("nvidia ")).strip("-")
+
+
+def new_folder(parent: Path, theme: str, hardware: Mapping[str, Any]) -> Path:
+    """``<date>_<theme>_<machine>`` with a folder for logs in it, numbered where there is one already.
+
+    Raises:
+        ConfigError: it cannot be made there.
+    """
+    name = f"{time.strftime('%Y-%m-%d')}_{theme}_{machine_name(hardware)}"
+    folder, number = parent / name, 1
+    while folder.exists():
+        number += 1
+        folder = parent / f"{name}_{number}"
+    try:
+        (folder / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--out {parent}: cannot make a folder there ({error.strerror})") from None
+    return folder
+
+
+def commit() -> str:
+    """Of this checkout, with ``+`` where files differ from it."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def conditions(work: Work, rounds: int, surroundings: Mapping[str, Any]) -> str:
+    """The line above a table: without it the figures mean nothing."""
+    shape, versions, hardware = work.shape, surroundings["versions"], surroundings["hardware"]
+    recompute = ", blocks recomputed" if work.recompute else ""
+    recompute += f", {work.attention} attention" + (f" with dropout {work.dropout}" if work.dropout else "")
+    return (
+        f"{work.model}: {shape.num_params / 1e6:,.1f} M parameters in {shape.layers} blocks, {work.dtype}{recompute}; "
+        f"{work.tokens:,} tokens per optimizer step ({work.rows} x {work.length} x {work.accumulation}); "
+        f"{work.steps} steps after {work.warmup}, {rounds} rounds; {hardware['name']}, {hardware['usable_cores']} "
+        f"cores; torch {versions['torch']}, deepspeed {versions['deepspeed']}; commit {commit()}"
+    )
+
+
+def write(folder: Path, command: str, work: Work, rounds: int, surroundings: Any, runs: Sequence[Run]) -> str:
+    """``record.json`` and ``table.md`` of the runs so far; the table with its conditions."""
+    rows = summary(runs)
+    text = f"{conditions(work, rounds, surroundings)}\n\n{table(rows)}\n"
+    record = {
+        "command": command,
+        "commit": commit(),
+        "work": {**asdict(work), "tokens_per_step": work.tokens, "shape": asdict(work.shape)},
+        "rounds": rounds,
+        **surroundings,
+        "summary": [asdict(row) for row in rows],
+        "runs": list(runs),
+    }
+    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "table.md").write_text(text)
+    return text

@@ -1,0 +1,226 @@
+"""What a run of a block changes besides its output: once, however often the block runs.
+
+Problem. A recomputed block runs again in backward. A batch norm moves its running statistics, a spectral norm iterates,
+a block drops itself by ``random.random()`` or draws from a generator of its own. The second run would do so once more,
+and from another state than the first, so that backward would be that of another forward.
+
+So a replay gets what the first run found, and afterwards everything is as it was before the replay:
+
+    random numbers   of Python, of NumPy, and of generators that are attributes of the block's modules. Torch's own are
+                     restored by its checkpoints
+    tensors          buffers and attributes of the block's modules. What the block writes to is copied before each run;
+                     what it replaces by another tensor is remembered
+    numbers          in attributes of the block's modules, as counters are
+
+What it writes to is learned in its first run: everything is copied before, and compared bit by bit afterwards. The same
+when a module of it changes between training and evaluation. From then on torch's version counters are compared.
+
+Memory, until backward: what it writes to once more, and the former tensor of an attribute that it replaces. Both are
+small (statistics, an auxiliary loss) and not in the plan.
+
+Not seen: whatever is in lists, closures and other objects; writes through ``.data`` that begin after the first run;
+numbers under DeepSpeed's stage 3, whose hooks count in the attributes of modules, and mean each run.
+
+Refused: a write to a tensor that the first run has left alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strategies.engine.tensors.nested import same_bits
+
+Owner = dict[str, Any]  # a module's buffers or its attributes
+Source = tuple[Callable[[], Any], Callable[[Any], None]]  # of random numbers: gets its state, sets it
+ABSENT = object()
+GLOBAL: tuple[Source, Source] = ((random.getstate, random.setstate), (np.random.get_state, np.random.set_state))
+
+
+class Effects:
+    """Knows which tensors a block writes to when it runs.
+
+    Args:
+        name: of the block, for messages.
+    """
+
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self.name = name
+        self.counts = not any(hasattr(param, "ds_id") for param in block.parameters())
+        self._block = block
+        self._written: dict[tuple[bool, ...], frozenset[tuple[str, str]]] = {}  # by what is in training
+
+    def begin(self) -> Found:
+        """What a run finds that begins now."""
+        modules = list(self._block.named_modules())
+        return Found(self, modules, self._written.get(_modes(modules)))
+
+    def learn(self, modules: list[tuple[str, nn.Module]], written: frozenset[tuple[str, str]]) -> None:
+        """The first run of this kind has written to these."""
+        self._written[_modes(modules)] = written
+
+
+class Found(AbstractContextManager[None]):
+    """What one run of a block found, for its replays.
+
+    Args:
+        known: places of tensors that such a run writes to; None if none was seen yet.
+    """
+
+    def __init__(
+        self, effects: Effects, modules: list[tuple[str, nn.Module]], known: frozenset[tuple[str, str]] | None
+    ) -> None:
+        self._effects, self._modules, self._known = effects, modules, known
+        self._before: list[tuple[Owner, Owner]] = []  # what a module has, and what it had
+        self._states: list[tuple[str, Owner, str, Tensor, int]] = []  # path, where, name; and version then
+        self._copies: dict[int, Tensor] = {}  # by id of a tensor
+        self._changed: list[tuple[Owner, str, Any]] = []  # with what was there before
+        self._sources = list(GLOBAL)
+        for path, module in modules:
+            for owner in (module._buffers, module.__dict__):
+                self._before.append((owner, owner.copy()))
+                self._note(path, owner)
+        self._random = [get() for get, _ in self._sources]
+        self._present: list[tuple[Owner, str, Any]] = []  # during a replay: what the first run left
+        self._drawn: list[Any] = []  # the same, of random numbers
+
+    def _note(self, path: str, owner: Owner) -> None:
+        for name, value in owner.items():
+            if value.__class__ in PLAIN:
+                continue
+            if _is_state(value):
+                self._states.append((path, owner, name, value, _version(value)))
+                if self._known is None or (path, name) in self._known:
+                    self._copies[id(value)] = _copy(value)
+            elif (generator := source(value)) is not None:
+                self._sources.append(generator)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """The run is over: keep what was there before it and is another thing now.
+
+        Raises:
+            RuntimeError: a tensor was written to that was not copied before.
+        """
+        written = set(self._known or ())
+        for path, owner, name, was, version in self._states:
+            if (path, name) in written or self._is_written(was, version):  # some kernels do not count writes
+                written.add((path, name))
+                if id(was) not in self._copies:
+                    self._refuse(path, name)
+                self._changed.append((owner, name, self._copies[id(was)]))
+            elif owner.get(name) is not was:
+                self._changed.append((owner, name, _detached(was)))
+        if self._known is None:
+            self._effects.learn(self._modules, frozenset(written))
+        self._add_new()
+        self._states.clear()
+        self._copies.clear()
+
+    def _add_new(self) -> None:
+        """Tensors where none was before, and numbers that are others."""
+        noted = {(id(owner), name) for _, owner, name, *_ in self._states}
+        for owner, before in self._before:
+            for name, value in owner.items():
+                if value.__class__ in NUMBERS:
+                    if self._effects.counts and before.get(name, ABSENT) != value:
+                        self._changed.append((owner, name, before.get(name, ABSENT)))
+                elif value.__class__ not in PLAIN and _is_state(value) and (id(owner), name) not in noted:
+                    self._changed.append((owner, name, before.get(name, ABSENT)))
+        self._before.clear()
+
+    def _is_written(self, tensor: Tensor, version: int) -> bool:
+        if _version(tensor) != version:
+            return True
+        return self._known is None and type(tensor) is Tensor and not _same(tensor, self._copies[id(tensor)])
+
+    def _refuse(self, path: str, name: str) -> None:
+        where = ".".join(filter(None, (self._effects.name, path, name)))
+        raise RuntimeError(
+            f"{where} is written to in forward, which the first forward of this block did not do, so that it cannot be "
+            f"recomputed: write strategies.recompute.policy: none, or choose other blocks by strategies.recompute.every"
+        )
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the run itself."""
+        yield
+        self._end()
+
+    def __enter__(self) -> None:
+        """A replay begins. There may be several, one after the other."""
+        self._present = [(owner, name, owner.get(name, ABSENT)) for owner, name, _ in self._changed]
+        self._drawn = [get() for get, _ in self._sources]
+        self._set_random(self._random)
+        copies: dict[int, Any] = {}  # a tensor that several modules have stays one
+        for owner, name, was in self._changed:
+            _put(owner, name, copies.setdefault(id(was), _copy(was)))
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, value in self._present:
+            _put(owner, name, value)
+        self._set_random(self._drawn)
+        self._present.clear()
+
+    def _set_random(self, states: list[Any]) -> None:
+        for (_, put), state in zip(self._sources, states, strict=True):
+            put(state)
+
+
+PLAIN = {bool, int, float, str, type(None), set, dict, OrderedDict}  # most attributes of a module
+NUMBERS = {bool, int, float}
+
+
+def source(value: Any) -> Source | None:
+    """How to get and to set the state of ``value``, if it is a random generator that has one."""
+    if isinstance(value, torch.Generator):
+        put: Callable[[Tensor], Any] = value.set_state
+        return value.get_state, put
+    if isinstance(value, np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
+    if isinstance(bits, np.random.BitGenerator):
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
+
+
+def _modes(modules: list[tuple[str, nn.Module]]) -> tuple[bool, ...]:
+    return tuple(module.training for _, module in modules)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Without the graph that made it, which would live as long as this one; it asks for a gradient as before."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copy(value: Any) -> Any:
+    with torch.no_grad():
+        return value.clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.layout is not torch.strided or first.is_meta or same_bits(first, second)
+
+
+def _put(owner: Owner, name: str, value: Any) -> None:
+    if value is ABSENT:
+        owner.pop(name, None)
+    else:
+        owner[name] = value

@@ -1,0 +1,1 @@
+"""Memory: the arenas, and what is known of the accelerator."""

@@ -1,0 +1,112 @@
+"""Whether a model can be stowed as a plan says: what is wrong, one line each.
+
+A plan gives every parameter memory of its own, laid out in order of rows. What shares memory in other ways, or lies in
+it otherwise, would train to other bits, or would go stale, without anybody noticing; so it is refused here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from strategies.core.layout import Layout
+from strategies.engine.optim import Rule
+from strategies.engine.tensors.parameters import ACCUMULATED
+
+NOT_IN_KERNELS = ("amsgrad", "maximize", "differentiable", "capturable", "nesterov", "momentum", "dampening")
+
+
+def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], rule: Rule) -> Iterator[str]:
+    """Where ``layout`` does not fit, one line each."""
+    params = dict(model.named_parameters())
+    group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+    yield from _unmovable(model, params)
+    yield from not_in_kernels(groups, rule)
+    moments = len(rule.names)
+    if layout.moments != moments:
+        yield f"the plan has room for {layout.moments} moments per parameter, the update rule keeps {moments}"
+    planned: set[str] = set()
+    for bucket in layout.buckets:
+        for name, size in zip(bucket.params, bucket.sizes, strict=True):
+            planned.add(name)
+            param = params.get(name)
+            if param is None:
+                yield f"{name}: the model has no such parameter"
+                continue
+            group = group_of.get(id(param)) if param.requires_grad else None
+            found = (param.numel(), str(param.dtype).removeprefix("torch."), group)
+            if found != (size, bucket.dtype, bucket.group):
+                yield (
+                    f"{name}: the plan has {size} x {bucket.dtype} in group {bucket.group}, the model {found[0]} x "
+                    f"{found[1]} in group {found[2]}"
+                )
+    for name in params.keys() - planned:
+        yield f"{name}: not in the plan"
+
+
+def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    """Parameters whose memory cannot be given to a plan."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield f"{name}: a scripted module, whose weights cannot be moved: stow the model as it was before"
+    for name, own in params.items():
+        if type(own) is not nn.Parameter:
+            yield f"{name}: a {type(own).__name__}, which keeps its memory in a way of its own"
+        if not own.is_contiguous():
+            yield f"{name}: its memory is not in order of rows: build it with .contiguous()"
+        if own.requires_grad and getattr(own, "_post_accumulate_grad_hooks", None):
+            yield f"{name}: {ACCUMULATED}"
+    places = sorted((_begin(own), _begin(own) + own.nbytes, name) for name, own in params.items() if own.numel())
+    for (_, end, first), (begin, _, second) in pairwise(places):
+        if begin < end:
+            yield f"{first} and {second} share memory and are two parameters: tie them by giving both modules the same"
+    if not places:
+        return
+    starts, mine = [begin for begin, _, _ in places], {id(own) for own in params.values()}
+    for name, module in model.named_modules():
+        kept = {**vars(module), **module._buffers}
+        for key in [key for key in kept if f"{key}_orig" in module._parameters]:
+            del kept[key]  # torch.nn.utils.spectral_norm computes it anew in every forward
+        for key, value in kept.items():
+            for tensor in _tensors(value) if key != "_buffers" else ():
+                begin, end, whose = places[bisect(starts, _begin(tensor)) - 1]
+                if id(tensor) not in mine and begin <= _begin(tensor) < end:
+                    yield f"{whose}: {name}.{key} shares its memory, and would keep the old weight: make a clone"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
+            yield leaf
+
+
+def _begin(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: Rule) -> Iterator[str]:
+    """What parameter groups ask for and the update does not do."""
+    for number, group in enumerate(groups):
+        for name in NOT_IN_KERNELS:
+            if group.get(name):
+                yield f"parameter group {number}: {name} is not supported; the update is {type(rule).__name__}"
+        fused = rule.defaults().get("fused")
+        if bool(group.get("fused", fused)) != bool(fused):
+            yield f"parameter group {number}: fused is {group['fused']} there and {fused} in the rule that was stowed"
+
+
+def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: Rule) -> Iterator[str]:
+    """Why an update could not go on with what was ``saved`` of parameter ``name``, whose ``state`` is here."""
+    missing = [key for key in ("step", *rule.names) if key not in saved] if rule.names else []
+    if missing:
+        yield f"{name}: {', '.join(missing)} missing in the saved state, which has {', '.join(map(str, saved))}"
+    for key in state.keys() & saved.keys():
+        shape = list(torch.as_tensor(saved[key]).shape)
+        if shape != list(state[key].shape):
+            yield f"{name}: {key} was saved with shape {shape}, and has {list(state[key].shape)} here"

@@ -1,0 +1,127 @@
+"""Update rules: what an optimizer does to a parameter, its gradient and its state. Torch's own kernels.
+
+A rule knows neither homes nor buckets: it gets lists of views and updates them in place, wherever they are. It says how
+many fp32 numbers of state it keeps per element, so that a layout can find room for them.
+
+Exactness. The same torch function is called on views of the same shape split as plain training would call it on whole
+tensors. Element-wise kernels give each element the same bits wherever it lies; what is known about split points is
+written in [Note: split points] in ``updates.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What one call updates: views in equal order. ``state`` has one list for each name of the rule."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    state: Sequence[Sequence[Tensor]]
+    steps: Sequence[Tensor]
+
+
+class Rule(Protocol):
+    """An update rule. ``names`` are torch's for its state, one fp32 number per element each.
+
+    ``flagged``: its kernel takes a flag that leaves everything as it is. Of other rules the caller waits for the flag.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+
+    @property
+    def flagged(self) -> bool: ...
+
+    def defaults(self) -> dict[str, Any]:
+        """Hyperparameters of a parameter group, by torch's names."""
+
+    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
+        """Update in place. ``bad`` (only if ``flagged``) 1.0 leaves all as it is."""
+
+
+# What torch writes into a group besides, so that a state dict loaded into its own optimizer means the same.
+TORCH = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """``torch.optim.AdamW``. Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    Args:
+        fused: torch's fused kernel, for the CPU and for CUDA; otherwise what torch takes by default.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    fused: bool = True
+
+    @property
+    def flagged(self) -> bool:
+        return self.fused
+
+    def defaults(self) -> dict[str, Any]:
+        return {**asdict(self), "fused": self.fused or None, "decoupled_weight_decay": True, **TORCH}
+
+    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(on.params),
+            list(on.grads),
+            list(on.state[0]),
+            list(on.state[1]),
+            [],
+            list(on.steps),
+            fused=self.fused or None,  # None: what torch takes by default, as torch.optim.AdamW does
+            found_inf=bad,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD:
+    """``torch.optim.SGD`` without momentum: no state at all."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+    @property
+    def flagged(self) -> bool:
+        return False
+
+    def defaults(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
+        sgd(
+            list(on.params),
+            list(on.grads),
+            [None] * len(on.params),
+            weight_decay=group["weight_decay"],
+            momentum=0.0,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        torch._foreach_add_(list(on.steps), 1)

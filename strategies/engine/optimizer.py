@@ -1,0 +1,401 @@
+"""The public face: one function that hooks a model in place and returns an ordinary optimizer.
+
+    optimizer = stow(model, plan)
+    model(**batch).loss.backward()
+    optimizer.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
+
+What differs from a plain optimizer, and why:
+    gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` takes them.
+                It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``.
+                After ``step``, ``zero_grad`` has to be called (``leftover_gradients.py``)
+    weights     can be read anywhere (``parameters.py``); written under ``present`` or by ``load_state_dict`` only
+    clipping    by ``optimizer.clip_grad_norm_`` or torch's function. If neither is called, ``step`` clips to what the
+                plan says
+    skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
+                is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
+    ranks       gradients are averaged here: over the default process group, where there is one, or the one given
+
+Refused: a plan made for another model, dtype, grouping or number of ranks; stowing a model twice; closures; trainable
+parameters that the optimizer does not hold; DistributedDataParallel and DataParallel around a stowed model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.facts import Home
+from strategies.core.validate import check
+from strategies.engine import state_file
+from strategies.engine.engine import Engine
+from strategies.engine.memory.accelerator import device_of
+from strategies.engine.model_checks import mismatches, not_in_kernels, unlike
+from strategies.engine.optim import AdamW, Rule
+from strategies.engine.optimizer_state import State
+from strategies.engine.rank_sync import move_buffers
+from strategies.engine.state_dict import Surface
+from strategies.engine.tensors.parameters import STOWED
+from strategies.engine.transfer.transfer import Transfer, transfer_for
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from strategies.core.plan import Plan
+
+Saved = list[tuple[nn.Parameter, Mapping[str, Any]]]
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+def stow(
+    model: nn.Module,
+    plan: Plan,
+    params: Params | None = None,
+    rule: Rule | None = None,
+    *,
+    device: torch.device | str | None = None,
+    process_group: ProcessGroup | None = None,
+    transfer: Transfer | None = None,
+    beside: bool | None = None,
+) -> StowOptimizer:
+    """Move ``model`` into the memory that ``plan`` gives it and return the optimizer that drives it.
+
+    Args:
+        model: on the CPU. The dtype of its parameters is the dtype of compute; bf16 gets fp32 masters.
+        plan: with a layout and addresses, as ``plan_for`` or a config with ``offload`` makes it.
+        params: as for any torch optimizer, parameters or groups; the same as the plan was made with.
+        rule: the update rule and its hyperparameters; AdamW with torch's defaults.
+        device: the one to train on; by default the accelerator, where there is one.
+        process_group: ranks that train together, each holding everything; by default all there are. They start with
+            the weights of the first.
+        transfer: how bytes move; for tests.
+        beside: host updates run in a worker; None: where the device is not the CPU itself.
+
+    Raises:
+        ValueError: the plan does not fit the model or the ranks, or the model is stowed already.
+        OutOfMemoryError: the memory that the plan counts on is not there.
+    """
+    import torch.distributed as dist
+
+    where = device_of(device)
+    rule = rule or AdamW()
+    if stowed_by(model) is not None:
+        raise ValueError("this model is stowed already; close() its optimizer first")
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    ranks = 1 if process_group is None else dist.get_world_size(process_group)
+    if ranks != plan.facts.run.world_size:
+        raise ValueError(
+            f"the plan is for {plan.facts.run.world_size} ranks, and {ranks} train together: give plan_for their "
+            f"number as world_size, or stow a process_group of those that do"
+        )
+    group = process_group if ranks > 1 else None
+    beside = where.type != "cpu" if beside is None else beside
+    optimizer = StowOptimizer(model, plan, params, rule, where, group, transfer or transfer_for(where), beside)
+    model.__dict__[STOWED] = optimizer
+    model.__dict__[DDP_ASKS] = _NotForDdp()
+    return optimizer
+
+
+def stowed_by(model: nn.Module) -> StowOptimizer | None:
+    """The optimizer that drives ``model``, if one does."""
+    found: StowOptimizer | None = model.__dict__.get(STOWED)
+    return found
+
+
+# DistributedDataParallel reads this attribute of the module that it is to wrap, first of all, and goes through it.
+DDP_ASKS = "_ddp_params_and_buffers_to_ignore"
+
+
+class _NotForDdp:
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError(NOT_FOR_DDP)
+
+
+NOT_FOR_DDP = (
+    "this model is stowed, and its optimizer averages gradients over the ranks itself: do not wrap it in "
+    "DistributedDataParallel"
+)
+
+
+class StowOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose parameters, gradients and state live where a plan says. See ``stow``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        params: Params | None,
+        rule: Rule,
+        device: torch.device,
+        process_group: ProcessGroup | None,
+        transfer: Transfer,
+        beside: bool,
+    ) -> None:
+        chosen: Any = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
+        self._ready = self._closed = False
+        super().__init__(chosen, rule.defaults())
+        layout, place = plan.layout, plan.place
+        if layout is None or place is None:
+            raise ValueError("the plan has no layout: switch strategies.offload on")
+        check(layout, place.addresses)
+        if process_group is not None and layout.accumulation > 1 and any(b.parks is Home.HOST for b in layout.buckets):
+            raise ValueError("over ranks, gradients of several micro-batches must park on the device: gradients=device")
+        complaints = list(mismatches(model, layout, self.param_groups, rule))
+        if complaints:
+            raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
+        move_buffers(model, device)
+        self.engine = Engine(
+            model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
+            group=process_group, debug=place.debug, beside=beside,
+        )  # fmt: skip
+        self._name_of = {id(param): name for name, param in model.named_parameters()}
+        self._surface = Surface(model, self.engine)
+        self._model = model
+        self._first_look = model.register_forward_pre_hook(self._look_once)
+        self._planned = self._members()
+        self._ready = True
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The norm of all gradients before clipping, on the device; ``step`` applies the clipping.
+
+        Raises:
+            RuntimeError: the plan updates in backward.
+        """
+        return self.engine.clip(max_norm)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Start the updates. They are computed under the next forward, each before its weights are used."""
+        if closure is not None:
+            raise ValueError("closures are not supported: weights are updated while the next forward runs")
+        self._refuse_closed()
+        self._surface.refuse_loans("step()")
+        self._refuse_strangers()
+        self._refuse_edits()
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """All gradients become None, or zero; those that were not stepped with are discarded."""
+        self._refuse_closed()
+        self.engine.zero(to_none=set_to_none)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this optimizer is closed; stow the model again to go on training")
+
+    def _look_once(self, module: nn.Module, inputs: Any) -> None:
+        active = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if active is not None and active.module is module:  # wrapped before it was stowed
+            raise ValueError(NOT_FOR_DDP)
+        if module is not self._model:
+            raise RuntimeError("a stowed model cannot be replicated by DataParallel: start one process for each GPU")
+        self._refuse_strangers()
+        self._first_look.remove()
+
+    def _refuse_strangers(self) -> None:
+        """Do nothing while the model's trainable parameters are those that were stowed.
+
+        Raises:
+            RuntimeError: an adapter was added, an embedding was resized, something was unfrozen.
+        """
+        trained = self.engine.trained
+        for param in self._model.parameters():
+            if param.requires_grad and id(param) not in trained:
+                name = next(name for name, other in self._model.named_parameters() if other is param)
+                raise RuntimeError(
+                    f"{name} requires a gradient and is not in the optimizer: what changes a model (adapters, "
+                    f"resizing, freezing) has to be done before it is planned and stowed; functional_call with other "
+                    f"parameters cannot be done"
+                )
+
+    def _refuse_edits(self) -> None:
+        """Do nothing while the parameter groups are those that were planned, but for numbers that an update reads.
+
+        Raises:
+            RuntimeError: parameters were taken out, moved or added, or the update is to be another one.
+        """
+        if self._members() != self._planned:
+            raise RuntimeError("parameters were moved in param_groups: close(), change, plan and stow again")
+        for complaint in not_in_kernels(self.param_groups, self.engine.rule):
+            raise RuntimeError(complaint)
+
+    def _members(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, during construction.
+
+        Raises:
+            RuntimeError: afterwards, since the plan has no memory for more.
+        """
+        if self._ready:
+            raise RuntimeError("parameters cannot be added to a stowed model: close(), change, plan and stow again")
+        super().add_param_group(param_group)
+
+    # --- looking in --------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Complete all updates that are under way. Afterwards only buckets that travel are absent."""
+        self.engine.refuse_halfway()
+        self.engine.drain()
+        self._surface.loans.keep()
+
+    @contextmanager
+    def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Let ``params`` be plain parameters on the device, with their newest values; what is written is kept.
+
+        The model runs with what was written, state dicts show it. Afterwards ``param.data`` of those that travel, taken
+        inside, is a copy. Refused inside: ``step``, ``close``, and backward where it updates.
+        """
+        with self._surface.present(list(params)):
+            yield
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out because a gradient was not finite, as far as known without waiting."""
+        return self.engine.verdicts.skipped
+
+    @property
+    def device_bytes(self) -> int:
+        """Size of the arena on the device."""
+        return self.engine.arena.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the arena on the host."""
+        return self.engine.arena.host_bytes
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Views of a trained parameter's state by torch's names, and ``master`` in mixed precision; drains first."""
+        self.drain()
+        return self._surface.state_of(param)
+
+    @property
+    def state(self) -> Any:
+        """As torch's: what is known of each parameter that was updated. To take one out is to forget it."""
+        return State(self, self._surface)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._ready and value:
+            raise RuntimeError("the state of a stowed model is planned: use load_state_dict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's form; tensors are views, not copies. ``save`` writes the same without a second copy."""
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's: parameters of the saved groups are ours in order. State is copied to where it lives.
+
+        Raises:
+            ValueError: other groups, or what the update cannot go on with. Nothing has changed then.
+        """
+        self.drain()
+        state: Saved = []
+        last = self.register_load_state_dict_pre_hook(lambda _, given: self._take_state(given, state))
+        first = self.register_load_state_dict_post_hook(lambda _: self._put_state(state), prepend=True)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            last.remove()
+            first.remove()
+
+    def _take_state(self, given: Mapping[str, Any], state: Saved) -> dict[str, Any]:
+        """Move what a state dict says of parameters into ``state``, checked; torch gets the rest, and checks groups."""
+        groups = [{"fused": self.defaults.get("fused"), **group} for group in given["param_groups"]]
+        complaints = list(not_in_kernels(groups, self.engine.rule))
+        ours = [param for group in self.param_groups for param in group["params"]]
+        params = dict(zip([key for group in groups for key in group["params"]], ours, strict=False))
+        state += [(param, given["state"][key]) for key, param in params.items() if given["state"].get(key)]
+        for param, saved in state:
+            complaints += unlike(self._name_of[id(param)], saved, self._surface.state_of(param), self.engine.rule)
+        if complaints:
+            raise ValueError(complaints[0])
+        return {**given, "state": {}, "param_groups": groups}
+
+    def _put_state(self, state: Saved) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._surface.forget_state(param)
+        for param, saved in state:
+            self._surface.set_state(param, saved)
+
+    # --- on disk -----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write state and hyperparameters into ``folder``, which is theirs alone, whole or not at all; drains first.
+
+        No second copy is made in memory. Gradients that wait for a step are not saved, weights neither: save those by
+        ``model.save_pretrained`` or from ``model.state_dict()``. Of several ranks, which hold the same, one saves.
+
+        Raises:
+            ValueError: a hyperparameter that JSON cannot hold.
+            OSError: the disk would not have it; an earlier save in ``folder`` is intact.
+        """
+        self.drain()
+        head = self._head()
+        state_file.check_json(head["param_groups"])
+        state_file.write(Path(folder), list(self._entries()), head)
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Read what ``save`` wrote, under whatever layout; in mixed precision the weights follow their masters.
+
+        Gradients that wait for a step are discarded. Load the weights of the same moment as well.
+
+        Raises:
+            ValueError: it is of another model or rule, or damaged, with all complaints. Nothing has changed then.
+        """
+        self.drain()
+        where, content = state_file.read_index(Path(folder))
+        head, expected = self._head(), {entry.name: entry for entry in self._entries()}
+        complaints = [*state_file.misfits(content, expected, head), *state_file.damaged_files(where, content)]
+        complaints = complaints or list(state_file.absent_tensors(where, content))
+        if complaints:
+            raise ValueError(f"{where}: the optimizer state was not loaded:\n  " + "\n  ".join(complaints))
+        self.zero_grad()
+        params = dict(self._model.named_parameters())
+        for name in expected:
+            self._surface.forget_state(params[name])
+        state_file.read(where, content, lambda name, key, value: self._surface.set_state(params[name], {key: value}))
+        for group, saved in zip(self.param_groups, content["param_groups"], strict=True):
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    def _head(self) -> dict[str, Any]:
+        groups = [
+            {**group, "params": [self._name_of[id(param)] for param in group["params"]]} for group in self.param_groups
+        ]
+        return {"rule": type(self.engine.rule).__name__, "state": list(self.engine.rule.names), "param_groups": groups}
+
+    def _entries(self) -> Iterator[state_file.Entry]:
+        """Every trained parameter in the order of the layout. One that was never updated has no counts and moments."""
+        for held in self.engine.held:
+            for param in held.params if held.bucket.group is not None else ():
+                state = self._surface.state_of(param)
+                if not state["step"] > 0:
+                    state = {key: value for key, value in state.items() if key == "master"}
+                yield state_file.Entry(
+                    self._name_of[id(param)], tuple(param.shape), held.bucket.dtype, state, held.name
+                )
+
+    def close(self) -> None:
+        """Give the model its weights back in ordinary memory on the CPU, and forget it. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._surface.refuse_loans("close()")
+        self.engine.drain()
+        self.engine.close()
+        self._surface.take_out()
+        move_buffers(self._model, torch.device("cpu"))
+        self._first_look.remove()
+        for name in (STOWED, DDP_ASKS):
+            del self._model.__dict__[name]
+        self._closed = True

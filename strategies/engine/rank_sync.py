@@ -1,0 +1,82 @@
+"""What ranks share besides gradients: the weights they start with, and buffers.
+
+Torch's DistributedDataParallel gives all ranks the first one's buffers (running statistics, codebooks, counters) before
+a forward, if the last forward was one after which gradients are averaged; within a window of micro-batches under
+``no_sync`` that is before the first one alone. Hugging Face's Trainer trains so unless told otherwise, and evaluates
+the model itself, each rank with buffers of its own.
+
+So it is here: buffers are shared before the first forward with gradients, before the first one after each step, and
+after every forward of a window's last micro-batch before the next. Forwards without gradients share nothing and count
+for nothing; a loop that evaluates through DistributedDataParallel itself would see the first rank's buffers there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from strategies.engine.tensors.parameters import put
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SharedBuffers:
+    """Decides before which forwards the buffers of ``model`` are shared."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        self._model, self._group = model, group
+        self._due = True
+
+    def forward(self, *, is_last: bool) -> None:
+        """A forward with gradients begins, of a window's last micro-batch or of another. A collective when due."""
+        if self._due:
+            share(self._model.buffers(), self._group)
+        self._due = is_last
+
+    def step(self) -> None:
+        """A window is over, however many micro-batches it had."""
+        self._due = True
+
+
+@torch.no_grad()
+def share(tensors: Iterator[Tensor], group: ProcessGroup) -> None:
+    """Give all ranks the first one's. A collective."""
+    first = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        value = tensor.contiguous()
+        dist.broadcast(value, first, group=group)
+        if value is not tensor:
+            tensor.copy_(value)
+
+
+def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> None:
+    """Give all ranks the first one's parameters and buffers, as torch's data parallelism does. A collective.
+
+    Raises:
+        ValueError: the ranks have different models.
+    """
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
+    models: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(models, mine, group=group)
+    if any(other != mine for other in models):
+        raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
+    for _, tensor in _tensors(model):
+        value = tensor.detach().to(device)
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+        tensor.detach().copy_(value)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """All buffers of ``model`` to ``device``; each stays the object that it was."""
+    for buffer in model.buffers():
+        put(buffer, buffer.detach().to(device))

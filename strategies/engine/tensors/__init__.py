@@ -1,0 +1,1 @@
+"""Tensors: what the parameters and gradients of a stowed model are to everybody else."""

@@ -1,0 +1,1 @@
+"""Transfer: copies between the homes, the only streams and events, and the race detector."""

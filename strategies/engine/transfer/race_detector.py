@@ -1,0 +1,119 @@
+"""A race detector: is every pair of accesses to the same bytes ordered by events? For tests, on any machine.
+
+Each lane carries a vector clock: for each lane, how much of its work is known to be done. An event remembers the
+clock of its lane; a wait merges it into the waiting lane's. An access is safe if, of every earlier access of another
+lane to overlapping bytes (one of the two a write), the later lane's clock says that it is done. So a missing edge is
+found whatever the timing of the run, which no test of results can promise.
+
+What the main thread launches is known to a lane only through events, as on streams. Source of the method: Lamport,
+"Time, Clocks, and the Ordering of Events in a Distributed System", 1978.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from strategies.engine.transfer.transfer import Event, Lane, Transfer
+
+Clock = dict[Lane, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of a stretch of memory."""
+
+    lane: Lane
+    time: int
+    start: int
+    stop: int
+    writes: bool
+    what: str
+
+
+class Watch(Transfer):
+    """Copies at once, as on a machine without streams, and checks the order that events alone would give.
+
+    ``races`` collects what is not ordered, one line each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: list[str] = []
+        self._clocks: dict[Lane, Clock] = {lane: defaultdict(int) for lane in Lane}
+        self._history: list[Access] = []
+        self._lock = threading.RLock()
+
+    def reads(self, lane: Lane, *regions: Tensor | None) -> None:
+        for region in regions:
+            self._access(lane, region, writes=False)
+
+    def writes(self, lane: Lane, *regions: Tensor | None) -> None:
+        for region in regions:
+            self._access(lane, region, writes=True)
+
+    def poison(self, lane: Lane, region: Tensor) -> None:
+        self.writes(lane, region)
+        super().poison(lane, region)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        self.reads(lane, source)
+        self.writes(lane, target)
+        super().copy(lane, target, source)
+
+    def _record(self, lane: Lane) -> Clock:
+        with self._lock:
+            return dict(self._clocks[lane])
+
+    def done(self, event: Event | None) -> bool:
+        return True
+
+    def _wait(self, lane: Lane, event: Event) -> None:
+        self._merge(lane, event)
+
+    def _host_wait(self, event: Event) -> None:
+        self._merge(Lane.HOST, event)
+
+    def _merge(self, lane: Lane, event: Event) -> None:
+        with self._lock:
+            known = self._clocks[lane]
+            for other, time in event.handle.items():
+                known[other] = max(known[other], time)
+
+    def _access(self, lane: Lane, region: Tensor | None, *, writes: bool) -> None:
+        if region is None or region.numel() == 0:
+            return
+        with self._lock:
+            clock = self._clocks[lane]
+            clock[lane] += 1
+            start = region.data_ptr()
+            now = Access(lane, clock[lane], start, start + region.nbytes, writes, _caller())
+            for before in self._history:
+                if self._conflict(before, now) and clock[before.lane] < before.time:
+                    self.races.append(f"{before.what} on {before.lane.value}, then {now.what} on {lane.value}")
+            self._history = [old for old in self._history if not _covered(old, now)]
+            self._history.append(now)
+
+    @staticmethod
+    def _conflict(before: Access, now: Access) -> bool:
+        overlap = before.start < now.stop and now.start < before.stop
+        return overlap and before.lane is not now.lane and (before.writes or now.writes)
+
+
+def _covered(old: Access, now: Access) -> bool:
+    """Whether ``now`` stands for ``old`` in every later check: same lane or ordered after it, at least its bytes."""
+    same = old.lane is now.lane and (now.writes or not old.writes)
+    return same and now.start <= old.start and old.stop <= now.stop
+
+
+def _caller() -> str:
+    import sys
+
+    frame: Any = sys._getframe(3)
+    while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.endswith("transfer.py"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}:{frame.f_lineno}"

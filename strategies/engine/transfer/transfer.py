@@ -1,0 +1,222 @@
+"""Copies between the homes, and the only streams and events of the project.
+
+Four lanes: the device computes (COMPUTE), copies up (UP), copies down (DOWN); the worker on the host computes (HOST).
+Within a lane work runs in the order in which it was issued. Between lanes nothing is ordered but by an event:
+``record`` marks a point of a lane, ``wait`` makes another lane wait for it. The host waits for nobody, except the
+worker for what it is about to read.
+
+Without streams (a CPU machine) a copy is made when it is issued, and events are empty. ``Delayed`` makes each copy as
+late as its events allow, so that a forgotten wait shows as wrong numbers in a test on any machine.
+
+[Note: events that need no wait] An event of a lane says that everything before it in that lane is done. A lane that has
+waited for event 7 of UP need not wait for event 5 of UP. Each lane remembers the last event it waited for, by lane,
+which makes repeated waits free and lets callers wait for every event that could matter.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOOK_S = 1e-4  # an update on the host takes hundreds of times as long
+
+
+class Lane(Enum):
+    """Where work runs in order."""
+
+    COMPUTE = "compute"
+    UP = "up"
+    DOWN = "down"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A point of a lane: everything issued there before it. ``number`` grows along the lane."""
+
+    lane: Lane
+    number: int
+    handle: Any = None  # torch.Event where there are streams
+
+
+class Transfer:
+    """Copies made at once: for machines whose device is their memory. Also the interface of the others.
+
+    ``eager``: homes are given up as soon as they are left, not when somebody wants their address. For test doubles.
+    """
+
+    eager = False
+
+    def __init__(self) -> None:
+        self._count: dict[Lane, int] = defaultdict(int)
+        self._seen: dict[tuple[Lane, Lane], int] = defaultdict(int)
+        self.bytes_up = self.bytes_down = 0
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        """Issue a copy of equal-sized flat tensors on ``lane``."""
+        if lane is Lane.UP:
+            self.bytes_up += target.nbytes
+        else:
+            self.bytes_down += target.nbytes
+        self._copy(lane, target, source)
+
+    def record(self, lane: Lane) -> Event:
+        """A point after everything issued on ``lane`` so far."""
+        self._count[lane] += 1
+        return Event(lane, self._count[lane], self._record(lane))
+
+    def wait(self, lane: Lane, *events: Event | None) -> None:
+        """``lane`` does nothing issued from now on before ``events``. See [Note: events that need no wait]."""
+        for event in events:
+            if event is None or event.lane is lane or self._seen[lane, event.lane] >= event.number:
+                continue
+            self._seen[lane, event.lane] = event.number
+            self._wait(lane, event)
+
+    def poison(self, lane: Lane, region: Tensor) -> None:
+        """Fill ``region`` with NaN on ``lane``: who reads it before the copy that follows will notice."""
+        self._fill(lane, region)
+
+    def done(self, event: Event | None) -> bool:
+        """Whether ``event`` has passed, without waiting."""
+        return event is None or event.handle is None or bool(event.handle.query())
+
+    def host_wait(self, *events: Event | None) -> None:
+        """The calling thread waits for ``events``. For the worker, and where values leave for the user."""
+        for event in events:
+            if event is not None:
+                self._host_wait(event)
+
+    # What happened to which memory: nothing here; ``race_detector.py`` checks the order of every pair.
+    def reads(self, lane: Lane, *regions: Tensor | None) -> None: ...
+
+    def writes(self, lane: Lane, *regions: Tensor | None) -> None: ...
+
+    def vacated(self, home: Tensor, *after: Event | None) -> None:
+        """Nobody uses this home any more, once these events have passed. For test doubles."""
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def _fill(self, lane: Lane, region: Tensor) -> None:
+        region.fill_(math.nan)
+
+    def _record(self, lane: Lane) -> Any:
+        return None
+
+    def _wait(self, lane: Lane, event: Event) -> None: ...
+
+    def _host_wait(self, event: Event) -> None: ...
+
+
+class AcceleratorTransfer(Transfer):
+    """One stream up, one down; compute is whatever stream the caller runs on.
+
+    A GPU has one copy engine per direction: more streams would add no bandwidth. Saved tensors have a transfer of their
+    own all the same (``activations.py``): they would queue behind weights that wait for their places.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._streams = {Lane.UP: torch.Stream(device=device), Lane.DOWN: torch.Stream(device=device)}
+        self._device = device
+        self._compute: torch.Stream | None = None
+
+    def _stream(self, lane: Lane) -> torch.Stream:
+        return self._streams.get(lane) or self._current()
+
+    @contextmanager
+    def _on(self, lane: Lane) -> Iterator[None]:
+        """What is issued inside runs on ``lane``. (As a context a stream keeps the former one, for all threads.)"""
+        former = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream(lane))
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(former)
+
+    def _current(self) -> torch.Stream:
+        """The caller's stream; backward runs in a thread of its own, on the stream of the forward it belongs to."""
+        current = torch.accelerator.current_stream(self._device)
+        if self._compute is None:
+            self._compute = current
+        elif self._compute != current:  # which waits were made is remembered by lane, and COMPUTE is one stream
+            raise RuntimeError("a stowed model runs on the stream on which it first ran: do not change the stream")
+        return current
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with self._on(lane):
+            target.copy_(source, non_blocking=True)
+
+    def _fill(self, lane: Lane, region: Tensor) -> None:
+        with self._on(lane):
+            region.fill_(math.nan)
+
+    def _record(self, lane: Lane) -> torch.Event | None:
+        if lane is Lane.HOST:
+            return None  # the worker's result is awaited before its event is used
+        event = torch.Event(device=self._device)
+        event.record(self._stream(lane))
+        return event
+
+    def _wait(self, lane: Lane, event: Event) -> None:
+        if event.handle is not None and lane is not Lane.HOST:
+            self._stream(lane).wait_event(event.handle)
+
+    def _host_wait(self, event: Event) -> None:
+        """Sleeps between two looks: ``synchronize`` keeps a core busy, and the worker's kernels need it."""
+        if event.handle is not None:
+            while not event.handle.query():
+                time.sleep(LOOK_S)
+            event.handle.synchronize()  # raises what went wrong on the device
+
+
+class Delayed(Transfer):
+    """Copies made as late as their events allow. For tests: whoever forgets to wait reads old bytes.
+
+    Compute and the host are immediate, as on a machine without streams; each copy lane is a queue that is worked off
+    only as far as somebody waits for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: dict[Lane, deque[Callable[[], object]]] = {Lane.UP: deque(), Lane.DOWN: deque()}
+        self._done: dict[Lane, int] = {Lane.UP: 0, Lane.DOWN: 0}
+        self._lock = threading.RLock()  # the worker waits, too
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        self._queues[lane].append(lambda: target.copy_(source))
+
+    def _fill(self, lane: Lane, region: Tensor) -> None:
+        self._queues[lane].append(lambda: region.fill_(math.nan))
+
+    def _record(self, lane: Lane) -> None:
+        if lane in self._queues:
+            number = self._count[lane]
+            self._queues[lane].append(lambda: self._done.__setitem__(lane, number))
+
+    def _wait(self, lane: Lane, event: Event) -> None:
+        if lane in self._queues:
+            self._queues[lane].append(lambda: self._host_wait(event))
+        else:
+            self._host_wait(event)
+
+    def _host_wait(self, event: Event) -> None:
+        with self._lock:
+            while event.lane in self._queues and self._done[event.lane] < event.number:
+                self._queues[event.lane].popleft()()
+
+
+def transfer_for(device: torch.device) -> Transfer:
+    """The transfer that suits ``device``."""
+    return Transfer() if device.type == "cpu" else AcceleratorTransfer(device)

@@ -1,0 +1,95 @@
+"""Exact solvers for small cases, to hold the heuristics against: all sets of gaps, all packings that matter.
+
+``best_gaps`` prices every set of gaps (2 ** gaps of them), each with its reloads as early as memory allows.
+``all_issues`` prices every issue vector too. ``pack`` branches over packings in which each piece lies at 0 or on a
+piece that is there with it, placed in order of offset; it is fine for about ten pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+
+from strategies.planner.greedy import issue
+from strategies.planner.packing import Packing, Piece, max_live
+from strategies.planner.packing import pack as quick
+from strategies.planner.problem import Eviction, Gap, Problem, memory
+from strategies.planner.simulate import reload_period
+
+MOST_GAPS = 14
+
+
+def best_gaps(problem: Problem) -> float:
+    """The shortest period of all sets of gaps; infinite, where none fits."""
+    plans = (issue(problem, gaps) for gaps in _sets(problem))
+    return min((reload_period(problem, plan) for plan in plans if plan is not None), default=float("inf"))
+
+
+def all_issues(problem: Problem) -> float:
+    """The shortest period of all sets of gaps with all steps to issue their reloads at."""
+    found = float("inf")
+    for gaps in _sets(problem):
+        for steps in product(*(range(gap.after + 2, gap.before + 1) for gap in gaps)):
+            plan = [Eviction(gap, step) for gap, step in zip(gaps, steps, strict=True)]
+            if max(memory(problem, plan)) <= problem.budget:
+                found = min(found, reload_period(problem, plan))
+    return found
+
+
+def _sets(problem: Problem) -> Iterator[tuple[Gap, ...]]:
+    if len(problem.gaps) > MOST_GAPS:
+        raise ValueError(f"{len(problem.gaps)} gaps are too many; {MOST_GAPS} can be enumerated")
+    for number in range(len(problem.gaps) + 1):
+        yield from combinations(problem.gaps, number)
+
+
+def pack(pieces: Sequence[Piece]) -> Packing:
+    """The smallest arena."""
+    start = quick(pieces)
+    return start if start.arena == start.bound else _Branches(pieces, start).solve()
+
+
+class _Branches:
+    def __init__(self, pieces: Sequence[Piece], start: Packing) -> None:
+        self._pieces, self._best = pieces, start
+        self._bound = max_live(pieces)
+        steps = sorted({start for piece in pieces for start, _ in piece.spans})  # where alive bytes can be most
+        self._covers = [
+            [at for at, step in enumerate(steps) if any(low <= step < high for low, high in piece.spans)]
+            for piece in pieces
+        ]
+        self._floor = [0] * len(steps)  # the end of what is placed, per step
+        self._left = [sum(p.num_bytes for p, c in zip(pieces, self._covers, strict=True) if at in c)
+                      for at in range(len(steps))]  # fmt: skip
+        self._offsets = [-1] * len(pieces)
+
+    def solve(self) -> Packing:
+        """The best of all packings."""
+        self._branch(0, 0)
+        return self._best
+
+    def _branch(self, placed: int, lowest: int) -> None:
+        if placed == len(self._pieces):
+            self._best = Packing(tuple(self._offsets), max(self._floor, default=0), self._bound)
+            return
+        seen = set()
+        for index, piece in enumerate(self._pieces):
+            cover = self._covers[index]
+            offset = max((self._floor[at] for at in cover), default=0)
+            if self._offsets[index] >= 0 or offset < lowest or piece in seen:
+                continue
+            seen.add(piece)
+            before = [self._floor[at] for at in cover]
+            self._offsets[index] = offset
+            for at in cover:
+                self._floor[at], self._left[at] = offset + piece.num_bytes, self._left[at] - piece.num_bytes
+            # What is left lies on top of what is placed, at no less than this offset.
+            if all(
+                max(f, offset if r else 0) + r < self._best.arena for f, r in zip(self._floor, self._left, strict=True)
+            ):
+                self._branch(placed + 1, offset)
+            for at, floor in zip(cover, before, strict=True):
+                self._floor[at], self._left[at] = floor, self._left[at] + piece.num_bytes
+            self._offsets[index] = -1
+            if self._best.arena == self._bound:
+                return

@@ -1,0 +1,263 @@
+"""From a file and overrides to a ``RunConfig``, or to every reason why not.
+
+The problem: a typo that is ignored costs a night, and errors shown one per attempt cost an hour. Both are the
+normal case elsewhere, after a minute of imports and once per rank.
+
+The rule: three layers, each a nested mapping with the place of every key: the base named by ``extends:``, the
+file, the overrides. Later layers win key by key; null takes back what an earlier layer set, so a section or
+strategy of the base can be dropped. The merged mapping is validated section by section, then combinations are
+checked as far as their keys are valid; all complaints together are raised as one ``ConfigError``, one line
+each. Nothing heavy is imported, so this takes a fraction of a second and fails before torch is loaded.
+
+What we refuse: a base that extends another (where a value comes from must be seen in two files at most), an
+override that silently adds a key, and a strategy with nothing but null after its name: on or off?
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, create_model
+from pydantic.json_schema import GenerateJsonSchema
+
+from strategies.core.registry import available, find
+from trainer.config.arguments import REFUSED
+from trainer.config.conflicts import conflicts
+from trainer.config.hints import foreign, unknown_key
+from trainer.config.sections import SECTIONS, RunConfig, flat
+from trainer.config.wording import MISSING, Fault, Unknown, faults
+from trainer.config.yaml_file import (
+    COMMAND_LINE,
+    Document,
+    Key,
+    Place,
+    Problem,
+    complaint,
+    dotted,
+    leaves,
+    parse,
+    printable,
+    read,
+    shown,
+)
+from trainer.errors import ConfigError
+
+EXTENDS = "Path of one other config, relative to this file, whose keys apply where this file sets none."
+TOP = ("extends", *RunConfig.model_fields)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in the file at ``path``, changed by ``overrides`` such as ``training.learning_rate=1e-4``.
+
+    Raises:
+        ConfigError: with one line per problem, in the order of the file.
+    """
+    path = Path(path)
+    file = _read(path)
+    base = _base(path, file)
+    command = _overrides(overrides)
+    layers = (base, file, command)
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        if layer is command:
+            _drop_what_is_off(layer.tree, tree)
+        tree = merged(tree, layer.tree)
+    places = _places(layers)
+    problems = [problem for layer in layers for problem in layer.problems]
+    whole = all(layer.tree or not layer.problems for layer in (base, file))
+    unread = {problem.key for problem in problems}
+    problems += [_problem(fault, places, str(path)) for fault in check(tree, whole) if fault.key not in unread]
+    if problems:
+        order = {str(path): 0, COMMAND_LINE: 2}  # the base comes between
+        problems.sort(key=lambda problem: (order.get(problem.place.file, 1), problem.place.line))
+        raise ConfigError(map(str, problems))
+    return build(tree)
+
+
+def build(tree: dict[str, Any]) -> RunConfig:
+    """The config of a tree in which ``check`` finds nothing."""
+    strategies = {name: find(name).model_validate(options) for name, options in (tree.get("strategies") or {}).items()}
+    return RunConfig.model_validate({**{name: tree.get(name, {}) for name in SECTIONS}, "strategies": strategies})
+
+
+def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
+    """Everything wrong with a merged tree; if it is not ``whole``, without what may be said in the rest."""
+    strangers = [name for name in tree if name not in RunConfig.model_fields]
+    found = [fault for name in strangers for fault in _unknown((name,), tree[name], TOP)]
+    # A misspelt section is one mistake: that its keys are missing under the right name is not said as well.
+    gaps = [name for name in SECTIONS if name not in tree]
+    absent = {near for name in strangers for near in difflib.get_close_matches(name, gaps, n=1)}
+    for name, model in SECTIONS.items():
+        if name not in absent:
+            found += _explained(faults(model, tree.get(name, {}), (name,)))
+    found += _strategies(tree.get("strategies"))
+    if not whole:
+        return [fault for fault in found if fault.value is not MISSING]
+    return found + conflicts(flat(tree, frozenset([*(fault.key for fault in found), *((name,) for name in absent)])))
+
+
+class _Partial(GenerateJsonSchema):
+    """No key is required: with ``extends:`` every file may be a part."""
+
+    def field_is_required(self, *_: Any, **__: Any) -> bool:
+        return False
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of a config file for editors, all strategies included."""
+    options: dict[str, Any] = {name: (find(name) | None, None) for name in available()}
+    strategies = create_model("Strategies", __config__={"extra": "forbid"}, **options)
+    fields: dict[str, Any] = {name: (model, ...) for name, model in SECTIONS.items()}
+    fields |= {"strategies": (strategies, None), "extends": (str, Field(description=EXTENDS))}
+    schema = create_model("DeepStow", __config__={"extra": "forbid"}, **fields)
+    return dict(schema.model_json_schema(schema_generator=_Partial))
+
+
+def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``under`` changed by ``over``: mappings key by key, all else replaced, null removes what was set."""
+    result = dict(under)
+    for name, value in over.items():
+        if value is None and under.get(name) is not None:
+            del result[name]
+        elif isinstance(value, dict) and isinstance(under.get(name), dict):
+            result[name] = merged(under[name], value)
+        else:
+            result[name] = value
+    return result
+
+
+def _read(path: Path, complain_at: Place | None = None, key: str = "") -> Document:
+    """The document at ``path``; a file that cannot be read is a problem at ``complain_at``, or of the path."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        folder = path.parent
+        names = [item.name for item in folder.iterdir()] if folder.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        what = "no such file" + (f"; did you mean '{folder / near[0]}'?" if near else "")
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {getattr(error, 'strerror', None) or 'not a path'}"
+    if complain_at is None:
+        return Document(problems=[Problem(Place(printable(str(path))), what)])
+    return Document(problems=[Problem(complain_at, f"extends = {shown((), key)}: {what}")])
+
+
+def _base(path: Path, file: Document) -> Document:
+    """The document that ``file`` extends, or an empty one; takes the key out of both."""
+    if "extends" not in file.tree:
+        return Document()
+    name, place = file.tree.pop("extends"), file.places[("extends",)]
+    if not isinstance(name, str) or not name:
+        words = "must be the path of one config, relative to this file"
+        return Document(problems=[Problem(place, complaint(("extends",), name, words))])
+    base = _read(path.parent / name, place, name)
+    if "extends" in base.tree:
+        words = complaint(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
+        base.problems.append(Problem(base.places[("extends",)], words))
+    return base
+
+
+def _overrides(arguments: Sequence[str]) -> Document:
+    """``a.b=value`` arguments as one layer; of two for the same key the last counts."""
+    layer = Document()
+    place = Place(COMMAND_LINE)
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        key = tuple(name.split("."))
+        words = ""
+        if not equals or not all(key):
+            words = f"{printable(argument)}: an override is written key=value, as in training.max_steps=10"
+        elif name.startswith("-"):
+            words = f"{printable(argument)}: write {printable(argument.lstrip('-'))}, without dashes"
+        elif key == ("extends",):
+            words = complaint(key, text, "belongs into the file")
+        if words:
+            layer.problems.append(Problem(place, words))
+            continue
+        value, written = parse(text, COMMAND_LINE, key, numbered=False)
+        layer.problems += written.problems
+        layer.places |= written.places | {key[:depth]: place for depth in range(2, len(key) + 1)} | {key: place}
+        if not written.problems:
+            _set(layer.tree, key, value)
+    return layer
+
+
+def _drop_what_is_off(command: dict[str, Any], tree: dict[str, Any]) -> None:
+    """``strategies.zero=null`` on the command line switches off; what is off already stays off, without complaint."""
+    wished, present = command.get("strategies"), tree.get("strategies") or {}
+    if isinstance(wished, dict) and isinstance(present, dict):
+        for name in [name for name in wished if wished[name] is None and name in available() and name not in present]:
+            del wished[name]
+
+
+def _set(tree: dict[str, Any], key: Key, value: object) -> None:
+    for name in key[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    tree[key[-1]] = value
+
+
+def _places(layers: Sequence[Document]) -> dict[Key, Place]:
+    """Where each key was written last. A key replaced or taken back as a whole leaves no places below it."""
+    places = {key[:1]: place for key, place in layers[-1].places.items()}  # if the files lack the section
+    for layer in layers:
+        whole = {key for key, value in leaves((), layer.tree) if value != {}}
+        below = {key for key in places if any(key[:depth] in whole for depth in range(1, len(key)))}
+        places = {key: place for key, place in places.items() if key not in below} | layer.places
+    return places
+
+
+def _strategies(section: object) -> Iterator[Fault]:
+    if section is None:
+        return
+    if not isinstance(section, dict):
+        yield Fault(("strategies",), section, "must be a section: indented 'name: {options}' lines")
+        return
+    for name, options in section.items():
+        key = ("strategies", name)
+        if name not in available():
+            yield Fault(key, options, _not_a_strategy(key))
+        elif options is None:
+            yield Fault(key, None, "on or off? write {} to switch it on as it is, or remove the line")
+        else:
+            yield from _explained(faults(find(name), options, key))
+
+
+def _not_a_strategy(key: Key) -> str:
+    near = difflib.get_close_matches(key[1], available(), n=1)
+    hint = f"did you mean '{near[0]}'?" if near else foreign(key)
+    return f"not a strategy; available: {', '.join(available())}" + (f"; {hint}" if hint else "")
+
+
+def _explained(found: Iterable[Fault]) -> Iterator[Fault]:
+    """The same faults with words for the unknown keys."""
+    for fault in found:
+        if not isinstance(fault.what, Unknown):
+            yield fault
+        elif fault.key[0] == "training" and fault.key[1] in REFUSED:
+            yield fault._replace(what=f"not settable: {REFUSED[fault.key[1]]}")
+        else:
+            yield from _unknown(fault.key, fault.value, fault.what)
+
+
+def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:
+    """One complaint; or one per key inside, if another framework's section was pasted."""
+    inner = list(leaves(key, value))
+    if any(foreign(leaf) for leaf, _ in inner if leaf != key):
+        for leaf, leaf_value in inner:
+            yield Fault(leaf, leaf_value, unknown_key(leaf, siblings))
+    else:
+        yield Fault(key, value, unknown_key(key, siblings))
+
+
+def _problem(fault: Fault, places: dict[Key, Place], file: str) -> Problem:
+    """``fault`` at the line of its key, or of the nearest section around it."""
+    around = [fault.key[:depth] for depth in range(len(fault.key), 0, -1)]
+    place = next((places[key] for key in around if key in places), Place(file, 1))
+    if fault.value is MISSING:
+        return Problem(place, f"{dotted(fault.key)}: {fault.what}")
+    return Problem(place, complaint(fault.key, fault.value, str(fault.what)))

@@ -1,0 +1,377 @@
+"""From the config's ``data`` section to batches: read, tokenise, split, pack, save once, collate.
+
+``prepare`` writes the finished rows as Arrow under ``folder/<fingerprint>/`` and maps them back, so a second
+run, a resumed run and every other rank open the same bytes; the host holds no copy. The folder appears by one
+rename and is never half there; of two ranks that prepare at once, the second finds the first one's work and
+drops its own. The fingerprint is a sha256 over what decides the rows (options, tokenizer, contents of the
+files, seed) and nothing else: not where the files lie, not when they were touched, not any library's version.
+
+Order of work, map-style: every row to a tokenised document, in a temporary Arrow file; then documents are split
+into training and evaluation, *before* they are cut or packed, so that no document is on both sides; then rows.
+Streaming does the same lazily, document by document: nothing is saved, evaluation data is still prepared in
+full, packing sees a window of documents, and a bad row ends the run when it is reached.
+
+Batches are made by ``trainer.data.collate``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data import packing
+from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
+from trainer.data.packing import MASKED, Span, Tokens
+from trainer.data.sources import Row, Source, open_source
+from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from trainer.config.sections import DataSection
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+_LAYOUT = 1  # raise when the same inputs would give other rows
+_BATCH = 256  # rows tokenised in one call, documents written at once
+_WINDOW = 512  # documents that streaming packs together
+_PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
+# Keys that do not decide the rows, or whose content is in the fingerprint already.
+_NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template_path"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows ready for the Collator. The counts are those of ``train``; None when it streams."""
+
+    train: Dataset | IterableDataset
+    eval: Dataset | None
+    fingerprint: str
+    format: str
+    num_tokens: int | None
+    num_trained_tokens: int | None
+
+
+class _Counts(NamedTuple):
+    rows: int
+    tokens: int
+    trained: int
+
+
+def prepare(
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    seed: int,
+    folder: Path,
+    say: Say,
+) -> Prepared:
+    """The run's data, from ``folder`` if it is there, else made and saved there.
+
+    Args:
+        vocab_size: of the model; a token beyond it is an error.
+        seed: of the division into training and evaluation documents.
+        say: gets a line now and then.
+
+    Raises:
+        DataError: one line per problem, naming file, row and field.
+    """
+    train, held_out = open_train(section), _open_eval(section)
+    encoder = make_encoder(section, train, tokenizer, vocab_size)
+    eval_encoder = make_encoder(section, held_out, tokenizer, vocab_size) if held_out else None
+    key = fingerprint(section, encoder, seed, [train, held_out] if held_out else [train])
+    if (folder / key).is_dir():
+        say(f"data: {train.name} is prepared already ({key})")
+    elif held_out or not section.streaming:
+        with _draft(folder, key) as draft:
+            job = _Job(section, draft, say)
+            num_held = job.evaluation(held_out, eval_encoder) if held_out and eval_encoder else 0
+            if not section.streaming:
+                job.train(train, encoder, seed, num_held)
+    if not section.streaming:
+        return open_prepared(folder, key)
+    evaluation = _open(folder / key / "eval.arrow") if held_out else None
+    return Prepared(_stream(section, train, encoder), evaluation, key, encoder.format.name, None, None)
+
+
+def open_prepared(folder: Path, key: str) -> Prepared:
+    """What ``prepare`` saved under this fingerprint (map-style data only).
+
+    Raises:
+        DataError: it is not there, or not whole.
+    """
+    home = folder / key
+    try:
+        facts = json.loads((home / "facts.json").read_text())
+        train = _open(home / "train.arrow")
+        evaluation = _open(home / "eval.arrow") if facts["eval_rows"] else None
+    except (OSError, ValueError, KeyError):
+        raise DataError(f"{home}: the prepared data is missing or damaged; remove the folder") from None
+    if len(train) != facts["rows"] or (evaluation is not None and len(evaluation) != facts["eval_rows"]):
+        raise DataError(f"{home}: the prepared data is damaged; remove the folder")
+    return Prepared(train, evaluation, key, facts["format"], facts["tokens"], facts["trained"])
+
+
+def open_train(section: DataSection) -> Source:
+    """The source of the training rows."""
+    return open_source(section.path, section.name, section.split, section.streaming)
+
+
+def _open_eval(section: DataSection) -> Source | None:
+    if section.eval_path is not None:
+        split = section.eval_split or section.split
+        return open_source(section.eval_path, None, split, streaming=False, key="data.eval_")
+    if section.eval_split is not None:
+        return open_source(section.path, section.name, section.eval_split, streaming=False, key="data.eval_")
+    if section.eval_fraction and section.streaming:
+        raise DataError("data.eval_fraction: streamed data has no known size; use data.eval_path or eval_split")
+    return None
+
+
+def texts(section: DataSection) -> Iterator[str]:
+    """All strings of the training data: what a tokenizer is trained on."""
+    source = open_train(section)
+    _, columns = detect(section, source)
+    for row in source.rows(columns.values()):
+        for column in columns.values():
+            value = row.values.get(column)
+            for item in value if isinstance(value, list) else [value]:
+                text = item.get("content") if isinstance(item, dict) else item
+                if isinstance(text, str) and text:
+                    yield text
+
+
+def fingerprint(section: DataSection, encoder: Encoder, seed: int, sources: Sequence[Source]) -> str:
+    """16 hex digits that change when the rows could. Streamed files count by size and mtime, not content."""
+    content = {
+        "layout": _LAYOUT,
+        "options": {k: v for k, v in section.model_dump(mode="json").items() if k not in _NOT_CONTENT},
+        "template": encoder.template,
+        "tokenizer": _tokenizer_content(encoder.tokenizer),
+        "vocab_size": encoder.vocab_size,
+        "seed": seed,
+        "sources": [source.identity(exact=not section.streaming) for source in sources],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return [backend.to_str(), special]
+    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
+
+
+# Saving: everything is written into a draft folder, which then takes its name.
+
+
+@contextmanager
+def _draft(folder: Path, key: str) -> Iterator[Path]:
+    """A folder that is renamed to ``folder/key`` if the block succeeds, and removed if not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=folder))
+    try:
+        yield draft
+        try:
+            draft.rename(folder / key)
+        except OSError:
+            if not (folder / key).is_dir():  # it is there: another rank was faster, with the same bytes
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+class _Documents:
+    """Tokenised documents in an Arrow file, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        table = _open(path).data
+        self._ids, self._labels = table.column("input_ids"), table.column("labels")
+        self.spans = packing.whole(pa.compute.list_value_length(self._ids).to_pylist())
+
+    def read(self, document: int) -> tuple[Tokens, Tokens]:
+        return self._ids[document].values.to_numpy(), self._labels[document].values.to_numpy()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One preparation: writes train.arrow, eval.arrow and facts.json into ``draft``."""
+
+    section: DataSection
+    draft: Path
+    say: Say
+
+    def documents(self, source: Source, encoder: Encoder) -> _Documents:
+        """Every row of a source, tokenised, in a file that exists as long as it is mapped."""
+        path = self.draft / "documents.arrow"
+        good = _good(_encode(encoder, source, self.section.num_proc), source, self.say)
+        _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
+        documents = _Documents(path)
+        path.unlink()
+        return documents
+
+    def rows(self, side: str, documents: _Documents, spans: list[Span], encoder: Encoder) -> _Counts:
+        """The rows of one side, cut and packed, as ``side``.arrow."""
+        limit = self.section.max_length
+        rows = _rows(self.section, encoder, spans, documents.read)
+        counts = _save(self.draft / f"{side}.arrow", rows)
+        share = f"{counts.trained:,} of {counts.tokens:,} tokens trained on"
+        self.say(f"data: {side}: {counts.rows:,} rows of up to {limit:,} tokens; {share}")
+        return counts
+
+    def evaluation(self, source: Source, encoder: Encoder) -> int:
+        documents = self.documents(source, encoder)
+        return self.rows("eval", documents, documents.spans, encoder).rows
+
+    def train(self, source: Source, encoder: Encoder, seed: int, num_held: int) -> None:
+        """The training rows; and those for evaluation, if a share was asked for and none are there yet."""
+        documents = self.documents(source, encoder)
+        spans = documents.spans
+        if self.section.eval_fraction and not num_held:
+            if len(spans) == 1 and (encoder.format.name != "text" or spans[0].stop < 4):
+                raise DataError(f"data.eval_fraction: {source.name} has one row; use data.eval_path")
+            spans, held = packing.split(spans, self.section.eval_fraction, seed)
+            num_held = self.rows("eval", documents, held, encoder).rows
+        counts = self.rows("train", documents, spans, encoder)
+        facts = {"format": encoder.format.name, "eval_rows": num_held, **counts._asdict()}
+        (self.draft / "facts.json").write_text(json.dumps(facts))
+
+
+def _rows(
+    section: DataSection, encoder: Encoder, spans: list[Span], read: Callable[[int], tuple[Tokens, Tokens]]
+) -> Iterator[dict[str, Tokens]]:
+    """Only text is cut into several rows: the second half of an answer is not an answer."""
+    if encoder.format.name == "text":
+        spans = packing.chunk(spans, section.max_length)
+    return packing.rows(spans, read, section.max_length, section.packing)
+
+
+_TOKENS = pa.list_(pa.int32())
+
+
+def _save(path: Path, rows: Iterable[dict[str, Any]]) -> _Counts:
+    """Write rows of token lists as an Arrow stream, a batch at a time."""
+    num_rows = tokens = trained = 0
+    writer: pa.RecordBatchStreamWriter | None = None
+    for batch in _batched(rows, _BATCH):
+        columns = {name: pa.array([row[name] for row in batch], type=_TOKENS) for name in batch[0]}
+        table = pa.record_batch(columns)
+        writer = writer or pa.ipc.new_stream(str(path), table.schema)
+        writer.write_batch(table)
+        labels = columns["labels"].flatten().to_numpy()
+        num_rows, tokens = num_rows + len(batch), tokens + len(labels)
+        trained += int((labels != MASKED).sum())
+    assert writer is not None, "a source without rows is refused before this"
+    writer.close()
+    return _Counts(num_rows, tokens, trained)
+
+
+def _open(path: Path) -> Dataset:
+    return Dataset.from_file(str(path))
+
+
+# Tokenising: rows to Encoded, here or in worker processes, and Encoded to Documents or an error.
+
+
+def _encode(encoder: Encoder, source: Source, num_proc: int | None) -> Iterator[Encoded]:
+    """One result per row, in order. A fast tokenizer uses all cores by itself; processes help the others."""
+    batches = _batched(source.rows(list(encoder.columns.values())), _BATCH)
+    if num_proc is None or num_proc == 1:
+        yield from itertools.chain.from_iterable(map(encoder.encode, batches))
+        return
+    # Spawned, not forked: a fork of a process that holds threads or a process group can hang.
+    with ProcessPoolExecutor(num_proc, get_context("spawn"), _start_worker, (encoder,)) as pool:
+        try:
+            for group in _batched(batches, 4 * num_proc):  # bounds what is read ahead
+                yield from itertools.chain.from_iterable(pool.map(_work, group))
+        except BrokenProcessPool:
+            raise DataError("data.num_proc: a tokenising process died, out of memory?; use fewer") from None
+
+
+_worker: Encoder  # one per worker process, set by its initializer: sent once instead of with every batch
+
+
+def _start_worker(encoder: Encoder) -> None:
+    global _worker
+    _worker = encoder
+
+
+def _work(rows: list[Row]) -> list[Encoded]:
+    return _worker.encode(rows)
+
+
+def _good(results: Iterable[Encoded], source: Source, say: Say) -> Iterator[Document]:
+    """Passes Documents on; once a row is bad, only collects the others that are, and raises."""
+    bad: list[str] = []
+    num_empty = num_cut = num_good = num_after_bad = 0
+    spoken = time.monotonic()
+    for result in results:
+        if isinstance(result, str):
+            bad.append(result)
+        elif result is None:
+            num_empty += 1
+        elif not bad:
+            num_good += 1
+            num_cut += result.num_cut > 0
+            yield result
+        num_after_bad += bool(bad)
+        if num_after_bad > _PATIENCE:
+            break
+        if time.monotonic() - spoken > 10:
+            spoken = time.monotonic()
+            say(f"data: {source.name}: {num_good:,} rows tokenised")
+    if bad:
+        raise DataError(bad if len(bad) <= 5 else [*bad[:5], f"... and {len(bad) - 5:,} more bad rows"])
+    if num_good == 0:
+        reason = f"all {num_empty} rows are empty text" if num_empty else "there are no rows"
+        raise DataError(f"{source.name}: {reason}")
+    notes = [f"{num_empty:,} empty rows skipped"] * (num_empty > 0)
+    notes += [f"{num_cut:,} rows cut to data.max_length"] * (num_cut > 0)
+    say("; ".join([f"data: {source.name}: {num_good:,} rows tokenised", *notes]))
+
+
+def _stream(section: DataSection, source: Source, encoder: Encoder) -> IterableDataset:
+    names = ["input_ids", "labels", "position_ids"] if section.packing else ["input_ids", "labels"]
+    features = Features({name: List(Value("int32")) for name in names})
+    arguments = {"section": section, "source": source, "encoder": encoder}
+    return IterableDataset.from_generator(_stream_rows, features=features, gen_kwargs=arguments)
+
+
+def _stream_rows(section: DataSection, source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:
+    """Rows as they come; those of one window of documents may be packed together."""
+    for window in _batched(_stream_documents(source, encoder), _WINDOW if section.packing else 1):
+        arrays = [(np.array(d.ids, np.int32), np.array(d.labels, np.int32)) for d in window]
+        spans = packing.whole([len(ids) for ids, _ in arrays])
+        yield from _rows(section, encoder, spans, arrays.__getitem__)
+
+
+def _stream_documents(source: Source, encoder: Encoder) -> Iterator[Document]:
+    for result in _encode(encoder, source, None):
+        if isinstance(result, str):
+            raise DataError(result)
+        if result is not None:
+            yield result
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch

@@ -1,0 +1,199 @@
+"""Ranks and process groups: who am I among the ranks of this job, and a way out that always closes the groups.
+
+All launchers (``deepspeed``, ``torchrun``, ``accelerate launch``) describe a job in the same five environment
+variables; without a launcher a job has one rank, and the variables are set to say so, because Accelerate and
+DeepSpeed read them.
+
+[Note: closing gloo] Why closing is not left to the interpreter. A gloo group owns worker threads. A worker drops a
+finished collective, and with it possibly the last reference to a tensor that Python knows, for which it needs the
+interpreter lock. If the interpreter is already shutting down, Python ends the thread inside a C++ destructor that
+must not throw, and the process dies with "terminate called without an active exception" after its work is done
+(seen in one run of eight). So the workers must be joined while Python is whole: every reference to a group is
+dropped first (the engine and the trainer die with the frames of the run, DeepSpeed's own references go with
+``deepspeed.comm.destroy_process_group``), and destroying the last reference joins the threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from trainer.errors import ConfigError
+from trainer.dist.deepspeed_ops import announcement, clear_abandoned_builds
+
+# A launcher ends all ranks as soon as one has failed, and reports that one's code. The rank that knows what is wrong
+# speaks, so the others let it go first.
+GRACE_S = 10.0
+LOOKED_FOR = frozenset(["cpu", "cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "tpu", "xpu"])
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among its job. ``local`` counts within one machine."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Prints, writes metrics, exports."""
+        return self.rank == 0
+
+    @property
+    def is_first_local(self) -> bool:
+        """Prepares files that every rank of this machine reads."""
+        return self.local_rank == 0
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """The ranks that a launcher described, or the single rank of a job without one."""
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    rank = int(environment.get("RANK", "0"))
+    return Ranks(
+        rank=rank,
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        world_size=world_size,
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size)))),
+    )
+
+
+def describe(ranks: Ranks) -> dict[str, str]:
+    """The launchers' five variables for a job that was started without a launcher."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "RANK": str(ranks.rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def share_cores(ranks: Ranks, usable_cores: int) -> None:
+    """Give each rank of this machine its part of the cores, unless the user or the launcher has.
+
+    Libraries read the variable when they are loaded, so this comes before torch is imported. Two ranks that each
+    start a thread per core run several times slower than two that share.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
+
+
+def settle_environment(ranks: Ranks, usable_cores: int) -> None:
+    """What libraries read from the environment when they are loaded; call it before torch is imported.
+
+    * cores are shared, see above;
+    * torch's C++ speaks of errors only: under plain training it would warn that every parameter was used;
+    * what `accelerate launch` asks of the Accelerator is dropped: ranks come from the launcher, all else from the
+      config (`--cpu` alone would have Accelerate wrap a model that ZeRO has split already);
+    * programs that pip installed beside this interpreter are found: torch calls ``ninja`` to build DeepSpeed's C++,
+      and two versions of ninja in turn (this one and the system's) would compile it anew each time.
+    """
+    share_cores(ranks, usable_cores)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if programs not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
+
+
+def name_device(ranks: Ranks, kind: str, *, on_cpu: bool) -> None:
+    """Tell Accelerate and Transformers the device, if it is of a kind that they do not look for themselves."""
+    if on_cpu or kind in LOOKED_FOR:
+        os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
+    else:
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"{kind}:{ranks.local_rank}"
+
+
+def collectives_of(kind: str) -> str:
+    """The backend of collectives for a kind of device.
+
+    Raises:
+        ConfigError: torch has none.
+    """
+    import torch.distributed
+
+    try:
+        return torch.distributed.get_default_backend_for_device(kind)
+    except ValueError:
+        raise ConfigError(
+            f"torch has no collectives for {kind}: train in one process without strategies.zero, or on the CPU with "
+            f"training.use_cpu: true"
+        ) from None
+
+
+@contextmanager
+def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[None]:
+    """The job's default group, closed on every way out: torch's own choice for the device, as NCCL; gloo on CPUs.
+
+    Args:
+        timeout_s: how long a collective may wait for a peer.
+        single: open a group for one rank too (DeepSpeed's engine needs one).
+        on_cpu: train on the CPU although there is an accelerator.
+    """
+    if ranks.world_size == 1 and not single:
+        yield
+        return
+    import torch
+    import torch.distributed
+
+    from strategies.engine.memory import accelerator
+
+    for name, value in describe(ranks).items():
+        os.environ.setdefault(name, value)  # `accelerate launch` names the master of one rank, but not the rank
+    kind = None if on_cpu else accelerator.kind()
+    if kind is not None:
+        torch.accelerator.set_device_index(ranks.local_rank)
+    backend = collectives_of(kind or "cpu")
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        if single:
+            _open_deepspeed(ranks)
+        yield
+    finally:
+        _close()
+
+
+def _open_deepspeed(ranks: Ranks) -> None:
+    """DeepSpeed's own door to the group, which on CPUs it compiles at first use; so say it before the silence."""
+    import deepspeed.comm
+    import torch.distributed
+
+    if torch.distributed.get_backend() == "gloo":  # on CPUs
+        if ranks.is_first_local:
+            clear_abandoned_builds()
+        torch.distributed.barrier()
+    note = announcement()
+    if ranks.is_first and note is not None:
+        print(note, flush=True)
+    with redirect_stdout(io.StringIO()):  # each rank prints that it has found them
+        deepspeed.comm.init_distributed(verbose=False)
+
+
+def _close() -> None:
+    """See [Note: closing gloo]. Cycles are collected first: an engine that is still alive keeps its groups."""
+    import torch.distributed
+
+    hooks = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if hooks is not None:
+        hooks.FWD_MODULE_STACK.clear()  # stage 3 leaves the model on it, and with the model everything
+    gc.collect()
+    deepspeed_comm = sys.modules.get("deepspeed.comm")
+    if deepspeed_comm is not None and deepspeed_comm.is_initialized():
+        deepspeed_comm.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    gc.collect()

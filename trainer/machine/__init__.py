@@ -1,0 +1,1 @@
+"""The machine: what it has and how fast it is, probed, measured or named."""

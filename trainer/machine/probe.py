@@ -1,0 +1,280 @@
+"""What a machine has, as one frozen value: probed here, or named so that plans can be made for a machine elsewhere.
+
+Why this is a module of its own: offload fails on the *host*, and the obvious number is wrong there. In a container
+``psutil`` reports the memory and cores of the whole box, while the kernel kills by the cgroup's limit. So every
+host number is the smaller of what the box has and what the cgroup leaves, over all its ancestors (a limit on any of
+them binds). Cache that the kernel can drop at once (``inactive_file``) does not count as used; the model file
+just read would otherwise look like memory that is gone.
+
+Directions are seen from the device: *up* is host to device (weights), *down* is device to host (gradients). Link
+rates are for one direction alone; both at once also share the host's memory bandwidth. A probe does not time
+anything, so its link rates are None; ``origin`` says which numbers are assumptions. ``profiles.py`` has the named
+machines, and what was measured on this one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from strategies.core.facts import Rates
+
+GIB = 1024**3
+ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakFlops:
+    """Dense peak per device in flop/s with fp32 accumulation; None where the card has no such units.
+
+    fp32 is the plain rate, not TF32: torch multiplies fp32 in full precision unless told otherwise.
+    """
+
+    bf16: float | None
+    fp16: float
+    fp32: float
+
+    def of(self, dtype: str) -> float | None:
+        """Peak for ``bf16``, ``fp16`` or ``fp32``."""
+        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32}[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One machine as seen by one process. Device numbers are per device, 0 where there is none.
+
+    ``device_kind`` is torch's type of device: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``.
+    """
+
+    name: str
+    origin: Literal["probed", "profile"]
+    device_kind: str
+    num_devices: int
+    device_total_bytes: int
+    device_free_bytes: int
+    peak_flops: PeakFlops | None
+    link_up_bytes_per_s: float | None
+    link_down_bytes_per_s: float | None
+    host_total_bytes: int
+    host_available_bytes: int
+    physical_cores: int
+    usable_cores: int
+    shm_free_bytes: int
+    disk_free_bytes: int
+    rates: Rates | None = None  # of a named card; what was measured here is in a file, see ``profiles.known_rates``
+
+
+def _peak(bf16: float | None, fp32: float, fp16: float | None = None) -> PeakFlops:
+    """Rates in Tflop/s; fp16 runs at the bf16 rate unless given."""
+    return PeakFlops(bf16=bf16 and bf16 * 1e12, fp16=(fp16 or bf16 or fp32) * 1e12, fp32=fp32 * 1e12)
+
+
+# Names as the driver reports them, matched in full: an RTX 4090 D or a laptop part is another chip. Data sheets
+# often print the rate "with sparsity"; these are the dense halves.
+PEAKS: tuple[tuple[str, PeakFlops], ...] = (
+    (r"NVIDIA B200", _peak(2250, 75)),  # DGX B200 data sheet: 36 Pflop/s fp16 sparse over 8 cards
+    (r"NVIDIA H200", _peak(989.4, 67)),  # H200 data sheet, SXM: 1,979 sparse
+    (r"NVIDIA H200 NVL", _peak(835.5, 60)),  # H200 data sheet, NVL: 1,671 sparse
+    (r"NVIDIA H100 80GB HBM3", _peak(989.4, 67)),  # H100 data sheet, SXM5: 1,979 sparse
+    (r"NVIDIA H100 PCIe", _peak(756, 51)),  # H100 data sheet, PCIe: 1,513 sparse
+    (r"NVIDIA H100 NVL", _peak(835.5, 60)),  # H100 data sheet, NVL: 1,671 sparse
+    (r"(NVIDIA )?A100.*", _peak(312, 19.5)),  # A100 data sheet: 312 dense, PCIe and SXM, 40 and 80 GB
+    (r"NVIDIA A10", _peak(125, 31.2)),  # A10 data sheet: 125 dense
+    (r"NVIDIA L40S", _peak(362, 91.6)),  # L40S data sheet: 362.05 dense
+    (r"NVIDIA L4", _peak(121, 30.3)),  # L4 data sheet: 242 sparse
+    (r"NVIDIA GeForce RTX 5090", _peak(209.5, 104.8)),  # RTX Blackwell whitepaper: fp32 accumulate, dense
+    (r"NVIDIA GeForce RTX 4090", _peak(165.2, 82.6)),  # Ada whitepaper: fp32 accumulate, dense
+    (r"NVIDIA GeForce RTX 3090", _peak(71, 35.6)),  # GA102 whitepaper: fp32 accumulate, dense
+    (r"(NVIDIA |Tesla )+V100-SXM2.*", _peak(None, 15.7, fp16=125)),  # V100 data sheet, SXM2; no bf16 units
+    (r"(NVIDIA |Tesla )+V100-PCIE.*", _peak(None, 14, fp16=112)),  # V100 data sheet, PCIe; no bf16 units
+    (r"(NVIDIA |Tesla )*T4", _peak(None, 8.1, fp16=65)),  # T4 data sheet; no bf16 units
+)
+
+
+def peak_flops(device_name: str) -> PeakFlops | None:
+    """The card's dense peak, or None for a card that is not in the table and for a CPU."""
+    return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, device_name)), None)
+
+
+# --- probing -----------------------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    """Bytes in all, and free for a new program."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+class Device(NamedTuple):
+    """The kind of device a run trains on, how many there are, and one's memory."""
+
+    name: str
+    kind: str
+    num_devices: int
+    memory: Memory
+
+
+def probe(folder: Path = Path(), root: Path = ROOT) -> Machine:
+    """This machine, with the disk that holds ``folder`` (which need not exist yet).
+
+    Where there is an accelerator this creates a context on the current device. ``root`` is where ``proc``, ``sys`` and
+    ``dev`` lie.
+    """
+    device = _device()
+    host = host_memory(root)
+    physical, usable = cores(root)
+    return Machine(
+        name=device.name,
+        origin="probed",
+        device_kind=device.kind,
+        num_devices=device.num_devices,
+        device_total_bytes=device.memory.total_bytes,
+        device_free_bytes=device.memory.available_bytes,
+        peak_flops=peak_flops(device.name),
+        link_up_bytes_per_s=None,
+        link_down_bytes_per_s=None,
+        host_total_bytes=host.total_bytes,
+        host_available_bytes=host.available_bytes,
+        physical_cores=physical,
+        usable_cores=usable,
+        shm_free_bytes=disk_free_bytes(root / "dev/shm") if (root / "dev/shm").is_dir() else 0,
+        disk_free_bytes=disk_free_bytes(folder),
+    )
+
+
+def _device() -> Device:
+    import torch
+
+    from strategies.engine.memory import accelerator
+
+    device = accelerator.current()
+    if device is None:
+        return Device("cpu", "cpu", 0, Memory(0, 0))
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    count = torch.accelerator.device_count()
+    return Device(accelerator.name_of(device), device.type, count, Memory(total_bytes, free_bytes))
+
+
+def host_memory(root: Path = ROOT) -> Memory:
+    """Host memory that this process may use: the box's, cut down to what its cgroup leaves."""
+    import psutil
+
+    box = psutil.virtual_memory()
+    group = cgroup_memory(root)
+    if group is None:
+        return Memory(box.total, box.available)
+    return Memory(min(box.total, group.total_bytes), min(box.available, group.available_bytes))
+
+
+def cores(root: Path = ROOT) -> tuple[int, int]:
+    """(physical cores of the box, cores this process may keep busy: affinity cut down to the cgroup's quota)."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0))
+    quota = cgroup_cores(root)
+    usable = allowed if quota is None else max(1, min(allowed, int(quota)))
+    return psutil.cpu_count(logical=False) or allowed, usable
+
+
+def disk_free_bytes(folder: Path) -> int:
+    """Free bytes of the file system that holds ``folder`` or its nearest existing parent."""
+    folder = folder.resolve()
+    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+
+
+def status_bytes(name: str) -> int:
+    """``VmHWM`` (peak) or ``VmRSS`` (now) of this process.
+
+    Not ``ru_maxrss``, which begins with what the parent held when it started this process.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def others_cpu_s() -> float:
+    """Processor seconds that this machine has spent on anybody else, its host included: who shares it disturbs."""
+    import psutil
+
+    spent = psutil.cpu_times()
+    busy = spent.user + spent.nice + spent.system + spent.irq + spent.softirq + spent.steal
+    return float(busy - time.process_time())
+
+
+# --- cgroups -----------------------------------------------------------------------------------------------------
+
+
+def cgroup_memory(root: Path = ROOT) -> Memory | None:
+    """The tightest memory limit and the least memory left, over this process's cgroup and its ancestors."""
+    limits = [memory for folder in _cgroup_folders("memory", root) if (memory := _memory_of(folder))]
+    if not limits:
+        return None
+    return Memory(min(each.total_bytes for each in limits), min(each.available_bytes for each in limits))
+
+
+def cgroup_cores(root: Path = ROOT) -> float | None:
+    """The tightest CPU quota in cores, over this process's cgroup and its ancestors; None without one."""
+    quotas = [quota for folder in _cgroup_folders("cpu", root) if (quota := _cores_of(folder))]
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of this process's cgroup for ``controller``, from its own up to the mount.
+
+    ``/proc/self/cgroup`` has lines ``id:controllers:path``; version 2 leaves the controllers empty. Inside a
+    container the path is often the host's and does not exist: then the mount itself is the container's group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    mount = root / "sys/fs/cgroup"
+    if controller in paths:  # version 1
+        mount, path = mount / controller, paths[controller]
+    else:
+        path = paths.get("", "/")
+    here = mount / path.lstrip("/")
+    for folder in (here, *here.parents):
+        if folder.is_dir():
+            yield folder
+        if folder == mount:
+            return
+
+
+def _memory_of(folder: Path) -> Memory | None:
+    """Limit and what is left of it in one cgroup folder, version 2 or 1; None without a limit."""
+    limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+    if limit is None or limit >= 2**60:  # version 1 writes "no limit" as the largest page-aligned integer
+        return None
+    used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+    stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return Memory(limit, max(0, limit - max(0, used - droppable)))
+
+
+def _cores_of(folder: Path) -> float | None:
+    """Quota over period in one cgroup folder, version 2 or 1; None without a quota."""
+    words = _text(folder / "cpu.max").split()
+    if not words:
+        words = [_text(folder / f"cpu.cfs_{word}_us").strip() for word in ("quota", "period")]
+    quota, period = (int(word) if word.isdigit() else 0 for word in words)  # "max" and -1 mean no quota
+    return quota / period if quota and period else None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

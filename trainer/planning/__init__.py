@@ -1,0 +1,1 @@
+"""Planning: from a config or a live model to a plan, before anything is allocated."""

@@ -1,0 +1,1 @@
+"""The run: one written order of effects around Hugging Face's Trainer."""

@@ -1,0 +1,284 @@
+"""The finished model as Hugging Face expects it, and the proof that it is the trained one.
+
+Export writes safetensors and the tokenizer through ``save_pretrained`` into a draft folder. The draft is opened again
+with ``from_pretrained``, as a user would, and compared: every name and shape, every value bit for bit, and the logits
+of a probe. Only then it becomes ``<output_dir>/export``, in the place of an older one. A model that was trained is not
+worth more than the file that holds it.
+
+Under ZeRO stage 3 the weights are gathered to the first rank. Adapters (LoRA) are exported as adapters when their
+base can be loaded again by name; on a base with random weights they are merged into it.
+
+Invariant. A tied weight is in the file once, under every strategy. The config says what the model came with and not
+what training sets (``use_cache``). Python files that came with the model are in the folder; they are run for the check
+only if ``model.trust_remote_code`` allowed it for the run. The live model is as it was, unless adapters were merged.
+
+Refused: calling an export done that does not reload; exporting weights that are not finite.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.model.build import set_use_cache
+
+if TYPE_CHECKING:
+    import torch
+    from huggingface_hub import ModelCard
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainer.run.trainer import Trainer
+
+PROBE_TOKENS = 32
+# Of the largest logit. The same kernels give the same bits; another device, or 16-bit compute, rounds its own way.
+FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What was compared. ``largest_difference`` is between logits, relative to the largest one."""
+
+    folder: Path
+    num_tensors: int
+    num_bytes: int
+    largest_difference: float
+    tolerance: float
+
+
+class ExportError(RuntimeError):
+    """The export does not hold what was trained."""
+
+
+def export(
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    merge: bool,
+    trust_remote_code: bool = False,
+    card: ModelCard | None = None,
+) -> Receipt | None:
+    """Write the model to ``folder`` and check it; a collective. The receipt is on the first rank only.
+
+    Args:
+        merge: fold adapters into the weights; for a base that cannot be loaded by name.
+        trust_remote_code: run Python code that came with the model when it is reloaded.
+        card: written as README.md.
+
+    Raises:
+        ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
+    """
+    import torch
+
+    model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    probe, logits = probe_logits(trainer, model)
+    expected = shapes(model)
+    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return None
+    state = tied_again(model, plainly_named(gathered))
+    if hasattr(model, "peft_config"):
+        expected = {}  # reloaded adapters are called otherwise than trained ones; their values are compared
+        if merge:
+            if trainer.stowed is not None:
+                trainer.stowed.close()  # merging works on the weights in place: they come back to ordinary memory
+            for name, parameter in model.named_parameters():
+                if hasattr(parameter, "ds_id"):  # stage 3: only a share is here
+                    parameter.data = state[name]
+            model = model.merge_and_unload()
+            expected, state = shapes(model), model.state_dict()
+    refuse_not_finite(model, state)
+    draft = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    with config_as_it_came(model):
+        model.save_pretrained(draft, state_dict=dict(state))  # it empties what it is given
+    tokenizer.save_pretrained(draft)
+    if card is not None:
+        card.save(draft / "README.md")
+    rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
+    tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
+    with as_a_user(trainer):
+        receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
+    return replace(receipt, folder=folder)
+
+
+def plainly_named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` by the model's own names: a compiled model is the child of another, and shows it."""
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+
+
+def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` with one tensor under all the names that are one tensor in ``model``.
+
+    ``save_pretrained`` leaves out a tied weight when it sees the same memory twice. DeepSpeed's stages 0 to 2 hand over
+    a copy for each name, and it would write every one of them.
+    """
+    live = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    return {name: state[first.setdefault(id(live[name]), name)] for name in state}
+
+
+def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Nothing, if every weight is a finite number. Buffers may hold an infinity, as masks do.
+
+    Raises:
+        ExportError: naming the first tensor that is not.
+    """
+    for name, _ in model.named_parameters():
+        tensor = state[name]
+        num_bad = tensor.numel() - int(tensor.isfinite().sum())
+        if num_bad:
+            raise ExportError(
+                f"{name}: {num_bad} of {tensor.numel()} values are not finite (NaN or infinity), so nothing is "
+                f"exported; look in metrics.jsonl for the step at which the loss went wrong, and resume from an "
+                f"earlier checkpoint with a smaller training.learning_rate"
+            )
+
+
+@contextmanager
+def config_as_it_came(model: Any) -> Iterator[None]:
+    """Inside, the config is a copy that has the model's own ``use_cache``; ``save_pretrained`` changes it further.
+
+    Adapters have no config file of the model.
+    """
+    if hasattr(model, "peft_config"):
+        yield
+        return
+    live = model.config
+    model.config = deepcopy(live)
+    set_use_cache(model.config, model.own_use_cache)
+    try:
+        yield
+    finally:
+        model.config = live
+
+
+@contextmanager
+def as_a_user(trainer: Trainer) -> Iterator[None]:
+    """Inside, Transformers does not know of ZeRO stage 3, and loads models whole.
+
+    It would split the copy over ranks that are not here.
+    """
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    config = getattr(trainer.args, "hf_deepspeed_config", None)  # there only where DeepSpeed is
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            set_hf_deepspeed_config(config)
+
+
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name to full shape of everything a state dict holds; a parameter split by stage 3 knows its full shape."""
+    return {
+        name: tuple(getattr(tensor, "ds_shape", tensor.shape))
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+
+
+def probe_logits(trainer: Trainer, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a fixed row of tokens, from the model as it was trained. [1, T], [1, T, V]"""
+    import torch
+
+    rows = model.get_input_embeddings().num_embeddings
+    probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
+    wrapped = trainer.model_wrapped
+    was_training = wrapped.training
+    wrapped.eval()
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        logits = wrapped(input_ids=probe.to(trainer.args.device)).logits
+    wrapped.train(was_training)
+    return probe, logits.float().cpu()
+
+
+def check(
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, torch.Tensor],
+    probe: torch.Tensor,
+    logits: torch.Tensor,
+    tolerance: float,
+    *,
+    trust_remote_code: bool,
+) -> Receipt:
+    """Open ``folder`` as a user would and compare.
+
+    Tied weights are stored once; after loading both names must be there again, so names are compared on the model.
+
+    Args:
+        expected: shapes by name; empty: names are not compared.
+        state: values by name.
+
+    Raises:
+        ExportError: naming the first differences.
+    """
+    import torch
+
+    model, wrong = reload(folder, trust_remote_code=trust_remote_code)
+    wrong += _different_names(expected, shapes(model)) if expected else []
+    wrong = wrong or _different_values(state, model.state_dict())
+    if wrong:
+        raise ExportError(f"{folder}: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
+    model.eval()
+    model.config.use_cache = False  # as when the first logits were made
+    with torch.no_grad():
+        again = model(input_ids=probe).logits.float()
+        difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
+    if not difference <= tolerance:
+        raise ExportError(f"{folder}: logits differ by {difference:.2e} of the largest after reloading")
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return Receipt(folder, len(model.state_dict()), num_bytes, difference, tolerance)
+
+
+def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
+    """The model in ``folder``, and what Transformers missed there and has filled with random numbers.
+
+    Raises:
+        ExportError: it cannot be opened.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=trust_remote_code
+        )
+    except (RuntimeError, OSError, ValueError, SafetensorError) as error:
+        raise ExportError(f"{folder}: cannot be opened: {' '.join(str(error).split())}") from error
+    model, loading = loaded
+    return model, [f"{name} is not in the file" for name in loading["missing_keys"]] + [
+        f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
+        for name, found, wanted in loading["mismatched_keys"]
+    ]
+
+
+def _different_names(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    wrong += [f"{name} is new" for name in found.keys() - expected.keys()]
+    return wrong + [
+        f"{name} has shape {found[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+
+
+def _different_values(state: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
+    """Where what was read is not, bit for bit, what was trained (in the format of the file)."""
+    names = {name: name.removeprefix("base_model.model.") for name in state}  # as peft calls the model that it wraps
+    assert set(names.values()) & found.keys(), "nothing to compare"
+    return [
+        f"{name} has other values"
+        for name, plain in names.items()
+        if plain in found and not state[name].detach().cpu().to(found[plain].dtype).equal(found[plain])
+    ]

@@ -1,0 +1,101 @@
+"""The model card in an export: what the model is, what it was trained on, how it went, with what.
+
+A folder of weights outlives the run folder beside it. The card says in a few sentences what somebody needs who finds
+the export alone, with the header that the Hugging Face hub reads.
+
+Invariant. All of it comes from the run's config, its log and the command line as it was given.
+
+Refused: environment variables, and anything else that nobody has written into the config or the command. A licence is
+not guessed; whoever publishes the model adds it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.run.metrics import perplexity
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+    from transformers import PretrainedConfig, TrainerState
+
+    from trainer.config.sections import RunConfig
+
+PACKAGES = ("deepstow", "torch", "transformers", "deepspeed", "accelerate")
+
+
+def model_card(
+    config: RunConfig, hf_config: PretrainedConfig, state: TrainerState, argv: Sequence[str], num_ranks: int
+) -> ModelCard:
+    """The card of the model that this run has trained.
+
+    Args:
+        hf_config: of the model.
+        state: the steps done, and what was logged.
+        argv: the command.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    base, brings_code = config.model.name_or_path, bool(getattr(hf_config, "auto_map", None))
+    adapters = config.model.lora is not None and base is not None
+    tags = ["deepstow", *(["lora"] if adapters else []), *(["custom_code"] if brings_code else [])]
+    header = ModelCardData(
+        base_model=base, library_name="peft" if adapters else "transformers", pipeline_tag="text-generation", tags=tags
+    )
+    parts = [
+        f"# {Path(config.training.output_dir).name}",
+        _origin(config, hf_config.model_type),
+        f"It was trained on {_data(config)}, for {state.global_step} steps. " + " ".join(_results(state.log_history)),
+        f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
+        f"```\n{shlex.join(argv)}\n```",
+        f"Versions: {', '.join(_versions([*PACKAGES, *(['peft'] if config.model.lora is not None else [])]))}.",
+    ]
+    if brings_code:
+        parts.append("The model brings its own Python code: read it, then load it with `trust_remote_code=True`.")
+    return ModelCard(f"---\n{header.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def _origin(config: RunConfig, model_type: str) -> str:
+    lora, base = config.model.lora, config.model.name_or_path
+    if lora is not None and base is not None:
+        return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base itself is not in here."
+    if base is not None:
+        return f"`{base}`, a model of type {model_type}, trained further with DeepStow."
+    merged = f"; what was trained are low-rank adapters (rank {lora.r}), merged into them" if lora is not None else ""
+    return f"A model of type {model_type}, trained with DeepStow from random weights{merged}."
+
+
+def _data(config: RunConfig) -> str:
+    data = config.data
+    subset = f" ({data.name})" if data.name else ""
+    return f"`{data.path}`{subset} in sequences of up to {data.max_length} tokens"
+
+
+def _results(history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The last losses in the log, where there are any."""
+    for kind, key in (("training", "loss"), ("evaluation", "eval_loss")):
+        last = next((record for record in reversed(history) if key in record), None)
+        if last is not None:
+            loss = float(last[key])
+            yield f"The last {kind} loss, at step {last['step']}, was {loss:.4f} (perplexity {perplexity(loss):.1f})."
+
+
+def _strategies(config: RunConfig) -> str:
+    """Each with the options that were written for it."""
+    found = []
+    for name, strategy in config.strategies.items():
+        options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]
+        found.append(f"{name} ({', '.join(options)})" if options else name)
+    return ", ".join(found) or "none"
+
+
+def _versions(packages: Sequence[str]) -> Iterator[str]:
+    for package in packages:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue

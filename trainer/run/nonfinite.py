@@ -1,0 +1,143 @@
+"""A run whose numbers are not finite ends, with what was not finite first and the checkpoint that still is.
+
+Problem. One gradient that is not finite makes every weight so in the next update, and then a run trains on nothing to
+its end, saves that, and deletes the checkpoints that were good. Who skips such steps (the memory engine, fp16's loss
+scaler) trains on nothing without changing anything.
+
+The rule. Plain training and ZeRO end before the first update with such gradients, so that no checkpoint ever holds them
+(ZeRO at stages 1 to 3 has updated by then, and saves nothing any more). The engine skips three steps in a row
+first (``strategies/engine/skipped_steps.py``). Overflows under fp16 are how a loss scale is found; they count when it
+is at its minimum, which is 1.
+
+What was first is looked for by running the last batch once more: weights, outputs of modules in their order, then
+gradients in the order of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from strategies.engine.tensors.nested import tensors_in
+from trainer.errors import ExitCode, UserError
+from trainer.run.checkpoint import newest_complete
+
+if TYPE_CHECKING:
+    from trainer.run.trainer import Trainer
+
+MINIMAL_SCALE = 1.0
+DEEPSPEED_SAYS = "Current loss scale already at minimum"
+
+
+class NonFinite(UserError):
+    """Gradients are not finite, and the run has ended."""
+
+    code = ExitCode.NON_FINITE
+
+
+class StopNonFinite(TrainerCallback):
+    """Looks at the norm before each update, where nobody else skips it.
+
+    On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does. With the
+    memory engine it does not look.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        accelerator = self._trainer.accelerator
+        norm = accelerator.last_norm
+        if accelerator.driver is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
+            return
+        if _is_searching_scale(self._trainer):
+            return
+        state.global_step += 1  # the one that is not made; its numbers are logged all the same
+        self._trainer.log({"loss": self._trainer.last_loss, "grad_norm": float(norm)})
+        raise described(self._trainer, state.global_step, f"the gradient norm is {float(norm)}")
+
+
+def _is_searching_scale(trainer: Trainer) -> bool:
+    """Whether an overflow is no news: fp16's scale can still be lowered. DeepSpeed raises when it cannot."""
+    if not trainer.args.fp16:
+        return False
+    scaler = trainer.accelerator.scaler
+    return scaler is None or float(scaler.get_scale()) > MINIMAL_SCALE
+
+
+def described(trainer: Trainer, step: int, what: str, gradient: str | None = None) -> NonFinite:
+    """The error of a run that ends at ``step``; on every rank, since a forward may be a collective.
+
+    Args:
+        gradient: of which parameter, where the engine knows it.
+    """
+    first = next(_first(trainer, gradient), "nothing that could be found again")
+    folder = Path(str(trainer.args.output_dir))
+    newest = newest_complete(folder)
+    kept = f"{newest} is the last checkpoint" if newest is not None else "there is no checkpoint yet"
+    return NonFinite(
+        f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {kept}. Lower "
+        f"training.learning_rate, or look at the data of this step"
+    )
+
+
+def _first(trainer: Trainer, gradient: str | None) -> Iterator[str]:
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    weights = model.state_dict()
+    yield from (f"the weight {name}" for name, _ in model.named_parameters() if _is_bad(weights.get(name)))
+    yield from _bad_outputs(model, lambda: trainer.compute_loss(trainer.model_wrapped, trainer.last_inputs))
+    if gradient is not None:
+        yield f"the gradient of {gradient}"
+    elif trainer.stowed is None and not trainer.is_deepspeed_enabled:
+        yield from _bad_gradients(model, lambda: trainer.compute_loss(model, trainer.last_inputs))
+
+
+def _bad_outputs(model: nn.Module, forward: Callable[[], object]) -> Iterator[str]:
+    """Modules whose output is not finite, in the order in which they return."""
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if any(_is_bad(tensor) for tensor in tensors_in(output)) and not any(map(_is_bad, tensors_in(inputs))):
+            found.append(f"the output of {name}" if name else "the loss")
+
+    handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    yield from found
+
+
+def _bad_gradients(model: nn.Module, forward: Callable[[], Tensor]) -> Iterator[str]:
+    """Parameters whose gradient is not finite, in the order of backward. Clipping has spoilt those of the step."""
+    found: list[str] = []
+
+    def look(name: str, param: Tensor) -> None:
+        if _is_bad(param.grad):
+            found.append(f"the gradient of {name}")
+
+    model.zero_grad()
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    handles = [param.register_post_accumulate_grad_hook(partial(look, name)) for name, param in trained]
+    try:
+        with torch.random.fork_rng():
+            forward().backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+    yield from found
+
+
+def _is_bad(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and not bool(tensor.isfinite().all())

@@ -1,0 +1,100 @@
+"""Out of memory: what was predicted, what is there, and which edits would free how much, the largest first.
+
+The plan has counted everything but kernels' workspace and the allocator's slack, so the ledger shows where the missing
+bytes went; each edit is priced by the same counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strategies.core.peak import backward_peak
+from strategies.core.plan import Home, Kind, Plan
+from strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
+from strategies.report.plan_table import human
+from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
+
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A change of the config and the device bytes it would free."""
+
+    change: str
+    freed_bytes: int
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether ``error`` says that memory, of the device or the host, is used up."""
+    import torch
+
+    from strategies.engine.memory.arena import OutOfMemoryError
+
+    return isinstance(error, MemoryError | OutOfMemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
+    """Lines for people: what failed, the ledger, the edits."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [f"out of memory: {first}"]
+    for home, measured in ((Home.DEVICE, device_peak_bytes()), (Home.HOST, host_peak_bytes())):
+        if measured is not None:
+            lines.append(
+                f"  {home.value}: {human(plan.peak(home))} predicted, {human(measured)} held at the peak so far"
+            )
+    lines += [f"  {name:<20} {human(size):>10}" for name, size in _parts(plan) if size]
+    lines.append("what would free memory on the device, the most first:")
+    lines += [f"  {edit.change}: {human(edit.freed_bytes)}" for edit in edits(config, plan)]
+    return lines
+
+
+def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
+    for kind in Kind:
+        yield kind.value, plan.total(kind, Home.DEVICE)
+    yield "saved for backward", sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    for reserve in plan.reserves(Home.DEVICE):
+        yield reserve.owner, reserve.num_bytes
+
+
+def edits(config: RunConfig, plan: Plan) -> list[Edit]:
+    """What the user can change, ranked by bytes; only what would free any."""
+    return sorted((edit for edit in _edits(config, plan) if edit.freed_bytes > 0), key=lambda edit: -edit.freed_bytes)
+
+
+def _edits(config: RunConfig, plan: Plan) -> Iterator[Edit]:
+    run, training = plan.facts.run, config.training
+    saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    if run.micro_batch > 1:
+        half = run.micro_batch // 2
+        rest = f"per_device_train_batch_size: {half}, gradient_accumulation_steps: {run.accumulation * 2}"
+        yield Edit(f"training: {{{rest}}}", saved - saved * half // run.micro_batch)
+    elif run.sequence > 1:
+        yield Edit(f"data.max_length: {run.sequence // 2}", saved // 2)
+    if not (training.gradient_checkpointing or training.activation_checkpointing):
+        yield from _recompute(plan)
+    if "offload" in config.strategies:
+        lower = plan.peak(Home.DEVICE) * 9 // 10
+        yield Edit(f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower)
+    elif not config.strategies:
+        movable = (Kind.GRAD, Kind.MASTER, Kind.MOMENT)
+        yield Edit("strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable))
+
+
+def _recompute(plan: Plan) -> Iterator[Edit]:
+    """Policies that keep less than the plan does."""
+    units = plan.facts.units
+    now = plan.saved_peak()
+    end = last_block(units)
+    for policy, hosts in ((SELECTIVE, False), (FULL, False), (FULL, True)):
+        ways = [by_policy(unit, policy, hosts=hosts and index < end) for index, unit in enumerate(units)]
+        if hosts and not any(way.hosted for way in ways):
+            continue
+        peak = backward_peak([way.saved for way in ways], [0] * len(units))
+        words = f"policy: {policy}{', activation_offloading: true' * hosts}"
+        yield Edit(f"strategies: {{recompute: {{{words}}}}}", now - peak)

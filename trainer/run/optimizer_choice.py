@@ -1,0 +1,80 @@
+"""From Hugging Face's optimizer to the memory engine's: update rule, parameter groups, dtype of the weights.
+
+Whatever made the optimizer of a Trainer (its arguments, a subclass, the user) has decided how parameters are grouped
+and with which numbers they are updated. Torch's optimizers hold no state before their first step, so it is made as
+ever, read, and thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from strategies.core.facts import Precision
+from strategies.core.plan import Plan
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from strategies.engine import Rule
+    from trainer.config.arguments import TrainingSection
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+# What the engine's rules do not do; ``None`` and the value here are fine.
+PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False}
+
+
+def refuse_optimizer(training: TrainingSection) -> None:
+    """Raise unless the engine can update as ``training.optim`` says.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if training.optim not in OPTIMIZERS:
+        raise ConfigError(
+            f"training.optim = {training.optim!r}: strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
+        )
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> tuple[Rule, list[dict[str, Any]]]:
+    """The update rule and the parameter groups of a torch optimizer that has not been used yet.
+
+    The groups are the optimizer's own: a scheduler that was made for it goes on setting their rates.
+
+    Raises:
+        ValueError: the engine has no such rule.
+    """
+    import torch
+
+    from strategies.engine import SGD, AdamW
+
+    kind, defaults = type(optimizer), optimizer.defaults
+    rules: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+    if kind not in rules:
+        raise ValueError(
+            f"a stowed trainer updates with torch.optim.AdamW or torch.optim.SGD, not with {kind.__name__}: write "
+            f"optim='adamw_torch_fused', or hand over no other optimizer"
+        )
+    for group in optimizer.param_groups:
+        for name, plain in PLAIN.items():
+            if group.get(name, plain) not in (plain, None):
+                raise ValueError(f"a stowed trainer has no {kind.__name__} with {name}={group[name]}: leave it out")
+    if optimizer.state:
+        raise ValueError("this optimizer has made steps already, and a stowed trainer begins with none")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError("this optimizer has step hooks, which a stowed trainer's would not: use a TrainerCallback")
+    fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
+    names = {field.name for field in dataclasses.fields(rules[kind])} - {"fused"}
+    rule: Rule = rules[kind](**{name: defaults[name] for name in names}, **fused)
+    return rule, optimizer.param_groups
+
+
+def to_compute_dtype(model: nn.Module, plan: Plan) -> None:
+    """Round the weights to what the plan computes with, one by one; the engine keeps masters in fp32."""
+    import torch
+
+    if plan.facts.run.precision is Precision.BF16:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,0 +1,328 @@
+"""The one written order of effects, from a config to a trained model. Read it top to bottom.
+
+    data (first rank of each machine, the others wait) -> facts -> plan, shown and written -> arguments
+    -> weights -> trainer -> train -> finish
+
+Everything before ``arguments`` costs no device memory, so a run that cannot work ends there. Why this order: the
+data comes first because its size sets the vocabulary; Hugging Face must know of ZeRO stage 3 (arguments) before a
+weight exists, or each rank would build the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from strategies.core.compose import in_order
+from strategies.core.plan import Plan
+from strategies.planner.step_cost import price
+from strategies.report import whole
+from trainer.dist.ranks import Ranks, name_device
+from trainer.errors import ConfigError, UserError
+from trainer.machine import block_timing
+from trainer.machine.probe import Machine, probe
+from trainer.machine.profiles import known_rates
+from trainer.model import build
+from trainer.planning import facts
+from trainer.planning.from_config import plan_of, refuse_folder, refuse_impossible
+from trainer.run import checkpoint, ds_config, optimizer_choice
+from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+    from trainer.config.sections import RunConfig
+    from trainer.data.prepare import Prepared
+    from trainer.run.trainer import Trainer
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Run:
+    """What the steps below have made so far."""
+
+    config: RunConfig
+    ranks: Ranks
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    machine: Machine
+    plan: Plan
+    resume: Path | None
+    arguments: TrainingArguments | None = None
+
+    def say(self, line: str) -> None:
+        """One line from the job, not one from each rank."""
+        if self.ranks.is_first:
+            write_line(line)
+
+
+def prepare(config: RunConfig, ranks: Ranks) -> Run:
+    """Everything that can go wrong before a weight exists: checkpoint, data, plan."""
+    folder = Path(config.training.output_dir)
+    refuse_folder(folder)
+    resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
+    tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
+    machine = probe(folder if folder.is_dir() else Path())
+    plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
+    check_packing(config)
+    if plan.layout is not None:
+        optimizer_choice.refuse_optimizer(config.training)
+    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
+    shown = whole.text(plan, priced := price(plan))
+    if ranks.is_first:
+        write_plan(run, shown, whole.to_json(plan, priced))
+    if ignored := known_rates(machine).ignored:
+        run.say(ignored)
+    run.say(f"\n{shown}\n")
+    refuse_impossible(plan)
+    # Only now, when nothing refuses the run any more: a refused one leaves an earlier run where it is.
+    if ranks.is_first and resume is None:
+        earlier = checkpoint.set_aside(folder)
+        if earlier is not None:
+            run.say(f"a fresh run: the checkpoints of the earlier one are now in {earlier}")
+    return run
+
+
+def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The tokenizer and the tokenised data, made or found in ``folder``.
+
+    Raises:
+        DataError: the data cannot be trained on. ConfigError: the tokenizer or the model's vocabulary.
+    """
+    from trainer.data import prepare, tokenizer
+
+    section = config.model
+    build.refuse_missing_folder(section)
+    spec = section.tokenizer
+    words = tokenizer.load(
+        spec, section.name_or_path, section.trust_remote_code, folder, (text for text in prepare.texts(config.data))
+    )
+    hf_config = build.load_config(section, facts.vocab_size_of(config))
+    rows = hf_config.get_text_config().vocab_size
+    if len(words) > rows:
+        raise ConfigError(
+            f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
+        )
+    prepared = prepare.prepare(
+        config.data,
+        words,
+        rows,
+        config.training.seed,
+        folder / "data",
+        (lambda line: None) if quiet else write_line,
+    )
+    return words, prepared
+
+
+def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
+    """``work`` on the first rank of each machine, then on the others, which find its files.
+
+    Tokenising can take hours, longer than a collective may wait, so the others wait on a group of its own. An error
+    on any machine is raised on every rank, and the job ends with one message.
+    """
+    if ranks.world_size == 1:
+        return work()
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    result: T | None = None
+    error: UserError | None = None
+    if ranks.is_first_local:
+        try:
+            result = work()
+        except UserError as found:
+            error = found
+    errors: list[UserError | None] = [None] * ranks.world_size
+    dist.all_gather_object(errors, error, group=group)
+    dist.destroy_process_group(group)
+    first = next((found for found in errors if found is not None), None)
+    if first is not None:
+        raise first
+    return result if result is not None else work()
+
+
+def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
+    """The values on the way of the run, each a file in its folder; the plan for people and for machines."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    written: dict[str, str] = {
+        "config.yaml": run.config.dump(),
+        "plan.json": json.dumps(content, indent=1),
+        "plan.txt": text + "\n",
+        "ds_config.json": json.dumps(ds_config.ds_config(run.plan), indent=1),
+    }
+    for name, text in written.items():
+        (run.folder / name).write_text(text)
+    block_timing.store(run.folder, run.plan.facts)
+
+
+def make_arguments(run: Run) -> TrainingArguments:
+    """Hugging Face's arguments: the user's, and the few that this framework decides."""
+    from transformers import TrainingArguments
+
+    given: dict[str, Any] = dict(run.config.training.arguments())
+    if run.prepared.eval is None:
+        given["eval_strategy"] = "no"
+    if ds_config.clips_itself(run.plan):
+        given["max_grad_norm"] = 0.0
+    if run.plan.layout is not None:
+        given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
+    given.setdefault("use_cpu", run.machine.device_kind == "cpu")
+    given.setdefault("dataloader_pin_memory", run.machine.device_kind != "cpu")
+    name_device(run.ranks, run.machine.device_kind, on_cpu=given["use_cpu"])
+    arguments = TrainingArguments(
+        **given,
+        deepspeed=ds_config.ds_config(run.plan) or None,
+        logging_nan_inf_filter=False,  # logs never lie
+        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # nobody waits for a batch's copy
+        remove_unused_columns=False,  # the collator takes what it needs
+        disable_tqdm=True,
+        label_names=["labels"],
+    )
+    if arguments.device.type != run.machine.device_kind and not given["use_cpu"]:
+        raise ConfigError(
+            f"the plan is for {run.machine.device_kind}, and Accelerate trains on {arguments.device}: "
+            f"training.use_cpu: true trains on the CPU"
+        )
+    return arguments
+
+
+def make_model(run: Run) -> PreTrainedModel:
+    """The weights, on the CPU, or split over the ranks where the plan splits parameters."""
+    section, seed = run.config.model, run.config.training.seed
+    hf_config = build.load_config(section, facts.vocab_size_of(run.config))
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if section.config is not None and name not in section.config:
+            setattr(hf_config, name, getattr(run.tokenizer, name))
+    weights = build.build(section, hf_config, seed=seed, partitioned=ds_config.stage(run.plan) == 3)
+    apply_strategies(weights, run)
+    if run.plan.layout is not None:
+        optimizer_choice.to_compute_dtype(weights, run.plan)
+    return weights
+
+
+def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
+    """Let each strategy change the model, in the order of deciding; names must survive."""
+    for name, strategy in in_order(run.config.strategies):
+        before = names_of(weights)
+        strategy.apply(weights, run.plan)
+        assert names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"
+
+
+def names_of(weights: PreTrainedModel) -> list[str]:
+    """Every module, parameter and buffer, in order."""
+    kinds = (weights.named_modules(), weights.named_parameters(remove_duplicate=False), weights.named_buffers())
+    return [name for kind in kinds for name, _ in kind]
+
+
+def make_trainer(run: Run) -> Trainer:
+    """The loop, with its callbacks in the order in which they see an event; the meter is last."""
+    from transformers.trainer_callback import PrinterCallback
+
+    from trainer.data.collate import Collator
+    from trainer.run.plan_check import Ledger
+    from trainer.run.trainer import Trainer
+
+    run.arguments = make_arguments(run)
+    meter = make_meter(run)
+    prompt = sample_prompt(run)
+    sample = [SampleText(prompt)] if prompt else []
+    packing = run.config.data.packing
+    plan_file = run.folder / "plan.json"
+    recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
+    ledger = Ledger(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
+    trainer = Trainer(
+        model=make_model(run),
+        args=run.arguments,
+        train_dataset=run.prepared.train,
+        eval_dataset=run.prepared.eval,
+        processing_class=run.tokenizer,
+        data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=packing and uses_flash(run.config)),
+        meter=meter,
+        plan=run.plan,
+        own_clipping=run.config.training.max_grad_norm if ds_config.clips_itself(run.plan) else None,
+        ledger=ledger,
+        callbacks=[
+            ProgressLine(),
+            MetricsFile(run.folder / "metrics.jsonl"),
+            *sample,
+            *([ledger] if ledger else []),
+            StepSeen(),
+            meter,
+        ],
+    )
+    if ledger is not None:
+        ledger.stowed = lambda: trainer.stowed
+    trainer.remove_callback(PrinterCallback)  # our line says more
+    return trainer
+
+
+def uses_flash(config: RunConfig) -> bool:
+    """Flash attention takes packed documents as one long row; other kernels take them as rows of a batch."""
+    return str(config.model.attn_implementation).startswith("flash_attention")
+
+
+def check_packing(config: RunConfig) -> None:
+    """Try packing on a small copy of the architecture: documents in one row must not see each other.
+
+    Raises:
+        ConfigError: they do, or the model takes no positions.
+    """
+    if not config.data.packing:
+        return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.data.collate import packing_supported
+    from trainer.model.shrink import VOCAB, shrink_model
+
+    small = shrink_model(build.load_config(config.model, VOCAB))
+    attention = {"attn_implementation": "eager"} if config.model.attn_implementation == "eager" else {}
+    copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(small.pop("model_type"), **small), **attention)
+    reason = packing_supported(copy)
+    if reason is not None:
+        raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")
+
+
+def make_meter(run: Run) -> Meter:
+    """Tokens and time of all ranks; MFU where the device's peak is known."""
+    known = run.plan.facts.run
+    peaks = run.machine.peak_flops
+    return Meter(
+        flops_per_token=3 * known.forward_flops / (known.micro_batch * known.sequence),
+        peak_flops=peaks.of(known.precision.value) if peaks else None,
+        num_devices=known.world_size,
+        sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
+    )
+
+
+def sum_over_ranks(number: int) -> int:
+    """The sum of one integer over all ranks. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    from strategies.engine.memory import accelerator
+
+    # By the group, not by the machine: a job may train on the CPU although there is an accelerator.
+    device = "cpu" if dist.get_backend() == dist.get_default_backend_for_device("cpu") else accelerator.kind()
+    total = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def sample_prompt(run: Run) -> str:
+    """What the sample continues: the prompt of the first evaluation row, or its first words."""
+    from trainer.data.packing import MASKED
+
+    row = next(iter(run.prepared.eval or run.prepared.train))
+    labels = row["labels"]
+    masked = next((i for i, label in enumerate(labels[1:], start=1) if label != MASKED), 0)
+    if masked > 1:
+        return str(run.tokenizer.decode(row["input_ids"][:masked], skip_special_tokens=True))
+    start = str(run.tokenizer.decode(row["input_ids"][:24], skip_special_tokens=True))
+    return start.rsplit(maxsplit=1)[0] if len(start.split()) > 1 else start  # the last word may be cut

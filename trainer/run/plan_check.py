@@ -1,0 +1,217 @@
+"""The plan against the run: what was predicted and what is there, once, after the second step.
+
+By then every buffer exists and every kernel has had its workspace. Bytes that can be measured exactly: the arenas of a
+memory engine, what autograd saves in one forward, what crosses the link in one step. What is saved is predicted for
+micro-batches of full length, on the device and over the link; shorter ones save less. The process's peak holds
+everything, libraries included, and is predicted with a round number for those. Seconds, where the plan has a simulated
+step: forward and backward as blocks are timed (``block_timing.py``), and the step as a whole.
+
+What is saved is counted by torch's own hooks in the first micro-batch of step 1, and blocks are timed in that of step
+2; blocks that ``strategies.recompute`` has changed show what they keep. It is not counted under Hugging Face's
+checkpointing, whose hooks are inside ours, and under ZeRO stage 3, where gathered weights would count as saved.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from strategies.core.plan import Home, Plan
+from strategies.engine.checkpointing import room_of
+from strategies.planner.step_cost import empty, price, traffic, unit_seconds
+from strategies.planner.weight_schedule import ASSUMED
+from strategies.report.plan_table import human
+from trainer.machine import block_timing
+from trainer.machine.block_timing import UnitClock
+from trainer.model.counting import find_blocks
+from trainer.run import ds_config
+from trainer.run.callbacks import device_peak_bytes, host_peak_bytes, write_line
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from strategies.core.facts import UnitTimes
+    from strategies.engine.activations import HostRoom
+    from strategies.engine.optimizer import StowOptimizer
+
+COUNTED, STEP = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row: predicted and measured, in bytes or seconds. ``error`` is relative to what was measured."""
+
+    owner: str
+    predicted: float
+    measured: float
+    unit: Literal["bytes", "seconds"] = "bytes"
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+    def line(self, width: int) -> str:
+        predicted, measured = (
+            human(int(number)) if self.unit == "bytes" else f"{number:.3g} s"
+            for number in (self.predicted, self.measured)
+        )
+        return (
+            f"  {self.owner:<{width}}  {predicted:>10} predicted  {measured:>10} measured  {100 * self.error:+6.1f} %"
+        )
+
+
+@contextmanager
+def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of what autograd and recomputed blocks save inside, by address; each storage once, weights not counted."""
+    import torch
+
+    from strategies.engine.checkpointing import checkpointed
+
+    storages: dict[int, int] = {}
+    alive: list[Tensor] = []  # a block's first forward shows what it will keep and does not keep it yet
+
+    def show(tensor: Tensor) -> None:
+        alive.append(tensor)
+        pack(tensor)
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in storages:
+            weights = {param.untyped_storage().data_ptr() for param in model.parameters()}  # some have just come
+            storages[address] = 0 if address in weights else storage.nbytes()
+        return tensor
+
+    recomputed = [found for module in model.modules() if (found := checkpointed(module)) is not None]
+    for block in recomputed:
+        block.watch = show
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield storages
+    finally:
+        alive.clear()
+        for block in recomputed:
+            block.watch = None
+
+
+class Ledger(TrainerCallback):  # type: ignore[misc]
+    """Prints predicted against measured after step 2 and adds it to ``plan.json``.
+
+    Args:
+        folder: the run's, with ``plan.json``, which gets the key ``measured``, and ``facts.json``, which gets timings.
+        recomputes: Hugging Face's checkpointing is on.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, *, recomputes: bool) -> None:
+        self._plan, self._folder = plan, folder
+        self._countable = not recomputes and ds_config.stage(plan) != 3
+        self._storages: dict[int, int] = {}
+        self._clock: UnitClock | None = None
+        self._began: tuple[float, int, int] | None = None  # seconds, bytes up and down when step 2 began
+        self._room: HostRoom | None = None
+        self.stowed: Callable[[], StowOptimizer | None] = lambda: None
+
+    @contextmanager
+    def counting(self, model: nn.Module, step: int) -> Iterator[None]:
+        """Count what autograd saves inside, or time blocks, if this is the forward for it."""
+        if not model.training:
+            yield
+        elif step == COUNTED - 1 and self._countable and not self._storages:
+            with count_saved(model) as self._storages:
+                yield
+        elif step == STEP - 1 and self._plan.layout is not None and self._clock is None:
+            blocks = find_blocks(model)
+            self._clock = UnitClock(blocks, next(model.parameters()).device)
+            with self._clock.forward() if blocks else nullcontext():
+                yield
+        else:
+            yield
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step == STEP - 1:
+            self._room = room_of(kwargs["model"])
+            self._began = (self._now(), *self._traffic())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step != STEP or not state.is_world_process_zero:
+            return
+        timings = self._timings()
+        entries = [*self.entries(), *self._seconds(timings)]
+        width = max(len(entry.owner) for entry in entries)
+        write_line("plan against run, after step 2")
+        for entry in entries:
+            write_line(entry.line(width))
+        file = self._folder / "plan.json"
+        written = json.loads(file.read_text())
+        written["measured"] = [{**asdict(entry), "error": entry.error} for entry in entries]
+        unfinished = file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(written, indent=1))
+        unfinished.rename(file)
+        if timings is not None:
+            block_timing.store(self._folder, self._plan.facts, timings)
+            write_line(
+                f"block times are in {self._folder / block_timing.FILE}; the next fresh run is planned with them"
+            )
+
+    def entries(self) -> Iterator[Entry]:
+        """All bytes that can be measured on this machine."""
+        plan = self._plan
+        if self._storages:
+            predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+            yield Entry("saved for backward", predicted, sum(self._storages.values()))
+        on_device = device_peak_bytes()
+        host = plan.peak(Home.HOST)
+        if on_device is not None:
+            yield Entry("device, peak", plan.peak(Home.DEVICE), on_device)
+        else:
+            host += plan.peak(Home.DEVICE)  # the device is this machine's memory
+        yield Entry("process, peak", host, host_peak_bytes())
+        if self._began is not None and (plan.layout is not None or plan.hosted_bytes()):
+            facts = plan.facts_as_kept()
+            up, down = traffic(facts, plan.layout or empty(facts), plan.facts.machine.rates or ASSUMED)
+            now_up, now_down = self._traffic()
+            yield Entry("link up, step 2", up, now_up - self._began[1])
+            yield Entry("link down, step 2", down, now_down - self._began[2])
+
+    def _seconds(self, timings: UnitTimes | None) -> Iterator[Entry]:
+        plan = self._plan
+        priced = price(plan)
+        if priced is None or self._began is None:
+            return
+        if timings is not None and plan.facts.machine.rates is not None:
+            facts = replace(plan.facts_as_kept(), unit_times=timings)
+            passes = plan.facts.run.accumulation
+            found = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
+            yield Entry("forward and backward", priced.compute_seconds, found, "seconds")
+        yield Entry("step 2", priced.seconds, self._now() - self._began[0], "seconds")
+
+    def _timings(self) -> UnitTimes | None:
+        found = self._clock.seconds() if self._clock is not None and self._clock.marks else None
+        if found is None:
+            return None
+        return replace(
+            block_timing.without_again(found, self._plan.facts_as_kept()), origin="measured in step 2 of a run"
+        )
+
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes that crossed the link so far, up and down."""
+        stowed, room = self.stowed(), self._room
+        engine = (stowed.engine.transfer.bytes_up, stowed.engine.transfer.bytes_down) if stowed else (0, 0)
+        saved = room.traffic if room is not None else (0, 0)
+        return engine[0] + saved[0], engine[1] + saved[1]
+
+    def _now(self) -> float:
+        if self._plan.facts.machine.has_accelerator:
+            import torch
+
+            torch.accelerator.synchronize()  # twice in a run
+        return time.perf_counter()

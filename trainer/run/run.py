@@ -1,0 +1,177 @@
+"""A whole run: prepare, train, finish. Returns an exit code; leaves nothing behind that holds a process group."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from strategies.engine.memory import accelerator
+from strategies.report.plan_table import human
+from strategies.zero import Zero
+from trainer.dist import deepspeed_ops
+from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group
+from trainer.errors import ExitCode, UserError
+from trainer.run import oom, order
+from trainer.run.callbacks import write_line
+from trainer.run.ds_config import refuse_transformers
+from trainer.run.export import export
+from trainer.run.model_card import model_card
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trainer.config.sections import RunConfig
+    from trainer.run.order import Run
+    from trainer.run.trainer import Trainer
+
+NEXT_STEPS = {"runs/quickstart": "make finetune"}
+
+
+def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
+    """Raise where something would have to be compiled that cannot be, or built right; before anything is prepared.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    zero = config.strategies.get("zero")
+    if (zero is not None or ranks.world_size > 1) and not config.training.use_cpu:
+        collectives_of(accelerator.kind() or "cpu")
+    if isinstance(zero, Zero):
+        refuse_transformers(zero.stage)
+        deepspeed_ops.refuse_what_cannot_be_built()
+
+
+def run(config: RunConfig, ranks: Ranks) -> int:
+    """Train as ``config`` says, on this rank. All process groups are closed on every way out."""
+    quiet_libraries()
+    timeout_s = config.training.ddp_timeout or 1800
+    on_cpu = bool(config.training.use_cpu)
+    with process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
+        return _guarded(config, ranks)
+
+
+def quiet_libraries() -> None:
+    """Silence what libraries say about themselves; warnings about the run stay.
+
+    DeepSpeed reports its choice of accelerator while it is imported, torch that DeepSpeed calls functions by names
+    that will go, and Transformers the same of peft.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
+    logging.disable(logging.WARNING)
+    from transformers.utils import logging as transformers_logging
+
+    if importlib.util.find_spec("deepspeed") is not None:
+        importlib.import_module("deepspeed")
+    logging.disable(logging.NOTSET)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("transformers.distributed.tensor_parallel").setLevel(logging.ERROR)  # nothing is sharded so here
+    transformers_logging.disable_progress_bar()
+
+
+def _guarded(config: RunConfig, ranks: Ranks) -> int:
+    """The run, with every error turned into lines and a code here, inside the process group.
+
+    A traceback holds its frames, the frames hold the engine, and the engine holds its groups; so the frames are
+    cleared before the groups are closed (see [Note: closing gloo] in ``trainer/dist/ranks.py``).
+    """
+    prepared: Run | None = None
+    try:
+        prepared = order.prepare(config, ranks)
+        train(prepared)
+        return ExitCode.FINISHED
+    except UserError as error:
+        if ranks.is_first:
+            print("\n".join(error.lines), file=sys.stderr, flush=True)
+        code = error.code
+        traceback.clear_frames(error.__traceback__)
+        return code
+    except KeyboardInterrupt as stop:
+        if ranks.is_first:
+            print("interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint", file=sys.stderr)
+        traceback.clear_frames(stop.__traceback__)
+        return ExitCode.INTERRUPTED
+    except Exception as error:
+        code = ExitCode.FAILED
+        if prepared is not None and oom.is_shortage(error):
+            print("\n".join(oom.explain(config, prepared.plan, error)), file=sys.stderr, flush=True)
+            code = ExitCode.OUT_OF_MEMORY
+        if lost_peer(error):
+            # The rank that failed first says why, and the launcher ends this one; unless that rank was killed.
+            time.sleep(GRACE_S)
+            code = ExitCode.PEER_DIED
+        traceback.print_exc()
+        traceback.clear_frames(error.__traceback__)
+        return code
+
+
+def lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank has gone: a consequence, not a cause."""
+    import torch.distributed
+
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+
+
+def show_sample(config: RunConfig) -> None:
+    """Print one tokenised row of the training data, with what is trained on and what is masked."""
+    from trainer.data import sample
+
+    words, prepared = order.read_data(config, Path(config.training.output_dir), quiet=True)
+    print(sample.render(prepared, words, colour=sys.stdout.isatty()))
+
+
+def train(run: Run) -> None:
+    """Train and finish. The trainer is a local, so that it dies with this frame."""
+    trainer = order.make_trainer(run)
+    if run.resume is not None:
+        run.say(f"resuming from {run.resume}")
+    try:
+        trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
+        finish(run, trainer)
+    finally:
+        trainer.accelerator.free_memory()  # ends DeepSpeed's engine
+        del trainer
+        gc.collect()
+
+
+def finish(run: Run, trainer: Trainer) -> None:
+    """Evaluate once more if the last step was not, export, check, and say where everything is."""
+    history = [record for record in trainer.state.log_history if "eval_loss" in record]
+    if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
+        trainer.evaluate()
+        history = [record for record in trainer.state.log_history if "eval_loss" in record]
+    section, hf_config = run.config.model, cast("PreTrainedModel", trainer.model).config
+    receipt = export(
+        trainer,
+        run.tokenizer,
+        run.folder / "export",
+        merge=section.lora is not None and section.name_or_path is None,
+        trust_remote_code=section.trust_remote_code,
+        card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
+    )
+    if not run.ranks.is_first:
+        return
+    if len(history) > 1:
+        first, last = history[0], history[-1]
+        write_line(
+            f"perplexity {first['eval_perplexity']:.1f} at step {first['step']} -> {last['eval_perplexity']:.1f} "
+            f"at step {last['step']}"
+        )
+    assert receipt is not None
+    write_line(
+        f"export: {receipt.folder} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "
+        f"shapes equal, largest difference of a logit {receipt.largest_difference:.1e}"
+    )
+    folder = run.folder
+    write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
+    write_line(f"curves:     tensorboard --logdir {folder}")
+    following = NEXT_STEPS.get(str(folder))
+    if following:
+        write_line(f"next:       {following}")

@@ -1,0 +1,269 @@
+"""Any Hugging Face Trainer with the memory engine: ``stowed(SFTTrainer, gpu_memory="20GiB")`` is a class like it.
+
+Problem. The engine holds weights, gradients and optimizer state. A Trainer that does not know moves the model to the
+device, clips gradients that are not there, averages them over the ranks once more, and writes optimizer state with a
+second copy of all of it in memory.
+
+So the class that is made here plans from the Trainer's own arguments (clipping, accumulation, ranks) and the batch that
+the Trainer itself makes first, and takes over these few things; everything else is the Trainer's. What it trains is bit
+for bit what the Trainer alone would train, in the precision that model and arguments have: fp32 weights stay fp32 and
+are autocast where ``bf16`` asks for it; a model loaded in bf16 gets fp32 masters, which plain training has not.
+
+Refused: optimizers other than AdamW and SGD, fp16, DeepSpeed and FSDP beside the engine, one process with several
+devices, compiled models whose weights travel.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from strategies.core.protocol import Refusal
+from strategies.engine import StowOptimizer, stow, stowed_by
+from strategies.engine.checkpointing import recompute
+from trainer.errors import CountingError, first_line
+from trainer.model.forked import AsideError, aside
+from trainer.model.undisturbed import undisturbed
+from trainer.planning.plan_for import plan_for
+from trainer.run.accelerator import StowAccelerator
+from trainer.run.callbacks import write_line
+from trainer.run.optimizer_choice import adopt
+
+if TYPE_CHECKING:
+    from strategies.core.plan import Plan
+
+OPTIMIZER, SCHEDULER = "optimizer", "scheduler.pt"  # in a checkpoint; the scheduler's is Hugging Face's name
+
+
+def stowed(base: type, **options: Any) -> type:
+    """A subclass of ``base``, a ``transformers.Trainer``, that trains with the memory engine.
+
+    Args:
+        options: of ``plan_for``, but for those that the Trainer's arguments say: ``gpu_memory`` and
+            ``host_memory`` ("20GiB", a share such as 0.8), ``batch`` (by default what the Trainer makes first),
+            ``recompute``, and those of ``strategies.offload``.
+
+    Raises:
+        TypeError: ``base`` is no Trainer, or an option is said by its arguments.
+    """
+    import transformers
+
+    if not (isinstance(base, type) and issubclass(base, transformers.Trainer)):
+        raise TypeError(f"{base!r} is not a subclass of transformers.Trainer")
+    said = [name for name in ("max_grad_norm", "accumulation", "world_size", "moments") if name in options]
+    if said:
+        raise TypeError(f"{said[0]}: that is said by the Trainer's own arguments")
+    return type(f"Stowed{base.__name__}", (StowedTrainer, base), {"stow_options": options})
+
+
+class StowedTrainer:
+    """What comes before a Trainer class in the order of methods; see ``stowed``."""
+
+    stow_options: Mapping[str, Any] = {}
+    plan: Plan | None = None
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+
+    @property
+    def stows(self) -> bool:
+        """Whether the engine trains this model."""
+        return any(parameter.requires_grad for parameter in self.model.parameters())
+
+    @property
+    def stowed(self) -> StowOptimizer | None:
+        """The memory engine's optimizer, once training or evaluation has begun."""
+        return self.optimizer if isinstance(self.optimizer, StowOptimizer) else None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Hugging Face's; the accelerator becomes ours, which knows who drives a model."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.__class__ = StowAccelerator
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Let the Trainer make its optimizer, plan with it, and give the model to the engine."""
+        if self.stowed is not None:
+            return self.stowed
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if not self.stows or isinstance(optimizer, StowOptimizer):
+            return optimizer
+        self._refuse_others()
+        former = stowed_by(self.model)
+        if former is not None:  # another trainer's: this one begins with an optimizer of its own, as ever
+            former.close()
+        rule, groups = adopt(optimizer)
+        self.plan = self.make_plan(groups, len(rule.names))
+        self._refuse_compiled(self.plan)
+        made = stow(self.model, self.plan, groups, rule, device=self.args.device)
+        if self.args.process_index == 0:
+            for line in made.engine.arena.owners():
+                write_line(line)
+        self.optimizer = made
+        return made
+
+    def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
+        """A plan from the Trainer's arguments and the options.
+
+        Raises:
+            ValueError: nothing fits, or the model cannot be planned.
+        """
+        options = dict(self.stow_options)
+        options |= {
+            "max_grad_norm": self.args.max_grad_norm,
+            "accumulation": self.args.gradient_accumulation_steps,
+            "world_size": self.args.world_size,
+            "moments": moments,
+        }
+        try:
+            with self.accelerator.autocast():
+                if "batch" in options:
+                    plan = plan_for(self.model, groups, **options)
+                else:
+                    plan = self._plan_for_first_call(groups, options)
+        except Refusal as refused:
+            raise ValueError(str(refused).replace("strategies.offload.", "")) from None
+        if "recompute" in options:
+            recompute(self.model, plan)
+        return plan
+
+    def _plan_for_first_call(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
+        """Without a batch where forward cannot be counted with what the Trainer calls it with."""
+        try:
+            return plan_for(self.model, groups, batch=self._first_call(), **options)
+        except CountingError as error:
+            assert error.__cause__ is not None
+            self._not_counted(f"forward cannot be counted on tensors without values: {first_line(error.__cause__)}")
+            return plan_for(self.model, groups, **options)
+
+    def _not_counted(self, why: str) -> None:
+        if self.args.process_index == 0:
+            write_line(f"what backward keeps is not counted ({why})")
+
+    def _first_call(self) -> dict[str, Any] | None:
+        """The keyword arguments with which the first rank calls the model on its first rows; None where it has no such.
+
+        All ranks plan with the same. Nothing of the run is used up: rows are made in a fork (``forked.py``), and what
+        the loss does before it calls the model is undone (``undisturbed.py``).
+        """
+        from accelerate.utils import broadcast_object_list
+
+        packed: bytes | None = None
+        handle = self.model.register_forward_pre_hook(_stop_at_call, with_kwargs=True)
+        try:
+            with undisturbed(self, self.model):
+                self.compute_loss(self.model, self._prepare_inputs(aside(self._first_rows)))  # type: ignore[attr-defined]
+        except _Called as call:
+            packed = call.packed
+        except AsideError as error:
+            self._not_counted(f"{error}; say it with batch=")
+        except Exception as error:  # whatever a loss does: planning goes on without
+            self._not_counted(f"{first_line(error)}; say it with batch=")
+        finally:
+            handle.remove()
+        if self.args.world_size > 1:
+            (packed,) = broadcast_object_list([packed])
+        return None if packed is None else pickle.loads(packed)
+
+    def _first_rows(self) -> Any:
+        """A batch as the Trainer collates it, of the first rows of its dataset."""
+        dataset: Any = self.train_dataset  # type: ignore[attr-defined]
+        collate = self.data_collator  # type: ignore[attr-defined]
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description="training")  # type: ignore[attr-defined]
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")  # type: ignore[attr-defined]
+        count = min(self.args.per_device_train_batch_size, len(dataset))
+        return collate([dataset[index] for index in range(count)])
+
+    def _refuse_others(self) -> None:
+        """Raise where somebody else would hold the model, too.
+
+        Raises:
+            ValueError: naming who.
+        """
+        args = self.args
+        if getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False):
+            raise ValueError("a stowed trainer cannot go with DeepSpeed or FSDP: leave out deepspeed= and fsdp=")
+        if args.fp16:
+            raise ValueError("fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True")
+        if args.n_gpu > 1:
+            raise ValueError(f"one process with {args.n_gpu} devices: start one for each, as torchrun does")
+        if args.ddp_broadcast_buffers is False and args.world_size > 1:
+            raise ValueError(
+                "ddp_broadcast_buffers=False: a stowed trainer gives all ranks the buffers of the first; leave it out"
+            )
+        if "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing):
+            raise ValueError("recompute= cannot go with gradient_checkpointing=True: keep one of the two")
+
+    def _refuse_compiled(self, plan: Plan) -> None:
+        """Raise where compiled code would meet weights that are away.
+
+        Raises:
+            ValueError: weights travel, and the model is to be compiled.
+        """
+        assert plan.layout is not None
+        if self.args.torch_compile and not all(bucket.resident for bucket in plan.layout.buckets):
+            raise ValueError("torch_compile=True: weights travel in this plan; say weights='resident', or leave it out")
+
+    # --- what a Trainer does with model and optimizer ----------------------------------------------------------------
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """As Hugging Face's, but the engine moves its model itself, as far as the plan says.
+
+        On kinds of device that register with torch (PrivateUse1) moving makes new parameters, of a tied one two.
+
+        Raises:
+            RuntimeError: the model has tied weights that it does not tie again.
+        """
+        if model is self.model and self.stows:
+            return
+        tied = len(list(model.parameters()))
+        super()._move_model_to_device(model, device)  # type: ignore[misc]
+        if len(list(model.parameters())) != tied and hasattr(model, "tie_weights"):
+            model.tie_weights()
+        if len(list(model.parameters())) != tied:
+            raise RuntimeError(
+                f"moving the model to {device} separates weights that are tied: move it there beforehand"
+            )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's; an evaluation before training has the model where training will have it."""
+        if self.stows:
+            self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As Hugging Face's, but an engine's state goes to disk bucket by bucket, without a second copy in memory."""
+        if self.stowed is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        elif self.args.should_save:
+            self.stowed.save(Path(output_dir) / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As Hugging Face's; what it has written itself can be loaded as well."""
+        if self.stowed is None or checkpoint is None or not (Path(checkpoint) / OPTIMIZER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self.stowed.load(Path(checkpoint) / OPTIMIZER)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+
+class _Called(BaseException):
+    """The model is called with these keyword arguments; None where it is given others, too."""
+
+    def __init__(self, packed: bytes | None) -> None:
+        super().__init__()
+        self.packed = packed
+
+
+def _stop_at_call(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    on_cpu = tree_map_only(torch.Tensor, torch.Tensor.cpu, kwargs)
+    raise _Called(None if args else pickle.dumps(on_cpu))

@@ -1,0 +1,152 @@
+"""The loop is Hugging Face's. This file holds what we change in it, and nothing else.
+
+* with a memory engine it is a stowed trainer (``trainer/run/stowed_trainer.py``), whose plan the config has made;
+* evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
+* every log record gets our numbers before anyone sees it (``trainer/run/callbacks.py``);
+* a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
+* a checkpoint is marked complete by a file written after all ranks have written theirs, and only such a checkpoint
+  is resumed automatically.
+
+``logging_nan_inf_filter`` is off: a loss that is not finite is logged as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from strategies.engine import NonFiniteError
+from trainer.run.callbacks import Meter
+from trainer.run.checkpoint import mark_complete, prune, unmark
+from trainer.run.nonfinite import DEEPSPEED_SAYS, StopNonFinite, described
+from trainer.run.stowed_trainer import StowedTrainer
+
+if TYPE_CHECKING:
+    from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
+
+    from strategies.core.plan import Plan
+    from trainer.run.plan_check import Ledger
+
+IGNORED = -100
+
+
+class Trainer(StowedTrainer, transformers.Trainer):
+    """``transformers.Trainer`` with our accelerator, token-weighted evaluation and log records.
+
+    Args:
+        meter: counts tokens and time; fills each record.
+        own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
+            ``trainer/run/accelerator.py``); ``args.max_grad_norm`` is then 0, so that nobody clips twice.
+        plan: of the run; with a layout the memory engine trains.
+        ledger: counts what forward saves, once; also one of ``callbacks``.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        meter: Meter,
+        own_clipping: float | None,
+        plan: Plan,
+        ledger: Ledger | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.meter, self.ledger, self.plan = meter, ledger, plan
+        self._own_clipping = own_clipping
+        self.last_inputs: dict[str, Any] = {}
+        kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
+        super().__init__(*args, **kwargs)
+        self.add_callback(StopNonFinite(self))
+
+    @property
+    def stows(self) -> bool:
+        """Whether the engine trains, as the plan says."""
+        return self.plan is not None and self.plan.layout is not None
+
+    def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
+        """The run's."""
+        assert self.plan is not None
+        return self.plan
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Ours, which under ZeRO stage 0 in fp32 also clips (``trainer/run/accelerator.py``)."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.max_grad_norm = self._own_clipping
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's.
+
+        Raises:
+            NonFinite: nothing can be learned any more.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        except NonFiniteError as error:
+            first_step = self.state.global_step + 2 - error.steps_ago
+            what = f"gradients are not finite since then, in {error.steps_ago} steps that were skipped"
+            raise described(self, first_step, what, error.parameter) from None
+        except Exception as error:
+            if DEEPSPEED_SAYS not in str(error):
+                raise
+            what = "gradients are not finite though the loss scale is at its minimum"
+            raise described(self, self.state.global_step + 1, what) from None
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
+        self.meter.count(inputs["input_ids"].numel())
+        self.last_inputs = inputs
+        loss = super().training_step(model, inputs, *rest, **more)
+        self._last_loss = loss
+        return loss
+
+    @property
+    def last_loss(self) -> float:
+        """Of the newest micro-batch; waits for the device."""
+        return float(self._last_loss)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        with self.ledger.counting(model, self.state.global_step) if self.ledger else nullcontext():
+            return super().compute_loss(model, inputs, *rest, **more)
+
+    def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
+        self.meter.add_to(logs, self.state)
+        super().log(logs, *rest, **more)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """As Hugging Face's; the loss is the mean over trained tokens."""
+        kwargs["metric_key_prefix"] = metric_key_prefix
+        output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
+        metrics = output.metrics or {}
+        if f"{metric_key_prefix}_token_loss" in metrics:
+            metrics[f"{metric_key_prefix}_loss"] = metrics.pop(f"{metric_key_prefix}_token_loss")
+        return output
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """As Hugging Face's, then marked complete; older ones are deleted only after that."""
+        folder, is_first = Path(str(self.args.output_dir)), self.args.process_index == 0
+        unmark(folder, self.state.global_step, is_first=is_first)
+        keep, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = keep
+        mark_complete(folder, self.state.global_step, is_first=is_first)
+        if keep is not None and is_first:
+            prune(folder, keep, self.state.best_model_checkpoint)
+
+
+def _token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
+    """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2]."""
+    scores = logits[0] if isinstance(logits, tuple) else logits
+    targets = labels[:, 1:]
+    losses = cross_entropy(scores[:, :-1].float().transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
+    return torch.stack([losses.sum(dim=1), targets.ne(IGNORED).sum(dim=1).float()], dim=1)
+
+
+def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
+    rows: Any = prediction.predictions  # what _token_losses made of each sequence: [N, 2]
+    loss, tokens = rows.astype("float64").sum(axis=0)
+    return {"token_loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}

@@ -1,0 +1,1 @@
+"""Verification: the same training twice, compared by its bits."""

@@ -1,0 +1,87 @@
+"""Where two runs differ by bits, and whether plain training repeats itself, without which no comparison says anything.
+
+On an accelerator some sums are made in any order, so that two plain runs differ from each other. Processes that are
+compared ask for one order first (``repeat_sums``), and plain training is compared with itself before anything is
+compared with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from strategies.engine.memory import accelerator
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not equal. ``relative``: largest difference over the largest weight of the tensor."""
+
+    name: str
+    relative: float
+    num_different: int
+    num_elements: int
+
+
+def digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names and bytes: equal digests are equal bits."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[Difference]:
+    """Tensors that differ in any bit, the worst first.
+
+    Raises:
+        ValueError: the names are not the same; a strategy renamed or dropped a parameter.
+    """
+    if plain.keys() != other.keys():
+        raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
+    return sorted(_differences(plain, other), key=lambda found: -found.relative)
+
+
+def _differences(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterable[Difference]:
+    for name, expected in plain.items():
+        found = other[name]
+        if torch.equal(expected.view(torch.int32), found.view(torch.int32)):
+            continue
+        scale = expected.abs().max().clamp_min(1e-12)
+        relative = float((expected - found).abs().max() / scale)
+        yield Difference(name, relative, int((expected != found).sum()), expected.numel())
+
+
+def repeatable(train: Callable[[], dict[str, Any]], *, twice: bool | None = None) -> dict[str, Any]:
+    """What plain training leaves; on an accelerator, where sums may be made in any order, it runs twice.
+
+    Raises:
+        UserError: the two differ, so that no comparison with them would say anything.
+    """
+    found = train()
+    again = accelerator.kind() is not None if twice is None else twice
+    noise = compare(found["weights"], train()["weights"]) if again else []
+    if noise:
+        raise UserError(
+            f"plain training does not repeat itself here: {len(noise)} tensors differ between two runs, "
+            f"{noise[0].name} by {noise[0].relative:.1e}; an operator has no deterministic kernel"
+        )
+    return found
+
+
+def repeat_sums() -> None:
+    """Kernels whose sums have one order, in this process.
+
+    Not Hugging Face's ``full_determinism``: that makes each kernel wait for the one before, and a forgotten wait of the
+    engine would not show.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+    torch.use_deterministic_algorithms(mode=True)
+    torch.backends.cudnn.benchmark = False

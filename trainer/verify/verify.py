@@ -1,0 +1,349 @@
+"""Does training with these strategies equal plain training? Trained twice on a shrunk copy, compared by bits.
+
+The copy keeps what could break equality (architecture, grouped heads, tied weights, activation function, dropout,
+optimizer, clipping, accumulation, precision) and shrinks what only costs time (layers, widths, vocabulary). Both runs
+go through the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens.
+
+``plain`` means: the same ranks, no strategies, torch's own data parallelism.
+
+With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
+moves (``trainer/model/shrink.py``); every run says what it moved. In bf16 plain training rounds elsewhere than the
+engine. Then the engine is also compared with itself, everything on the device against what moves, which must be equal
+to the last bit with the configured optimizer, its state included. Copies run with ``strategies.buffers.debug``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from strategies.buffers import Buffers
+from strategies.core.layout import Site
+from strategies.engine.memory import accelerator
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError, DataError, UserError
+from trainer.model.shrink import (
+    LAYERS,
+    LENGTH,
+    MOVING_LAYERS,
+    UPDATES,
+    VOCAB,
+    Copy,
+    features,
+    leaves,
+    moving,
+    shrink_model,
+)
+from trainer.run import ds_config
+from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
+
+if TYPE_CHECKING:
+    from strategies.core.plan import Plan
+    from trainer.config.sections import RunConfig
+
+ROWS = 64
+KEPT = frozenset(
+    [
+        "learning_rate",
+        "gradient_accumulation_steps",
+        "max_grad_norm",
+        "optim",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "lr_scheduler_type",
+        "seed",
+        "bf16",
+        "fp16",
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        "label_smoothing_factor",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a run moved: buckets and those whose weights left the device, what was shown, bytes over the link."""
+
+    num_buckets: int
+    num_left: int
+    shows: list[str]
+    up_bytes: int
+    down_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison of a run under ``options`` of offload, and how far apart the two may be."""
+
+    options: Mapping[str, Any]
+    against: str
+    moved: Moved
+    differences: list[Difference]
+    tolerance: float
+
+
+def shrink(
+    config: RunConfig, folder: Path, steps: int, *, layers: int = LAYERS, keep_optimizer: bool = False
+) -> RunConfig:
+    """The run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints.
+
+    Args:
+        keep_optimizer: in mixed precision, too; for comparisons in which both sides round alike.
+    """
+    from trainer.config.sections import RunConfig as Config
+    from trainer.model.build import load_config
+
+    tree = config.tree()
+    model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
+    small = shrink_model(load_config(config.model, VOCAB), layers)
+    training = {key: value for key, value in tree["training"].items() if key in KEPT}
+    if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
+        # Adam divides a gradient by its own size, so that the rounding of a tiny gradient becomes a step of full
+        # length, and a comparison would show Adam and not the strategy. SGD keeps a small difference small.
+        training |= {"optim": "sgd", "learning_rate": 1.0}
+    training |= {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "report_to": ["none"],
+        "logging_steps": 1,
+    }
+    return Config.model_validate(
+        {
+            "model": {**model, "config": small, "tokenizer": "none"},
+            "data": {"path": "random tokens", "max_length": LENGTH},
+            "training": training,
+            "strategies": config.strategies,
+        }
+    )
+
+
+def without_strategies(config: RunConfig) -> RunConfig:
+    """The same run, plain."""
+    return config.model_copy(update={"strategies": {}})
+
+
+def train_weights(ranks: Ranks, config: RunConfig) -> dict[str, torch.Tensor]:
+    """Train on random tokens and return every parameter, whole, as fp32 on the CPU (rank 0; others return {})."""
+    weights: dict[str, torch.Tensor] = train_watched(ranks, config)["weights"]
+    return weights
+
+
+def train_watched(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
+    """Train on random tokens: ``weights`` as above, and of a memory engine ``state`` and what it ``moved``."""
+    from trainer.run import order
+
+    if accelerator.kind() is not None:
+        repeat_sums()
+    run = random_run(config, ranks)
+    trainer = order.make_trainer(run)
+    try:
+        trainer.train()
+        engine = _of_engine(trainer, run.plan) if trainer.stowed is not None and ranks.is_first else {}
+        return {"weights": full_weights(trainer, ranks), **engine}
+    finally:
+        trainer.accelerator.free_memory()
+
+
+def _of_engine(trainer: Any, plan: Plan) -> dict[str, Any]:
+    """Optimizer state by parameter and torch's name for it, and what was moved."""
+    stowed, layout = trainer.stowed, plan.layout
+    assert layout is not None
+    stowed.drain()
+    transfer, gone = stowed.engine.transfer, sum(leaves(bucket, layout) for bucket in layout.buckets)
+    moved = Moved(len(layout.buckets), gone, sorted(features(layout)), transfer.bytes_up, transfer.bytes_down)
+    state = {
+        f"{name} {key}": value.detach().float().cpu().clone()
+        for name, parameter in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()
+        if parameter.requires_grad
+        for key, value in stowed.state_of(parameter).items()
+    }
+    return {"state": state, "moved": asdict(moved)}
+
+
+def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
+    """As ``train_watched``; an error of the user's comes back as its lines, where else each rank would show a
+    traceback."""
+    try:
+        return train_watched(ranks, config)
+    except UserError as error:
+        return {"lines": list(error.lines), "code": int(error.code)}
+
+
+def random_run(config: RunConfig, ranks: Ranks) -> Any:
+    """A prepared run whose data are random tokens, the same on every rank."""
+    from datasets import Dataset
+
+    from trainer.data.prepare import Prepared
+    from trainer.machine.probe import probe
+    from trainer.model.build import load_config
+    from trainer.planning.from_config import plan_of
+    from trainer.run import order
+
+    rows = load_config(config.model).get_text_config().vocab_size  # a small vocabulary is not shrunk further
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
+    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    prepared = Prepared(data, None, "random", "input_ids", ROWS * LENGTH, ROWS * LENGTH)
+    machine = probe()
+    plan = plan_of(config, ranks, machine, tune=True)
+    ds_config.refuse_transformers(ds_config.stage(plan))
+    return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), prepared, machine, plan, None)
+
+
+def _tokenizer() -> Any:
+    """As much of a tokenizer as training on ready-made ids needs."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
+    )
+
+
+def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Parameters by name, gathered one by one where they are split. A collective."""
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    state = model.state_dict()  # has right values of weights that are away at the moment
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        with _gathered(parameter):
+            if ranks.is_first:
+                weight = parameter if hasattr(parameter, "ds_id") else state[name]
+                found[name] = weight.detach().float().cpu().clone()
+    return found
+
+
+def _gathered(parameter: torch.nn.Parameter) -> Any:
+    from contextlib import nullcontext
+
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])
+
+
+def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
+    """Train the shrunk copy plainly and with the strategies of ``config``; the tensors that differ.
+
+    Raises:
+        UserError: a run was refused. WorldError: a run failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
+        small = shrink(config, Path(name), steps)
+        plain = repeatable(lambda: _trained(num_ranks, without_strategies(small)))
+        return compare(plain["weights"], _trained(num_ranks, small)["weights"])
+
+
+def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:
+    """A run on real ranks.
+
+    Raises:
+        UserError: it was refused.
+    """
+    from trainer.dist.spawn import run_world
+
+    found: dict[str, Any] = run_world(num_ranks, train_or_refuse, config)
+    if "lines" in found:
+        raise {kind.code: kind for kind in (ConfigError, DataError)}.get(found["code"], UserError)(found["lines"])
+    return found
+
+
+# --- offload ---------------------------------------------------------------------------------------------------------
+
+ALL_HERE = "the engine with all on the device"
+RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "gradients": "device"}
+
+
+def real_plan(config: RunConfig, num_ranks: int) -> Plan:
+    """The plan of the config as it is, on this machine.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    from trainer.machine.probe import probe
+    from trainer.planning.from_config import plan_of
+    from trainer.run import optimizer_choice
+
+    plan = plan_of(config, Ranks(0, 0, num_ranks, num_ranks), probe())
+    if plan.layout is not None:
+        optimizer_choice.refuse_optimizer(config.training)
+    return plan
+
+
+class Offloaded:
+    """Verification of a config with ``strategies.offload``: the copy under options with which something moves.
+
+    Args:
+        real: the plan of ``config``.
+        tolerance: what the strategies declare for comparisons with plain training.
+    """
+
+    def __init__(self, config: RunConfig, real: Plan, num_ranks: int, steps: int, tolerance: float) -> None:
+        self._config, self._real, self._tolerance = config, real, tolerance
+        self._num_ranks, self._steps = num_ranks, steps
+        self.mixed = bool(config.training.bf16)
+        self.copies = self._copies(keep_optimizer=True)
+
+    def checks(self) -> Iterator[Check]:
+        """Train and compare, one run after the other.
+
+        Raises:
+            UserError: a run was refused. WorldError: a run failed.
+        """
+        if not self.mixed:
+            yield from self._against_plain(self.copies, "plain training", keep_optimizer=True)
+            return
+        yield from self._against_resident()
+        first = self._copies(keep_optimizer=False)[:1]
+        yield from self._against_plain(first, "plain training, sgd", keep_optimizer=False)
+
+    def _against_plain(self, copies: Sequence[Copy], against: str, *, keep_optimizer: bool) -> Iterator[Check]:
+        plain = repeatable(lambda: self._run(None, keep_optimizer=keep_optimizer))["weights"]
+        for copy in copies:
+            found = self._run(copy.options, keep_optimizer=keep_optimizer)
+            differences = compare(plain, found["weights"])
+            yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
+
+    def _against_resident(self) -> Iterator[Check]:
+        """The same kernels on both sides, but where the CPU updates what else an accelerator does."""
+        expected = self._run(RESIDENT, keep_optimizer=True)
+        for copy in self.copies:
+            found = self._run(copy.options, keep_optimizer=True)
+            sides = [each["weights"] | each["state"] for each in (expected, found)]
+            moved = Moved(**found["moved"])
+            other_kernels = accelerator.kind() is not None and UPDATES[Site.HOST] in moved.shows
+            tolerance = self._tolerance if other_kernels else 0.0
+            yield Check(copy.options, f"{ALL_HERE}, {self._config.training.optim}", moved, compare(*sides), tolerance)
+
+    def _copies(self, *, keep_optimizer: bool) -> list[Copy]:
+        from trainer.machine.probe import probe
+        from trainer.planning import facts
+
+        small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
+        known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
+        return moving(self._real, small.strategies, known)
+
+    def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
+        return shrink(self._config, folder, self._steps, layers=MOVING_LAYERS, keep_optimizer=keep_optimizer)
+
+    def _run(self, options: Mapping[str, Any] | None, *, keep_optimizer: bool) -> dict[str, Any]:
+        """The copy, trained under other ``options`` of offload; None: plainly."""
+        with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
+            small = self._small(Path(name), keep_optimizer=keep_optimizer)
+            if options is None:
+                return _trained(self._num_ranks, without_strategies(small))
+            given = small.strategies["offload"]
+            offload = type(given).model_validate({**given.model_dump(), **options})
+            strategies = {**small.strategies, "offload": offload, "buffers": Buffers(debug=True)}
+            return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}))
