@@ -19,7 +19,7 @@ from strategies.core.plan import INPUT
 from strategies.engine import AdamW, stow
 from strategies.engine.activations import HostRoom
 from strategies.engine.checkpointing import checkpoint_blocks
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer
 from strategies.engine.worker import Worker
 from tests.helpers import simulated
@@ -181,7 +181,7 @@ def on_grid(row: Row, plan: Any, known: Known) -> list[str]:
 def watched(row: Row, plan: Any) -> list[str]:
     """On the CPU, under the race detector."""
     slowly("all")
-    watch = Watch()
+    watch = RaceDetector()
     stowed(row, plan, watch, "cpu")
     return watch.races
 
@@ -229,7 +229,7 @@ def saved(loop: str, lane: str, device: str = DEVICE) -> list[str]:
 
     slowly(lane, 4)
     tests.rows = lambda number: torch.randn(number, 6).to(device).requires_grad_()
-    moves = Slow() if device == DEVICE else Watch()
+    moves = Slow() if device == DEVICE else RaceDetector()
     grads = []
     for model in (Stack().to(device), hosting(moves, device, 1 << 16)):
         torch.manual_seed(4)

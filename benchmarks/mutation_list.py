@@ -34,7 +34,7 @@ from benchmarks.mutation_cases import (
 )
 from benchmarks.mutation_scripts import LAYOUTS, SCRIPTS, TIMES, on_and_off, one_script, plain_script, watched_script
 from strategies.engine import AdamW, stow
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Lane, Transfer
 from tests.helpers import sides
 from tests.helpers.engine import DECAY, LR, plan_of
@@ -100,7 +100,7 @@ def ranks(site: str, dtype: str, other: float | None, lane: str, known: Known) -
 
 
 def watched_ranks(site: str, dtype: str, other: float | None, known: Known) -> list[str]:
-    watch = Watch()
+    watch = RaceDetector()
     slowly("host")
     _on_ranks(site, dtype, other, watch, "cpu")
     return watch.races

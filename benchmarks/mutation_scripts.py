@@ -21,7 +21,7 @@ from benchmarks.mutation_cases import (
     slowly,
 )  # fmt: skip
 from strategies.engine import AdamW, stow
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Lane, Transfer
 from tests.helpers import sides
 from tests.helpers.engine import DECAY, LR, plan_of
@@ -355,7 +355,7 @@ def one_script(name: str, layout: str, lane: str, known: Known) -> list[str]:
 
 
 def watched_script(name: str, layout: str, known: Known) -> list[str]:
-    watch = Watch()
+    watch = RaceDetector()
     slowly("all")
     _stowed_script(SCRIPTS[name], layout, watch, "cpu")
     return watch.races

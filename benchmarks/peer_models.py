@@ -17,7 +17,7 @@ from itertools import combinations
 from strategies.core.facts import Home
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, issue
-from strategies.planner.problem import Eviction, Gap, Item, Problem, Update, When, at_need, memory
+from strategies.planner.problem import Eviction, Gap, Problem, Update, Weight, When, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
 
 FEW = 10  # buckets of which all sets are tried
@@ -37,13 +37,15 @@ class UpdateCosts:
     grad: float = 1.0
     state: float = 6.0
 
-    def at(self, item: Item, site: Site, parks: Home = Home.DEVICE) -> Item:
+    def at(self, item: Weight, site: Site, grad_home: Home = Home.DEVICE) -> Weight:
         """``item``, updated at ``site``."""
         if site is Site.NONE:
             return replace(item, update=None)
         seconds = item.num_bytes * (self.host if site is Site.HOST else self.device)
         grad, state = round(self.grad * item.num_bytes), round(self.state * item.num_bytes)
-        return replace(item, update=Update(site=site, seconds=seconds, grad_bytes=grad, state_bytes=state, parks=parks))
+        return replace(
+            item, update=Update(site=site, seconds=seconds, grad_bytes=grad, state_bytes=state, grad_home=grad_home)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from strategies.core.layout import Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.greedy import DoesNotFit
-from strategies.planner.problem import Item, Problem
+from strategies.planner.problem import Problem, Weight
 from strategies.planner.step_cost import TOUCHED_BYTES, price, problem_of
 from trainer.config.load import load
 from trainer.machine.profiles import profile
@@ -80,7 +80,7 @@ def as_problem(known: Facts, budget: int) -> Problem:
     )
     problem = problem_of(known, empty, rates)
     count = len(known.units)
-    items = tuple(Item(u.name, 2 * u.num_params, (i, 2 * count - 1 - i)) for i, u in enumerate(known.units))
+    items = tuple(Weight(u.name, 2 * u.num_params, (i, 2 * count - 1 - i)) for i, u in enumerate(known.units))
     block = max(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
     besides = sum(unit.saved_bytes for unit in known.units) + 2 * (2 * block)
     steps = tuple(replace(step, num_bytes=besides) for step in problem.steps)

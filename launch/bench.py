@@ -56,7 +56,7 @@ def parser() -> Parser:
     return whole
 
 
-def add_work(one: Parser, subjects: Sequence[work.Subject]) -> None:
+def add_work(one: Parser, subjects: Sequence[work.Contender]) -> None:
     """What every theme asks."""
     names = ", ".join(subject.label for subject in subjects)
     one.add_argument("--model", default="45m", metavar="NAME", help=f"{', '.join(work.MODELS)} (default 45m)")
@@ -134,7 +134,7 @@ def of_linear(given: argparse.Namespace, command: str) -> int:
     return linear(cases, accumulation, seconds, steps, given.out, command, say, model)
 
 
-def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Subject]]:
+def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:
     """The options as values.
 
     Raises:

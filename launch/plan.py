@@ -20,7 +20,7 @@ from trainer.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.planner.edits import Edit
-    from strategies.planner.step_cost import Price
+    from strategies.planner.step_cost import StepCost
     from trainer.config.sections import RunConfig
 
 
@@ -116,7 +116,7 @@ def edits_of(config: RunConfig, plan: Plan) -> list[Edit]:
     return ranked(plan.facts_as_kept(), offload.wishes(plan.facts), plan.saved_peak())
 
 
-def plot(plan: Plan, priced: Price | None, path: Path) -> None:
+def plot(plan: Plan, priced: StepCost | None, path: Path) -> None:
     """Write the picture of the simulated step.
 
     Raises:

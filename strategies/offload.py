@@ -28,7 +28,7 @@ from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow,
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import AUTO, SHARE, check_budget, parse_bytes
 from strategies.planner import keep_or_offload, memory_rows
-from strategies.planner.state_placement import Wishes
+from strategies.planner.state_placement import OffloadRequest
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _KERNELS = "the CPU's kernel updates what rests on the host; it rounds otherwise than the device's in the last bit"
@@ -131,7 +131,7 @@ class Offload(Strategy):
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
         return facts.run.world_size > 1 and facts.run.accumulation > 1
 
-    def wishes(self, facts: Facts) -> Wishes:
+    def wishes(self, facts: Facts) -> OffloadRequest:
         """The options in bytes, on this machine."""
         machine = facts.machine
         all_of_it = self.gpu_memory == AUTO and not machine.has_accelerator
@@ -139,7 +139,7 @@ class Offload(Strategy):
         host = _budget(self.host_memory, machine.host_bytes)
         if not isinstance(self.host_memory, int) and (self.host_memory == AUTO or isinstance(self.host_memory, float)):
             host -= machine.runtime_host_bytes
-        return Wishes(
+        return OffloadRequest(
             device_bytes=device,
             host_bytes=host,
             gpu_memory=self.gpu_memory,

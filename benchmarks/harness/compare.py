@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import processes, record
-from benchmarks.harness.work import Subject, Work
+from benchmarks.harness.work import Contender, Work
 from trainer.errors import ExitCode
 
 
 def compare(
     work: Work,
-    subjects: Sequence[Subject],
+    subjects: Sequence[Contender],
     rounds: int,
     out: Path,
     command: str,

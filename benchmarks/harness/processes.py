@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.work import Subject, Work
+from benchmarks.harness.work import Contender, Work
 from trainer.run.metrics import human_bytes, human_duration, human_number
 
 REPO = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def child(request: dict[str, Any], log: Any) -> Run:
 
 
 def measure(
-    work: Work, subjects: Sequence[Subject], rounds: int, logs: Path, say: Callable[[str], None] = print
+    work: Work, subjects: Sequence[Contender], rounds: int, logs: Path, say: Callable[[str], None] = print
 ) -> Iterator[Run]:
     """Every run as it ends, in the order of the rounds; ``label``, ``round`` and ``wall_s`` are in it."""
     out: set[str] = set()

@@ -93,7 +93,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Contender:
     """Who trains: ``maker`` is ``module:class`` in this package, ``options`` go to it."""
 
     label: str
@@ -102,35 +102,35 @@ class Subject:
 
 
 PLAIN = "plain"
-BUDGET = Subject("ours-budget", "contenders:Ours", {"site": "auto", "weights": "auto"})
-SUBJECTS: tuple[Subject, ...] = (
-    Subject(PLAIN, "contenders:Plain"),
-    Subject("ours-resident", "contenders:Ours", {"site": "device", "weights": "resident"}),
-    Subject("ours-host", "contenders:Ours", {"site": "host", "weights": "resident"}),
-    Subject("ours-streamed", "contenders:Ours", {"site": "host", "weights": "streamed"}),
+BUDGET = Contender("ours-budget", "contenders:Ours", {"site": "auto", "weights": "auto"})
+SUBJECTS: tuple[Contender, ...] = (
+    Contender(PLAIN, "contenders:Plain"),
+    Contender("ours-resident", "contenders:Ours", {"site": "device", "weights": "resident"}),
+    Contender("ours-host", "contenders:Ours", {"site": "host", "weights": "resident"}),
+    Contender("ours-streamed", "contenders:Ours", {"site": "host", "weights": "streamed"}),
     BUDGET,  # one row for each --gpu-memory
-    Subject("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
-    Subject("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
-    Subject("superoffload", "peers:DeepSpeed", {"stage": 3, "super_offload": True}),
-    Subject("fsdp2", "peers:Fsdp2"),
-    Subject("torchao", "peers:TorchAo"),
+    Contender("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
+    Contender("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
+    Contender("superoffload", "peers:DeepSpeed", {"stage": 3, "super_offload": True}),
+    Contender("fsdp2", "peers:Fsdp2"),
+    Contender("torchao", "peers:TorchAo"),
 )
 
 # Budgets of auto: between the peaks of full (0) and of none (1).
-RECOMPUTE: tuple[Subject, ...] = (
-    Subject(PLAIN, "recompute:Recomputed", {"policy": "none"}),
-    Subject("ours-selective", "recompute:Recomputed", {"policy": "selective"}),
-    Subject("ours-full", "recompute:Recomputed", {"policy": "full"}),
-    Subject("ours-selective-host", "recompute:Recomputed", {"policy": "selective", "on_host": True}),
-    Subject("ours-full-host", "recompute:Recomputed", {"policy": "full", "on_host": True}),
-    Subject("ours-auto-0", "recompute:Recomputed", {"policy": "auto", "share": 0.0}),
-    Subject("ours-auto-25", "recompute:Recomputed", {"policy": "auto", "share": 0.25}),
-    Subject("ours-auto-50", "recompute:Recomputed", {"policy": "auto", "share": 0.5}),
-    Subject("hf-checkpointing", "recompute:HuggingFace"),
-    Subject("hf-checkpointing-host", "recompute:OnCpu"),
-    Subject("compile", "recompute:Compiled", {"budget": 1.0}),
-    Subject("compile-budget-50", "recompute:Compiled", {"budget": 0.5}),
-    Subject("compile-budget-20", "recompute:Compiled", {"budget": 0.2}),
+RECOMPUTE: tuple[Contender, ...] = (
+    Contender(PLAIN, "recompute:Recomputed", {"policy": "none"}),
+    Contender("ours-selective", "recompute:Recomputed", {"policy": "selective"}),
+    Contender("ours-full", "recompute:Recomputed", {"policy": "full"}),
+    Contender("ours-selective-host", "recompute:Recomputed", {"policy": "selective", "on_host": True}),
+    Contender("ours-full-host", "recompute:Recomputed", {"policy": "full", "on_host": True}),
+    Contender("ours-auto-0", "recompute:Recomputed", {"policy": "auto", "share": 0.0}),
+    Contender("ours-auto-25", "recompute:Recomputed", {"policy": "auto", "share": 0.25}),
+    Contender("ours-auto-50", "recompute:Recomputed", {"policy": "auto", "share": 0.5}),
+    Contender("hf-checkpointing", "recompute:HuggingFace"),
+    Contender("hf-checkpointing-host", "recompute:OnCpu"),
+    Contender("compile", "recompute:Compiled", {"budget": 1.0}),
+    Contender("compile-budget-50", "recompute:Compiled", {"budget": 0.5}),
+    Contender("compile-budget-20", "recompute:Compiled", {"budget": 0.2}),
 )
 
 # --- from the words of a command line -----------------------------------------------------------------------------
@@ -211,7 +211,9 @@ def work(
     return Work(model=model, rows=fitting, length=length, accumulation=accumulation, **rest)
 
 
-def subjects(names: Sequence[str] | None, budgets: Sequence[str], there: Sequence[Subject] = SUBJECTS) -> list[Subject]:
+def subjects(
+    names: Sequence[str] | None, budgets: Sequence[str], there: Sequence[Contender] = SUBJECTS
+) -> list[Contender]:
     """Those of ``there`` by name (all, unless named), with one ``ours-budget`` for each of ``budgets``.
 
     Raises:
@@ -220,14 +222,14 @@ def subjects(names: Sequence[str] | None, budgets: Sequence[str], there: Sequenc
     known = {subject.label: subject for subject in there}
     if names and BUDGET.label in names and not budgets:
         raise ConfigError(f"--subjects {BUDGET.label}: needs --gpu-memory, for example --gpu-memory 16GiB")
-    found: dict[str, Subject] = {}
+    found: dict[str, Contender] = {}
     for name in names or known:
         subject = known[choice("--subjects", name, known)]
         if subject is BUDGET:
             for text in budgets:
                 label = f"{BUDGET.label} {text.strip()}"
                 options = {**BUDGET.options, "gpu_memory": memory("--gpu-memory", text)}
-                found[label] = Subject(label, BUDGET.maker, options)
+                found[label] = Contender(label, BUDGET.maker, options)
         else:
             found[name] = subject
     return list(found.values())

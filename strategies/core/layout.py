@@ -87,12 +87,12 @@ class Bucket:
     dtype: str
     group: int | None  # of the optimizer; None: frozen
     site: Site
-    stays: tuple[Range, ...] = ()  # steps on which its weight is on the device; empty: always
-    parks: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
+    resident_ticks: tuple[Range, ...] = ()  # steps on which its weight is on the device; empty: always
+    grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
 
     @property
     def resident(self) -> bool:
-        return not self.stays
+        return not self.resident_ticks
 
     @property
     def mixed(self) -> bool:
@@ -128,7 +128,7 @@ class Layout:
     visit_slots: int = 2
 
     @property
-    def num_steps(self) -> int:
+    def num_ticks(self) -> int:
         return 2 * len(self.units)
 
     def slots(self, item: Item) -> int:
@@ -136,23 +136,23 @@ class Layout:
         return self.visit_slots if item is Item.VISIT else self.grad_slots
 
 
-def steps_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
+def ticks_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
     """The forward and the backward step of each unit."""
     return {name: (index, 2 * len(units) - 1 - index) for index, name in enumerate(units)}
 
 
 def uses(bucket: Bucket, steps: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
-    """The steps that use ``bucket``, ascending; ``steps`` as from ``steps_of``."""
+    """The steps that use ``bucket``, ascending; ``steps`` as from ``ticks_of``."""
     return tuple(sorted({step for unit in bucket.units for step in steps[unit]}))
 
 
 def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
     """How many steps before its use a travelling weight comes: in forward and in backward; 1 where it stayed."""
-    count, used = layout.num_steps, uses(bucket, steps_of(layout.units))
+    count, used = layout.num_ticks, uses(bucket, ticks_of(layout.units))
     found = [0, 0]
     came = [False, False]
-    for start, end in bucket.stays:
-        if start == 0 and bucket.stays[-1][1] == count:
+    for start, end in bucket.resident_ticks:
+        if start == 0 and bucket.resident_ticks[-1][1] == count:
             continue  # it came before the iteration began
         first = next((step for step in (*used, *(step + count for step in used)) if step >= start), start)
         back = first % count >= count // 2
@@ -180,7 +180,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.COPY, Home.HOST, weight)
     if bucket.site is Site.NONE:
         return
-    down = bucket.parks is Home.HOST
+    down = bucket.grad_home is Home.HOST
     yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=down)
     if down or bucket.site is Site.HOST:
         yield Need(name, Item.PARKED, Home.HOST, weight)

@@ -109,29 +109,29 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     """Where the bucket rests and how it travels."""
     if unknown := [unit for unit in bucket.units if unit not in layout.units]:
         yield f"no unit {unknown[0]}"
-    elif bucket.stays:
+    elif bucket.resident_ticks:
         yield from _stays(bucket, layout)
     if (bucket.site is Site.NONE) is not (bucket.group is None):
         yield "a bucket is updated somewhere if, and only if, the optimizer has it in a group"
     if bucket.group is not None and bucket.group < 0:
         yield f"group {bucket.group}"
-    if bucket.site in (Site.NONE, Site.DEVICE) and bucket.parks is not Home.DEVICE:
+    if bucket.site in (Site.NONE, Site.DEVICE) and bucket.grad_home is not Home.DEVICE:
         yield f"its gradients cannot park on the host: {bucket.site.value}"
 
 
 def _stays(bucket: Bucket, layout: Layout) -> Iterator[str]:
     """When it is on the device, if it is not always."""
-    ends = [-1, *(end for _, end in bucket.stays)]
-    for (start, end), before in zip(bucket.stays, ends, strict=False):
-        if not before < start < end <= layout.num_steps:
-            yield f"stays from step {start} to {end}, after {before}, of {layout.num_steps}"
+    ends = [-1, *(end for _, end in bucket.resident_ticks)]
+    for (start, end), before in zip(bucket.resident_ticks, ends, strict=False):
+        if not before < start < end <= layout.num_ticks:
+            yield f"stays from step {start} to {end}, after {before}, of {layout.num_ticks}"
             return
-    here = {step for start, end in bucket.stays for step in range(start, end)}
-    if len(here) == layout.num_steps:
+    here = {step for start, end in bucket.resident_ticks for step in range(start, end)}
+    if len(here) == layout.num_ticks:
         yield "travels, but never leaves"
     for unit in bucket.units:
         forward = layout.units.index(unit)
-        for step in (forward, layout.num_steps - 1 - forward):
+        for step in (forward, layout.num_ticks - 1 - forward):
             if step not in here:
                 yield f"is away at step {step}, where {unit} uses it"
 
@@ -206,8 +206,8 @@ def _of(addresses: Addresses, home: Home) -> Iterator[tuple[Key, Spot]]:
 def _together(layout: Layout, addresses: Addresses) -> Iterator[str]:
     """Weights that are on the device at one step lie apart. Says each pair once."""
     said = set[tuple[str, str]]()
-    for step in range(layout.num_steps):
-        here = [b for b in layout.buckets if any(start <= step < end for start, end in b.stays)]
+    for step in range(layout.num_ticks):
+        here = [b for b in layout.buckets if any(start <= step < end for start, end in b.resident_ticks)]
         spots = sorted(((addresses.of(b.name, Item.WEIGHT), b.name) for b in here), key=lambda it: it[0].offset)
         for (spot, name), (after, later) in pairwise(spots):
             if spot.overlaps(after) and (name, later) not in said:

@@ -1,7 +1,7 @@
 """The memory engine: carries out a layout. Its public face is ``stow``; see ``optimizer.py``."""
 
-from strategies.engine.optim import SGD, AdamW, Rule
+from strategies.engine.optim import SGD, AdamW, UpdateRule
 from strategies.engine.optimizer import StowOptimizer, stow, stowed_by
 from strategies.engine.skipped_steps import NonFiniteError
 
-__all__ = ["SGD", "AdamW", "NonFiniteError", "Rule", "StowOptimizer", "stow", "stowed_by"]
+__all__ = ["SGD", "AdamW", "NonFiniteError", "StowOptimizer", "UpdateRule", "stow", "stowed_by"]

@@ -68,7 +68,7 @@ class Pending(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class BucketState:
     """A bucket of the layout with its tensors. Flat views cover the bucket; ``None`` where the layout has no need."""
 
     bucket: Bucket
@@ -98,7 +98,7 @@ class Held:
     pending: Pending = Pending.NOTHING
     job: Job | None = None
     future: Future[tuple[bool, Event]] | None = None
-    rivals: list[Held] = field(default_factory=list)  # buckets whose homes overlap this one's
+    overlapping: list[BucketState] = field(default_factory=list)  # buckets whose homes overlap this one's
     landed: set[int] = field(default_factory=set)  # parameters whose gradient of this micro-batch is here
     unsent: set[int] = field(default_factory=set)  # of those: not yet on their way to the host
     touched: set[int] = field(default_factory=set)  # parameters with a gradient since the last update
@@ -134,7 +134,7 @@ class Held:
 
     @property
     def parks_down(self) -> bool:
-        return self.bucket.parks is Home.HOST
+        return self.bucket.grad_home is Home.HOST
 
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The flat stretch of parameter ``index`` in a flat view of the bucket."""
@@ -268,10 +268,10 @@ class Held:
         return ([] if self.master is None else [self.master]) + self.moments
 
 
-class Places(dict[int, tuple[Held, int]]):
+class Places(dict[int, tuple[BucketState, int]]):
     """The bucket of each parameter, by its id, and its number there."""
 
-    def __missing__(self, param: int) -> tuple[Held, int]:
+    def __missing__(self, param: int) -> tuple[BucketState, int]:
         raise RuntimeError(
             "a parameter of this model is not the one that was stowed: model.to(), to_empty() or an assignment has "
             "put another in its place; close() the optimizer before such changes"
@@ -286,7 +286,7 @@ def hold(
     nan: Tensor,
     layout: Layout,
     fused: Collection[int] = (),
-) -> Held:
+) -> BucketState:
     """The bucket with its views of ``arena``. ``fused``: ids of parameters, see the field."""
     dtype = getattr(torch, bucket.dtype)
     count, num_moments = bucket.num_elements, layout.moments
@@ -300,7 +300,7 @@ def hold(
     moments = flat(Item.MOMENTS, torch.float32, num_moments)
     steps = arena.of(bucket.name, Item.STEPS, torch.float32)
     visitors = num_moments + bucket.mixed
-    return Held(
+    return BucketState(
         bucket=bucket,
         index=index,
         params=params,
@@ -323,10 +323,10 @@ def hold(
     )
 
 
-def rivals_of(all_held: list[Held], arena: Arena) -> None:
+def find_overlapping(all_held: list[BucketState], arena: Arena) -> None:
     """Fill in which homes overlap. Residents overlap none."""
     spots = {held.name: arena.addresses.of(held.name, Item.WEIGHT) for held in all_held}
     for held in all_held:
-        held.rivals = [
+        held.overlapping = [
             other for other in all_held if other is not held and spots[held.name].overlaps(spots[other.name])
         ]

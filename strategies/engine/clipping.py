@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Layout
-from strategies.engine.bucket_state import Held
+from strategies.engine.bucket_state import BucketState
 from strategies.engine.gradients import Gradients, norms_of
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updates import Scale
@@ -58,13 +58,13 @@ class Clipping:
             self.scale = self._make(factor, norm)
         return norm
 
-    def in_backward(self, held: Held) -> Scale:
+    def in_backward(self, held: BucketState) -> Scale:
         """Of one bucket whose update begins before all gradients are there."""
         norms = self._gradients.norms_in(held, self._device)
         self.scale = self._make(None, torch.stack(norms), self.scale)
         return self.scale
 
-    def of_step(self, several: Sequence[Held]) -> Scale:
+    def of_step(self, several: Sequence[BucketState]) -> Scale:
         """Of all gradients; ``several`` are the buckets that have some."""
         if self._factors:
             self._adopt(several)
@@ -83,7 +83,7 @@ class Clipping:
 
     # --- gradients in the hands of others ----------------------------------------------------------------------------
 
-    def norm_of(self, held: Held, index: int) -> Tensor:
+    def norm_of(self, held: BucketState, index: int) -> Tensor:
         """The norm of one gradient; that of all is taken, so that the next one costs nothing."""
         self._gradients.leftovers.refuse_spent(held, index)
         whole = self._gradients.last_pass or self._layout.in_backward
@@ -92,7 +92,7 @@ class Clipping:
             return held.norms[index]
         return norms_of([self.value_of(held, index)])[0]
 
-    def value_of(self, held: Held, index: int) -> Tensor:
+    def value_of(self, held: BucketState, index: int) -> Tensor:
         """A copy of one gradient, on the device.
 
         Raises:
@@ -104,11 +104,11 @@ class Clipping:
         value, factor = self._gradients.value(held, index, self._device), self._factor_of(held, index)
         return value if factor is None else value.mul_(factor)
 
-    def _factor_of(self, held: Held, index: int) -> Tensor | float | None:
+    def _factor_of(self, held: BucketState, index: int) -> Tensor | float | None:
         """What this gradient has been multiplied with so far."""
         return self._factors.get((held.index, index)) if self.scale is None else self.scale.factor
 
-    def multiply(self, held: Held, index: int, factor: Tensor | float) -> None:
+    def multiply(self, held: BucketState, index: int, factor: Tensor | float) -> None:
         """Somebody multiplies this gradient with ``factor``.
 
         Raises:
@@ -124,12 +124,12 @@ class Clipping:
         self._gradients.finish()  # what is multiplied now may not be added to
         self._factors[held.index, index] = factor
 
-    def forget(self, held: Held, index: int) -> None:
+    def forget(self, held: BucketState, index: int) -> None:
         """This gradient is not wanted."""
         self._gradients.forget(held, index)
         self._factors.pop((held.index, index), None)
 
-    def _adopt(self, several: Sequence[Held]) -> None:
+    def _adopt(self, several: Sequence[BucketState]) -> None:
         wanted = {(held.index, index): held.bucket.params[index] for held in several for index in held.touched}
         missing = [name for place, name in wanted.items() if place not in self._factors]
         first = next(iter(self._factors.values()))

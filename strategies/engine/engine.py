@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout, Site
-from strategies.engine.bucket_state import Held, Pending, Places, Presence, hold, rivals_of
+from strategies.engine.bucket_state import BucketState, Pending, Places, Presence, find_overlapping, hold
 from strategies.engine.clipping import Clipping
 from strategies.engine.gradients import Gradients
 from strategies.engine.memory.arena import Arena
-from strategies.engine.module_hooks import Borders, Itinerary, Scope, Visit, find_scopes
-from strategies.engine.optim import Rule
+from strategies.engine.module_hooks import Itinerary, ModuleHooks, Scope, Visit, find_scopes
+from strategies.engine.optim import UpdateRule
 from strategies.engine.outside_modes import unseen
 from strategies.engine.rank_sync import SharedBuffers, share_start
-from strategies.engine.residency import Homes
-from strategies.engine.skipped_steps import Verdicts
+from strategies.engine.residency import Residency
+from strategies.engine.skipped_steps import SkippedSteps
 from strategies.engine.tensors.guard import refuse_transforms
 from strategies.engine.tensors.parameters import Copied, put
 from strategies.engine.transfer.transfer import Transfer
@@ -55,7 +55,7 @@ class Engine(Copied):
         model: nn.Module,
         layout: Layout,
         addresses: Addresses,
-        rule: Rule,
+        rule: UpdateRule,
         groups: Callable[[], Sequence[Mapping[str, Any]]],
         transfer: Transfer,
         device: torch.device,
@@ -74,11 +74,11 @@ class Engine(Copied):
             share_start(model, device, group)
         self.held = list(self._hold(model))
         self.arena.pin()
-        rivals_of(self.held, self.arena)
+        find_overlapping(self.held, self.arena)
         held_of = {id(param): held for held in self.held for param in held.params}
         scopes = find_scopes(model, held_of)
-        self.homes = Homes(transfer, debug=debug)
-        self.borders = Borders(
+        self.homes = Residency(transfer, debug=debug)
+        self.borders = ModuleHooks(
             scopes,
             self._enter_forward,
             self._enter_backward,
@@ -97,9 +97,9 @@ class Engine(Copied):
         )
         self._itinerary = Itinerary(scopes)
         self._used: dict[int, dict[str, Any]] = {}  # hyperparameters of this step's updates, by group
-        self._ready: list[Held] = []  # complete buckets whose update starts in backward
+        self._ready: list[BucketState] = []  # complete buckets whose update starts in backward
         self.clipping = Clipping(layout, self.gradients, transfer, device)
-        self.verdicts = Verdicts(transfer)
+        self.verdicts = SkippedSteps(transfer)
         self._travels = not all(held.bucket.resident for held in self.held)
         self.unannounced = 0  # reads in backward that no border announced and that had to bring their weights
         self._handles = [model.register_forward_pre_hook(self._begin_forward)]
@@ -107,7 +107,7 @@ class Engine(Copied):
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
-    def _hold(self, model: nn.Module) -> Iterator[Held]:
+    def _hold(self, model: nn.Module) -> Iterator[BucketState]:
         params = dict(model.named_parameters())
         fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}
         for index, bucket in enumerate(self.layout.buckets):
@@ -117,7 +117,7 @@ class Engine(Copied):
             yield held
 
     @torch.no_grad()
-    def _move_in(self, held: Held) -> None:
+    def _move_in(self, held: BucketState) -> None:
         """The model's own weights into their places, after which the model's own memory is free."""
         for index, param in enumerate(held.params):
             held.part(held.rest(), index).copy_(param.detach().reshape(-1))
@@ -169,17 +169,17 @@ class Engine(Copied):
         self._fetch_ahead(self._itinerary.ahead_in_backward())
 
     @unseen
-    def _bring_unannounced(self, held: Held) -> None:
+    def _bring_unannounced(self, held: BucketState) -> None:
         self.unannounced += not held.present
         self.ensure(held)
 
     @unseen
-    def reads_along(self, held: Held) -> None:
+    def reads_along(self, held: BucketState) -> None:
         """A resident bucket is read outside of the modules that own it; from now on the scope that did has it ready."""
         self.ensure(held)
         self.borders.joins(held)
 
-    def ensure(self, held: Held) -> None:
+    def ensure(self, held: BucketState) -> None:
         """The newest weights of ``held`` are in its home, for COMPUTE."""
         self.settle(held)
         if not held.present:
@@ -187,7 +187,7 @@ class Engine(Copied):
         self.homes.use(held)
 
     @unseen
-    def settle(self, held: Held) -> None:
+    def settle(self, held: BucketState) -> None:
         """The newest weights of ``held`` are where they rest."""
         if held.settled:
             if not held.present:
@@ -196,8 +196,8 @@ class Engine(Copied):
         self._settle_visiting_rivals(held)
         self.updates.settle(held)
 
-    def _settle_visiting_rivals(self, held: Held) -> None:
-        for rival in held.rivals:
+    def _settle_visiting_rivals(self, held: BucketState) -> None:
+        for rival in held.overlapping:
             if rival.pending is Pending.VISITING:
                 self.updates.settle(rival)
 
@@ -217,14 +217,14 @@ class Engine(Copied):
                     return
                 soon.add(held.index)
 
-    def _bring_early(self, held: Held, soon: set[int]) -> bool:
+    def _bring_early(self, held: BucketState, soon: set[int]) -> bool:
         """Start bringing ``held`` unless it would disturb somebody; whether the next one may be tried."""
         if held.pending is Pending.HOST:
             if held.future is None or not held.future.done():
                 return False
             self.updates.settle(held)
         if not held.present or held.pending is Pending.DEVICE:
-            for rival in held.rivals:
+            for rival in held.overlapping:
                 if rival.pending is Pending.VISITING or (rival.present and (rival.open or rival.index in soon)):
                     return False
         if held.pending is Pending.DEVICE:
@@ -246,11 +246,11 @@ class Engine(Copied):
         if self.layout.in_backward and self._used:
             raise RuntimeError(f"{HALFWAY}: call step() before weights are read")
 
-    def _completed(self, held: Held) -> None:
+    def _completed(self, held: BucketState) -> None:
         if self.layout.in_backward:
             self._ready.append(held)
 
-    def _catch_up(self, held: Held) -> None:
+    def _catch_up(self, held: BucketState) -> None:
         """After backward: the last update of a bucket that this rank did not use since, before it gets another."""
         self.borders.close_all()
         self.settle(held)
@@ -301,7 +301,7 @@ class Engine(Copied):
         self._fetch_ahead(self._itinerary.from_start())
         self.verdicts.refuse()
 
-    def _submit(self, held: Held, scale: Scale) -> None:
+    def _submit(self, held: BucketState, scale: Scale) -> None:
         assert held.bucket.group is not None
         held.refuse_loans()
         if held.bucket.group not in self._used:
@@ -348,7 +348,7 @@ class Engine(Copied):
         self.clipping.clear()
         self._ready.clear()
 
-    def forget(self, held: Held, index: int) -> None:
+    def forget(self, held: BucketState, index: int) -> None:
         """A gradient is not wanted; when it was the last one that waits, all that waited are discarded."""
         held.zeroed.discard(index)
         if index in held.spent:

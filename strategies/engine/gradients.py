@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
-from strategies.engine.bucket_state import Held
+from strategies.engine.bucket_state import BucketState
 from strategies.engine.leftover_gradients import Leftovers
 from strategies.engine.skipped_steps import Norms
 from strategies.engine.tensors.parameters import on_gradient, take_grad
@@ -56,12 +56,12 @@ class Gradients:
     def __init__(
         self,
         layout: Layout,
-        order: Sequence[tuple[Held, int]],
+        order: Sequence[tuple[BucketState, int]],
         transfer: Transfer,
         worker: Worker,
         updates: Updates,
-        complete: Callable[[Held], None],
-        settle: Callable[[Held], None],
+        complete: Callable[[BucketState], None],
+        settle: Callable[[BucketState], None],
         group: ProcessGroup | None,
     ) -> None:
         self._layout, self._order = layout, order
@@ -71,9 +71,9 @@ class Gradients:
         self.leftovers = Leftovers(self._all)
         self.window = 0  # counts the times that all gradients were taken or given up
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
-        self._to_reduce: list[Held] = []  # buckets whose turn has not come yet, last of forward first
+        self._to_reduce: list[BucketState] = []  # buckets whose turn has not come yet, last of forward first
         self._done: set[int] = set()  # buckets finished for this update
-        self._landed_in: list[tuple[Held, int]] = []  # in the order of backward
+        self._landed_in: list[tuple[BucketState, int]] = []  # in the order of backward
         self.passes = 0  # backward passes since the last update
         self._fresh = True  # the next gradient belongs to a new pass
         self._finished = False  # nothing more comes in this window
@@ -96,7 +96,7 @@ class Gradients:
         self._fresh = True
 
     @torch.no_grad()
-    def _land(self, held: Held, index: int, param: nn.Parameter) -> None:
+    def _land(self, held: BucketState, index: int, param: nn.Parameter) -> None:
         grad = take_grad(param)
         assert grad is not None and held.grad is not None
         if grad.layout is not torch.strided:
@@ -141,7 +141,7 @@ class Gradients:
         self.passes += 1
         self._to_reduce = list(self._all)
 
-    def _enter_slot(self, held: Held) -> None:
+    def _enter_slot(self, held: BucketState) -> None:
         assert held.grad is not None
         former = self._updates.slots.get(held.grad.data_ptr())
         if former is held and held.unsent:
@@ -155,7 +155,7 @@ class Gradients:
             self._send(former)  # not all of it has landed; what has goes now
         self._updates.enter_slot(held, Lane.COMPUTE)
 
-    def _landed(self, held: Held) -> None:
+    def _landed(self, held: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
         if self.last_pass and self._group is None:
             self._finish(held)
@@ -199,7 +199,7 @@ class Gradients:
             if held.touched:
                 self._finish(held)
 
-    def _finish(self, held: Held) -> None:
+    def _finish(self, held: BucketState) -> None:
         """For this update no further gradient of ``held`` will come."""
         self._done.add(held.index)
         if held.parks_down or held.bucket.site is Site.HOST:
@@ -208,7 +208,7 @@ class Gradients:
             self._measure_on_host(held)
         self._complete(held)
 
-    def _reduce(self, held: Held) -> None:
+    def _reduce(self, held: BucketState) -> None:
         """Mean over the ranks, in place; as torch's data parallelism does it: divide, then sum."""
         import torch.distributed as dist
 
@@ -232,7 +232,7 @@ class Gradients:
                 held.touched.add(index)
                 held.unsent.add(index)
 
-    def _send(self, held: Held) -> None:
+    def _send(self, held: BucketState) -> None:
         """DOWN with what has landed: the whole bucket in one copy, or parameter by parameter where some are missing."""
         if not held.unsent:
             return
@@ -265,7 +265,9 @@ class Gradients:
         if former is not None:
             self._transfer.wait(Lane.DOWN, former.result())
 
-    def _add(self, held: Held, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event) -> Event:
+    def _add(
+        self, held: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event
+    ) -> Event:
         """In the worker: add what has arrived to what is parked."""
         assert held.parked is not None
         self._transfer.host_wait(sent)
@@ -279,7 +281,7 @@ class Gradients:
                 target.copy_(source)
         return self._transfer.record(Lane.HOST)
 
-    def _measure_on_host(self, held: Held) -> None:
+    def _measure_on_host(self, held: BucketState) -> None:
         """The norms of gradients that were summed on the host, taken there."""
         touched, sent = sorted(held.touched), held.sent
 
@@ -291,7 +293,7 @@ class Gradients:
         future = self._worker.submit(held.index, measure)
         held.norms_later = (touched, future)
 
-    def norms_in(self, held: Held, device: torch.device) -> list[Tensor]:
+    def norms_in(self, held: BucketState, device: torch.device) -> list[Tensor]:
         """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
         if held.norms_later is not None:
             touched, future = held.norms_later
@@ -301,7 +303,7 @@ class Gradients:
             self._measure([held])
         return list(held.norms.values())
 
-    def _measure(self, several: Sequence[Held]) -> None:
+    def _measure(self, several: Sequence[BucketState]) -> None:
         """The norms of gradients that park on the device, in one call: one kernel for all of them."""
         places = [(held, index) for held in several for index in sorted(held.touched)]
         grads = [grad for held in several for grad in held.gradients(sorted(held.touched))]
@@ -326,7 +328,7 @@ class Gradients:
         known = [(held, index) for held, index in self._landed_in if index in held.norms]
         return Norms([held.bucket.params[index] for held, index in known], [held.norms[index] for held, index in known])
 
-    def value(self, held: Held, index: int, device: torch.device) -> Tensor:
+    def value(self, held: BucketState, index: int, device: torch.device) -> Tensor:
         """A copy of one gradient of this update, as far as it has come."""
         if self.last_pass:
             self.finish()
@@ -341,7 +343,7 @@ class Gradients:
         self._transfer.host_wait(held.sent)
         return held.shaped(held.parked, index).to(device, copy=True)
 
-    def forget(self, held: Held, index: int) -> None:
+    def forget(self, held: BucketState, index: int) -> None:
         """As if parameter ``index`` had got no gradient for this update."""
         self.finish()
         held.touched.discard(index)

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.engine.bucket_state import Held
+from strategies.engine.bucket_state import BucketState
 
 
 class Leftovers:
     """Which gradients of these buckets are spent or zeroed."""
 
-    def __init__(self, several: Sequence[Held]) -> None:
+    def __init__(self, several: Sequence[BucketState]) -> None:
         self._all = several
 
-    def refuse_spent(self, held: Held, index: int) -> None:
+    def refuse_spent(self, held: BucketState, index: int) -> None:
         """Do nothing where the gradient of this parameter is not one that ``step`` has taken.
 
         Raises:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from strategies.core.layout import Layout
-from strategies.engine.optim import Rule
+from strategies.engine.optim import UpdateRule
 from strategies.engine.tensors.parameters import ACCUMULATED
 
 NOT_IN_KERNELS = ("amsgrad", "maximize", "differentiable", "capturable", "nesterov", "momentum", "dampening")
 
 
-def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], rule: Rule) -> Iterator[str]:
+def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], rule: UpdateRule) -> Iterator[str]:
     """Where ``layout`` does not fit, one line each."""
     params = dict(model.named_parameters())
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
@@ -90,7 +90,7 @@ def _begin(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: Rule) -> Iterator[str]:
+def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Iterator[str]:
     """What parameter groups ask for and the update does not do."""
     for number, group in enumerate(groups):
         for name in NOT_IN_KERNELS:
@@ -101,7 +101,7 @@ def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: Rule) -> Iterator[
             yield f"parameter group {number}: fused is {group['fused']} there and {fused} in the rule that was stowed"
 
 
-def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: Rule) -> Iterator[str]:
+def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: UpdateRule) -> Iterator[str]:
     """Why an update could not go on with what was ``saved`` of parameter ``name``, whose ``state`` is here."""
     missing = [key for key in ("step", *rule.names) if key not in saved] if rule.names else []
     if missing:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.engine.bucket_state import Held
+from strategies.engine.bucket_state import BucketState
 from strategies.engine.checkpointing import checkpointed
 from strategies.engine.tensors.guard import DOUBLE, guard, hooked, refuse_transforms
 from strategies.engine.tensors.nested import tensors_in
@@ -62,7 +62,7 @@ class Scope:
 
     name: str
     module: nn.Module
-    held: list[Held]
+    held: list[BucketState]
     outer: frozenset[str] = field(default_factory=frozenset)
     is_block: bool = True
     seen: Seen = Seen.NOTHING
@@ -77,7 +77,7 @@ class Scope:
         return self is other or self.name in other.outer
 
 
-def find_scopes(model: nn.Module, held_of: dict[int, Held]) -> list[Scope]:
+def find_scopes(model: nn.Module, held_of: dict[int, BucketState]) -> list[Scope]:
     """All scopes of ``model`` in order of registration; ``held_of`` maps the id of a parameter to its bucket."""
     blocks = set(block_names(model))
     found: list[Scope] = []
@@ -174,7 +174,7 @@ class Call:
     guard: AbstractContextManager[Any] | None
 
 
-class Borders:
+class ModuleHooks:
     """Hooks the borders of all scopes and tells the engine what happens there.
 
     Args:
@@ -189,8 +189,8 @@ class Borders:
         scopes: list[Scope],
         enter_forward: Callable[[Scope], None],
         enter_backward: Callable[[Scope], None],
-        left: Callable[[Iterable[Held]], None],
-        bring: Callable[[Held], None],
+        left: Callable[[Iterable[BucketState]], None],
+        bring: Callable[[BucketState], None],
         *,
         debug: bool,
     ) -> None:
@@ -234,7 +234,7 @@ class Borders:
         """Whether a forward now would be part of a backward."""
         return self._backward
 
-    def joins(self, held: Held) -> None:
+    def joins(self, held: BucketState) -> None:
         """The scope whose forward runs, if one does, uses this bucket, too."""
         scope = self._in_forward[-1] if self._in_forward and not self._backward else None
         if scope is not None and held not in scope.held:
@@ -338,7 +338,7 @@ class Borders:
             if hooks is not None:
                 hooks.__exit__(None, None, None)
 
-    def _unannounced(self, scope: Scope, *several: Held) -> None:
+    def _unannounced(self, scope: Scope, *several: BucketState) -> None:
         """A node of ``scope`` reads buckets in backward that are not there for it.
 
         Scopes that do not contain this one are over, but for this very node, which may have read their weights before.

@@ -30,7 +30,7 @@ class Operands:
     steps: Sequence[Tensor]
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """An update rule. ``names`` are torch's for its state, one fp32 number per element each.
 
     ``flagged``: its kernel takes a flag that leaves everything as it is. Of other rules the caller waits for the flag.

@@ -35,7 +35,7 @@ from strategies.engine import state_file
 from strategies.engine.engine import Engine
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, unlike
-from strategies.engine.optim import AdamW, Rule
+from strategies.engine.optim import AdamW, UpdateRule
 from strategies.engine.optimizer_state import State
 from strategies.engine.rank_sync import move_buffers
 from strategies.engine.state_dict import Surface
@@ -55,7 +55,7 @@ def stow(
     model: nn.Module,
     plan: Plan,
     params: Params | None = None,
-    rule: Rule | None = None,
+    rule: UpdateRule | None = None,
     *,
     device: torch.device | str | None = None,
     process_group: ProcessGroup | None = None,
@@ -130,7 +130,7 @@ class StowOptimizer(torch.optim.Optimizer):
         model: nn.Module,
         plan: Plan,
         params: Params | None,
-        rule: Rule,
+        rule: UpdateRule,
         device: torch.device,
         process_group: ProcessGroup | None,
         transfer: Transfer,
@@ -143,7 +143,11 @@ class StowOptimizer(torch.optim.Optimizer):
         if layout is None or place is None:
             raise ValueError("the plan has no layout: switch strategies.offload on")
         check(layout, place.addresses)
-        if process_group is not None and layout.accumulation > 1 and any(b.parks is Home.HOST for b in layout.buckets):
+        if (
+            process_group is not None
+            and layout.accumulation > 1
+            and any(b.grad_home is Home.HOST for b in layout.buckets)
+        ):
             raise ValueError("over ranks, gradients of several micro-batches must park on the device: gradients=device")
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:

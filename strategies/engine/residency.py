@@ -15,11 +15,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from strategies.engine.bucket_state import Held, Pending, Presence
+from strategies.engine.bucket_state import BucketState, Pending, Presence
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 
-class Homes:
+class Residency:
     """Moves buckets in and out of their homes.
 
     Args:
@@ -30,23 +30,23 @@ class Homes:
         self.transfer, self.debug = transfer, debug
         self._stamps: dict[int, tuple[str, int]] = {}
 
-    def claim(self, held: Held) -> None:
+    def claim(self, held: BucketState) -> None:
         """Make ``held`` the tenant of its home; UP may write it afterwards. See [Note: moving in].
 
         Raises:
             RuntimeError: a rival is in use: the model uses together what the plan keeps apart.
         """
-        for rival in held.rivals:
+        for rival in held.overlapping:
             if rival.present:
                 self._evict(rival, held)
-        for former in (held, *held.rivals):
+        for former in (held, *held.overlapping):
             self.transfer.wait(Lane.UP, former.used, former.stored)
         held.presence = Presence.PRESENT
         held.generation += 1
         if self.debug:
             self._stamp(held)
 
-    def _evict(self, held: Held, wanted_by: Held) -> None:
+    def _evict(self, held: BucketState, wanted_by: BucketState) -> None:
         """Hide the parameters; their bytes are on the host already."""
         if held.open:
             raise RuntimeError(
@@ -57,25 +57,25 @@ class Homes:
         assert held.pending is not Pending.VISITING, f"{held.name} is being updated"
         self._vacate(held)
 
-    def fetch(self, held: Held) -> None:
+    def fetch(self, held: BucketState) -> None:
         """Copy the weights up from the host into their home."""
         assert held.copy is not None and held.settled, f"{held.name} has nothing to fetch"
         self.claim(held)
         self._bring(held, held.copy)
 
-    def receive(self, held: Held, source: Tensor) -> None:
+    def receive(self, held: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
         self.transfer.wait(Lane.UP, held.used)
         self._bring(held, source)
 
-    def _bring(self, held: Held, source: Tensor) -> None:
+    def _bring(self, held: BucketState, source: Tensor) -> None:
         if self.debug:
             self.transfer.poison(Lane.UP, held.weight)
         self.transfer.copy(Lane.UP, held.weight, source)
         held.arrived = self.transfer.record(Lane.UP)
         held.presence = Presence.PRESENT
 
-    def use(self, held: Held) -> None:
+    def use(self, held: BucketState) -> None:
         """COMPUTE is about to use the home, and the parameters show it."""
         self.transfer.wait(Lane.COMPUTE, held.arrived)
         held.show()
@@ -83,7 +83,7 @@ class Homes:
             self._check(held)
             self.transfer.reads(Lane.COMPUTE, held.weight)
 
-    def left(self, several: Iterable[Held]) -> None:
+    def left(self, several: Iterable[BucketState]) -> None:
         """COMPUTE has been given everything that uses these homes for now."""
         event = None
         for held in several:
@@ -94,16 +94,16 @@ class Homes:
                 if self.transfer.eager and held.present and held.settled:
                     self._vacate(held)
 
-    def _vacate(self, held: Held) -> None:
+    def _vacate(self, held: BucketState) -> None:
         held.leave()
         self.transfer.vacated(held.weight, held.used, held.stored, held.arrived)
 
-    def _stamp(self, held: Held) -> None:
-        for rival in held.rivals:
+    def _stamp(self, held: BucketState) -> None:
+        for rival in held.overlapping:
             self._stamps.pop(rival.index, None)
         self._stamps[held.index] = (held.name, held.generation)
 
-    def _check(self, held: Held) -> None:
+    def _check(self, held: BucketState) -> None:
         if held.bucket.resident:
             return
         stamp = self._stamps.get(held.index)

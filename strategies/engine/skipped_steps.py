@@ -46,7 +46,7 @@ class Norms:
         return next((name for name, value in named if not bool(value.isfinite())), None)
 
 
-class Verdicts:
+class SkippedSteps:
     """Collects what is known about each step."""
 
     def __init__(self, transfer: Transfer) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.bucket_state import Held
+from strategies.engine.bucket_state import BucketState
 from strategies.engine.clipping import Clipping
 from strategies.engine.engine import Engine
 from strategies.engine.memory.arena import alone
@@ -73,7 +73,7 @@ class Surface(Copied):
         held, index = self.settled(param)
         return held.shaped(held.rest(), index)
 
-    def copy_of(self, held: Held, index: int) -> Tensor:
+    def copy_of(self, held: BucketState, index: int) -> Tensor:
         """A copy of the newest weight, for COMPUTE."""
         self._engine.refuse_halfway()
         with torch.no_grad():
@@ -83,14 +83,14 @@ class Surface(Copied):
             loan = _loan(held.params[index])
             return (held.shaped(held.rest(), index) if loan is None else loan).to(self._engine.device, copy=True)
 
-    def shown_to_others(self, held: Held, index: int) -> Tensor:
+    def shown_to_others(self, held: BucketState, index: int) -> Tensor:
         """What is lent: the home of a settled weight that stays, whose views see what is written, or a copy."""
         if not held.bucket.resident:
             return self.copy_of(held, index)
         self._engine.ensure(held)
         return alone(held.shaped(held.weight, index))
 
-    def read(self, held: Held, index: int, name: str) -> Tensor:
+    def read(self, held: BucketState, index: int, name: str) -> Tensor:
         """The parameter, present from now on if it stays, or a copy through which gradients flow."""
         param = held.params[index]
         self._engine.refuse_halfway()
@@ -108,7 +108,7 @@ class Surface(Copied):
         _refuse_casts(name, param)
         return _with_gradient(param, self.copy_of(held, index))
 
-    def read_view(self, held: Held, index: int, view: Tensor) -> Tensor:
+    def read_view(self, held: BucketState, index: int, view: Tensor) -> Tensor:
         """``view`` of the home itself, while the weight is there, or what it would show."""
         if held.shows(index):
             return view
@@ -129,7 +129,7 @@ class Surface(Copied):
         whole = _with_gradient(held.params[index], value) if view.requires_grad else value
         return whole.as_strided(view.size(), view.stride(), start)
 
-    def settled(self, param: nn.Parameter) -> tuple[Held, int]:
+    def settled(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """Where ``param`` is, with its newest weight at rest."""
         self._engine.refuse_halfway()
         held, index = self._engine.place_of[id(param)]
@@ -207,7 +207,7 @@ class Surface(Copied):
         self.used(held)
         self._show_again(param)
 
-    def used(self, held: Held) -> None:
+    def used(self, held: BucketState) -> None:
         """COMPUTE has been given whatever somebody did with the home."""
         held.used = self._engine.transfer.record(Lane.COMPUTE)
 
@@ -244,7 +244,7 @@ class Surface(Copied):
         self._engine.borders.close_all()
         return self._engine.clipping
 
-    def gradient(self, held: Held, index: int, keeper: Keeper) -> Tensor | None:
+    def gradient(self, held: BucketState, index: int, keeper: Keeper) -> Tensor | None:
         """What stands for the gradient that waits, if one does."""
         self._engine.gradients.learn()
         some = index in held.touched or index in held.spent or index in held.zeroed
@@ -286,7 +286,7 @@ class Surface(Copied):
 class Keeper(Copied):
     """Answers for one parameter; see ``parameters.py``."""
 
-    def __init__(self, surface: Surface, held: Held, index: int, name: str) -> None:
+    def __init__(self, surface: Surface, held: BucketState, index: int, name: str) -> None:
         self._surface, self._held, self._index, self.name = surface, held, index, name
         begin = held.part(held.weight, index).data_ptr()
         self.home = (begin, begin + held.part(held.weight, index).nbytes)

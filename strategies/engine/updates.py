@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Site
-from strategies.engine.bucket_state import Held, Pending, Presence
-from strategies.engine.optim import Operands, Rule
-from strategies.engine.residency import Homes
+from strategies.engine.bucket_state import BucketState, Pending, Presence
+from strategies.engine.optim import Operands, UpdateRule
+from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.worker import Worker
 
@@ -86,7 +86,7 @@ class Stretch:
     last: bool
 
 
-def stretches(held: Held, touched: Sequence[int], limit: int) -> Iterator[list[Stretch]]:
+def stretches(held: BucketState, touched: Sequence[int], limit: int) -> Iterator[list[Stretch]]:
     """The parameters ``touched`` cut into pieces and gathered into calls of at most ``limit`` elements."""
     call: list[Stretch] = []
     room = limit
@@ -126,14 +126,16 @@ class Updates:
         scratch: fp32, on the device; None where no mixed-precision bucket is updated there.
     """
 
-    def __init__(self, rule: Rule, homes: Homes, transfer: Transfer, worker: Worker, scratch: Tensor | None) -> None:
+    def __init__(
+        self, rule: UpdateRule, homes: Residency, transfer: Transfer, worker: Worker, scratch: Tensor | None
+    ) -> None:
         self._rule, self._homes, self._transfer, self._worker = rule, homes, transfer, worker
         self._scratch = scratch
         self._host_scratch = torch.empty(HOST_STRETCH, dtype=torch.float32)
-        self._visitors: dict[int, Held] = {}  # by address of the visit slot
-        self.slots: dict[int, Held] = {}  # by address of a gradient slot that several buckets pass through
+        self._visitors: dict[int, BucketState] = {}  # by address of the visit slot
+        self.slots: dict[int, BucketState] = {}  # by address of a gradient slot that several buckets pass through
 
-    def submit(self, held: Held, job: Job) -> None:
+    def submit(self, held: BucketState, job: Job) -> None:
         """Take a job. The parameters are absent until it is settled."""
         assert held.settled, f"{held.name} has an update that was not settled"
         held.job = job
@@ -153,7 +155,7 @@ class Updates:
         else:
             held.hide()
 
-    def begin(self, held: Held) -> None:
+    def begin(self, held: BucketState) -> None:
         """Start bringing what an update on the device needs, so that it is there when the kernel runs."""
         if held.pending is not Pending.DEVICE:
             return
@@ -174,7 +176,7 @@ class Updates:
         held.arrived = transfer.record(Lane.UP)
         held.pending = Pending.VISITING
 
-    def _visit(self, held: Held) -> None:
+    def _visit(self, held: BucketState) -> None:
         assert held.visit is not None
         former = self._visitors.get(held.visit.data_ptr())
         if former is not None and former is not held:
@@ -186,13 +188,13 @@ class Updates:
         for place, state in zip(_visiting(held), held.states(), strict=True):
             self._transfer.copy(Lane.UP, place, state)
 
-    def may_begin(self, held: Held) -> bool:
+    def may_begin(self, held: BucketState) -> bool:
         """Whether ``begin`` would disturb nobody: no slot it needs is held by an update under way."""
         slots = [self._visitors.get(held.visit.data_ptr()) if held.visit is not None else None]
         slots.append(self.slots.get(held.grad.data_ptr()) if held.grad is not None and held.parks_down else None)
         return not any(former is not None and former.pending is Pending.VISITING for former in slots)
 
-    def enter_slot(self, held: Held, lane: Lane) -> None:
+    def enter_slot(self, held: BucketState, lane: Lane) -> None:
         """Let ``lane`` write the gradient slot of ``held``, after everything its former user had to do with it."""
         assert held.grad is not None
         former = self.slots.get(held.grad.data_ptr())
@@ -203,7 +205,7 @@ class Updates:
         self._transfer.wait(lane, held.sent)
         self.slots[held.grad.data_ptr()] = held
 
-    def settle(self, held: Held) -> None:
+    def settle(self, held: BucketState) -> None:
         """Bring the bucket's newest weights to where they rest; present ones into their home."""
         if held.pending is Pending.HOST:
             self._from_worker(held)
@@ -214,7 +216,7 @@ class Updates:
 
     # --- device ----------------------------------------------------------------------------------------------------
 
-    def _on_device(self, held: Held) -> None:
+    def _on_device(self, held: BucketState) -> None:
         job = held.job
         assert job is not None
         transfer = self._transfer
@@ -248,7 +250,7 @@ class Updates:
         self._transfer.host_wait(scale.known)
         return scale.skips
 
-    def _write_back(self, held: Held, state: Sequence[Tensor]) -> None:
+    def _write_back(self, held: BucketState, state: Sequence[Tensor]) -> None:
         transfer = self._transfer
         transfer.wait(Lane.DOWN, held.used)
         if held.visit is not None:
@@ -260,7 +262,7 @@ class Updates:
 
     # --- host ------------------------------------------------------------------------------------------------------
 
-    def _on_host(self, held: Held, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
+    def _on_host(self, held: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
         """In the worker. Whether there are new weights, and the point at which they are there."""
         transfer = self._transfer
         transfer.host_wait(*waits)
@@ -289,7 +291,7 @@ class Updates:
                 _round(held, weight, master)
         return True, transfer.record(Lane.HOST)
 
-    def _from_worker(self, held: Held) -> None:
+    def _from_worker(self, held: BucketState) -> None:
         assert held.future is not None
         updated, done = held.future.result()
         held.future, held.pending = None, Pending.NOTHING
@@ -303,7 +305,7 @@ class Updates:
 
     # --- both ------------------------------------------------------------------------------------------------------
 
-    def _apply(self, held: Held, job: Job, ground: Ground) -> None:
+    def _apply(self, held: BucketState, job: Job, ground: Ground) -> None:
         """The rule on all parameters that have a gradient, call by call."""
         assert held.steps is not None
 
@@ -328,13 +330,13 @@ class Updates:
             self._rule.update(on, job.group, ground.bad)
 
 
-def _round(held: Held, weight: Tensor, master: Tensor) -> None:
+def _round(held: BucketState, weight: Tensor, master: Tensor) -> None:
     """The compute weights of a bucket from their masters, parameter by parameter: what lies between is not theirs."""
     for index in range(len(held.params)):
         held.part(weight, index).copy_(held.part(master, index))
 
 
-def _visiting(held: Held) -> list[Tensor]:
+def _visiting(held: BucketState) -> list[Tensor]:
     """The visit slot, cut like the state that visits it."""
     assert held.visit is not None
     return list(held.visit.view(-1, held.bucket.num_elements))

@@ -73,9 +73,9 @@ def packed(buckets: Sequence[Bucket]) -> Packing:
     """Where travelling weights lie in the stretch that they share. Those of one unit that go together lie together."""
     together: dict[tuple[object, ...], list[int]] = {}
     for index, bucket in enumerate(buckets):
-        together.setdefault((bucket.units, bucket.stays), []).append(index)
+        together.setdefault((bucket.units, bucket.resident_ticks), []).append(index)
     sizes = [aligned(bucket.weight_bytes) for bucket in buckets]
-    pieces = [Piece(sum(sizes[i] for i in some), buckets[some[0]].stays) for some in together.values()]
+    pieces = [Piece(sum(sizes[i] for i in some), buckets[some[0]].resident_ticks) for some in together.values()]
     packing = pack(pieces)
     offsets = [0] * len(buckets)
     for start, some in zip(packing.offsets, together.values(), strict=True):

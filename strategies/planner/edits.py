@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from strategies.core.facts import Facts, Precision
 from strategies.core.protocol import Refusal
 from strategies.planner.placement_search import quickest
-from strategies.planner.state_placement import Wishes
+from strategies.planner.state_placement import OffloadRequest
 from strategies.report.plan_table import human
 
 SHOWN = 3
@@ -30,7 +30,7 @@ class Edit:
         return f"  {self.change}: about {self.gain:+.0%} tokens per second"
 
 
-def ranked(facts: Facts, wishes: Wishes, saved_bytes: int) -> list[Edit]:
+def ranked(facts: Facts, wishes: OffloadRequest, saved_bytes: int) -> list[Edit]:
     """The edits that gain the most; none, where nobody knows the machine's rates."""
     now = _speed(facts, wishes, saved_bytes)
     if now is None:
@@ -43,7 +43,7 @@ def ranked(facts: Facts, wishes: Wishes, saved_bytes: int) -> list[Edit]:
     return sorted(found, key=lambda edit: -edit.gain)[:SHOWN]
 
 
-def _speed(facts: Facts, wishes: Wishes, saved_bytes: int) -> float | None:
+def _speed(facts: Facts, wishes: OffloadRequest, saved_bytes: int) -> float | None:
     """Tokens per second; None, where it does not fit or nobody knows."""
     try:
         seconds = quickest(facts, wishes, saved_bytes)
@@ -52,7 +52,7 @@ def _speed(facts: Facts, wishes: Wishes, saved_bytes: int) -> float | None:
     return facts.run.tokens_per_step / seconds if seconds else None
 
 
-def _edits(facts: Facts, wishes: Wishes, saved: int) -> Iterator[tuple[str, Facts, Wishes, int]]:
+def _edits(facts: Facts, wishes: OffloadRequest, saved: int) -> Iterator[tuple[str, Facts, OffloadRequest, int]]:
     run, machine = facts.run, facts.machine
     larger = replace(run, micro_batch=2 * run.micro_batch, forward_flops=2 * run.forward_flops)
     units = tuple(

@@ -30,20 +30,20 @@ def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *,
     cpu = kernel = 0.0
     new = grads = state = parked = 0
     update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
-    for bucket, (site, parks) in placed:
+    for bucket, (site, grad_home) in placed:
         size, count = bucket.weight_bytes, bucket.num_elements
         if site is Site.HOST:
             cpu += count / update
             new += size
         elif site is not Site.NONE:
             kernel += count * touch
-        if parks is Home.HOST:
+        if grad_home is Home.HOST:
             grads += size * run.accumulation
         elif site is Site.HOST:
             grads += size
         if site is Site.STREAMED:
             state += 4 * (run.moments + bucket.mixed) * count
-            parked += size if parks is Home.HOST else 0
+            parked += size if grad_home is Home.HOST else 0
     passes = run.accumulation
     times = unit_seconds(facts, rates)
     forward, backward = sum(one[0] for one in times), sum(one[1] for one in times)

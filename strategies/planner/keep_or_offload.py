@@ -31,8 +31,8 @@ from strategies.core.protocol import Refusal
 from strategies.planner.activation_policy import Line, Prices, Way, pace_of, within_host
 from strategies.planner.addresses import arena_bytes
 from strategies.planner.placement_search import choose, quickest
-from strategies.planner.state_placement import Wishes
-from strategies.planner.step_cost import price_of
+from strategies.planner.state_placement import OffloadRequest
+from strategies.planner.step_cost import cost_of
 
 GRID = 4  # places per line, besides the first
 TRIED = 3  # places that are worked out: of the line on which nothing goes to the host, and of the others
@@ -41,7 +41,7 @@ SAME = 0.005  # relative difference of simulated times that means nothing
 Point: TypeAlias = tuple[int, int]  # a line, and a place on it
 
 
-def decide(plan: Plan, wishes: Wishes) -> tuple[list[Keep], Layout]:
+def decide(plan: Plan, wishes: OffloadRequest) -> tuple[list[Keep], Layout]:
     """The layout for what ``plan`` keeps, with new answers to what was left open; none, where nothing was.
 
     Raises:
@@ -68,14 +68,14 @@ def all_prices(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Pri
     return [on_device, inputs, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
 
 
-def _chosen(plan: Plan, wishes: Wishes) -> Layout:
+def _chosen(plan: Plan, wishes: OffloadRequest) -> Layout:
     return choose(plan.facts_as_kept(), wishes, plan.saved_peak(), plan.hosted_bytes())
 
 
 class _Search:
     """Layouts and simulated times along the lines."""
 
-    def __init__(self, plan: Plan, wishes: Wishes) -> None:
+    def __init__(self, plan: Plan, wishes: OffloadRequest) -> None:
         self._plan, self._wishes = plan, wishes
         facts = plan.facts
         self._rates = facts.machine.rates if facts.run.forward_flops else None
@@ -172,7 +172,7 @@ class _Search:
         if isinstance(found, Refusal):
             return inf
         assert self._rates is not None
-        return price_of(self._kept(point).facts_as_kept(), found, self._rates).seconds
+        return cost_of(self._kept(point).facts_as_kept(), found, self._rates).seconds
 
     def _estimate(self, point: Point) -> float:
         kept = self._kept(point)

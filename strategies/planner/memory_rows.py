@@ -52,8 +52,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     if bucket.site is Site.NONE:
         return Resting(Home.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
-        waits = "wait for the update where they are made" if bucket.parks is Home.DEVICE else "sent down when made"
-        return Resting(bucket.parks, size, waits)
+        waits = "wait for the update where they are made" if bucket.grad_home is Home.DEVICE else "sent down when made"
+        return Resting(bucket.grad_home, size, waits)
     rests = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     own_master = bucket.mixed or (bucket.site is Site.HOST and bucket.resident)
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
@@ -120,7 +120,7 @@ def _named(layout: Layout, home: Home) -> Iterable[tuple[str, int]]:
     for turns in in_turns(layout):
         if turns.home is home:
             totals[PASSING[turns.item]] = turns.num_bytes
-    waits_below = {bucket.name for bucket in layout.buckets if bucket.parks is Home.HOST}
+    waits_below = {bucket.name for bucket in layout.buckets if bucket.grad_home is Home.HOST}
     for need in every:
         is_own = need.item is Item.PARKED and need.bucket in waits_below  # where its gradient rests
         if need.home is home and not need.passes and need.item in PERMANENT and not is_own:

@@ -24,8 +24,8 @@ from strategies.planner import weight_schedule
 from strategies.planner.addresses import arena_bytes, packed, travelling
 from strategies.planner.estimate import estimate
 from strategies.planner.greedy import DoesNotFit
-from strategies.planner.state_placement import Frame, Frames, Wishes
-from strategies.planner.step_cost import price_of
+from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
+from strategies.planner.step_cost import cost_of
 from strategies.report.plan_table import human
 
 LOOKED_AT = 24  # frames that are estimated, each with several shares of streamed updates
@@ -38,12 +38,12 @@ KEY = "strategies.offload"
 class _Candidate:
     """A frame, what its movable weights have on the device, and how long its step is estimated to take."""
 
-    frame: Frame
+    frame: StatePlacement
     room: int
     seconds: float
 
 
-def choose(facts: Facts, wishes: Wishes, saved_bytes: int, hosted_bytes: int = 0) -> Layout:
+def choose(facts: Facts, wishes: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> Layout:
     """The layout that is simulated to be the fastest.
 
     Args:
@@ -55,7 +55,7 @@ def choose(facts: Facts, wishes: Wishes, saved_bytes: int, hosted_bytes: int = 0
     return _Search(facts, wishes, wishes.device_bytes - saved_bytes).best(saved_bytes, hosted_bytes)
 
 
-def quickest(facts: Facts, wishes: Wishes, saved_bytes: int, *, sure: bool = True) -> float | None:
+def quickest(facts: Facts, wishes: OffloadRequest, saved_bytes: int, *, sure: bool = True) -> float | None:
     """The estimated seconds per step of the best layout; None, where nobody knows.
 
     Args:
@@ -70,9 +70,9 @@ def quickest(facts: Facts, wishes: Wishes, saved_bytes: int, *, sure: bool = Tru
 class _Search:
     """One search, for ``room`` bytes on the device."""
 
-    def __init__(self, facts: Facts, wishes: Wishes, room: int) -> None:
+    def __init__(self, facts: Facts, wishes: OffloadRequest, room: int) -> None:
         self._facts, self._wishes, self._room = facts, wishes, room
-        self._frames = Frames(facts, wishes)
+        self._frames = StatePlacements(facts, wishes)
         self._all = self._frames.all()
         self._knows = facts.machine.rates is not None and facts.run.forward_flops > 0
         self._priced: dict[int, tuple[Layout, float]] = {}  # by identity; to compare layouts costs as much as to price
@@ -107,7 +107,7 @@ class _Search:
         if rates is None or not self._knows:
             return 0.0
         if id(layout) not in self._priced:
-            self._priced[id(layout)] = (layout, price_of(self._facts, layout, rates).seconds)
+            self._priced[id(layout)] = (layout, cost_of(self._facts, layout, rates).seconds)
         return self._priced[id(layout)][1]
 
     def estimated(self, saved_bytes: int, *, sure: bool) -> float | None:
@@ -119,7 +119,7 @@ class _Search:
                 return candidate.seconds
         raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
 
-    def _others(self, frames: Sequence[Frame]) -> list[Layout]:
+    def _others(self, frames: Sequence[StatePlacement]) -> list[Layout]:
         """Layouts of these frames with travelling weights or streamed updates."""
         if not self._knows:
             found = (self._worked_out(self._candidate(frame)) for frame in (frames[-1], frames[0]))
@@ -134,13 +134,13 @@ class _Search:
 
     def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
         """The most promising candidate, and the most promising of some frames from first to last."""
-        of_frame: dict[Frame, _Candidate] = {}
+        of_frame: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
             of_frame.setdefault(one.frame.plain, one)
         frames = sorted(of_frame, key=lambda frame: (frame.hosted, frame.parked))
         return list({id(one): one for one in (*ranked[:1], *(of_frame[f] for f in spread(frames, TRIED)))}.values())
 
-    def _ranked(self, frames: Sequence[Frame], number: int = LOOKED_AT) -> list[_Candidate]:
+    def _ranked(self, frames: Sequence[StatePlacement], number: int = LOOKED_AT) -> list[_Candidate]:
         """Candidates that may fit, of so many frames, the fastest by estimate first."""
         candidates = [self._candidate(one) for frame in spread(frames, number) for one in self._frames.shared(frame)]
         return sorted((one for one in candidates if self._may_fit(one)), key=lambda one: one.seconds)
@@ -149,7 +149,7 @@ class _Search:
         """Whether what travels at least leaves room for the largest unit."""
         return one.room > 0 and self._frames.largest_unit(one.frame) <= one.room
 
-    def _candidate(self, frame: Frame) -> _Candidate:
+    def _candidate(self, frame: StatePlacement) -> _Candidate:
         size = self._frames.sizes(frame)
         room = self._room - size.rest
         if not self._knows:
@@ -176,7 +176,7 @@ class _Search:
         found = self._worked_out(self._candidate(self._all[-1]))
         return [] if found is None else [found]
 
-    def _shared(self, frame: Frame) -> Iterator[Layout]:
+    def _shared(self, frame: StatePlacement) -> Iterator[Layout]:
         for one in self._frames.shared(frame):
             layout = weight_schedule.window(self._frames.layout(one), self._frames.blocks, self._wishes.prefetch)
             if one.eighths and sizes(layout)[Home.DEVICE] <= self._room:
@@ -202,19 +202,19 @@ def sizes(layout: Layout) -> dict[Home, int]:
     return total
 
 
-def spread(frames: Sequence[Frame], number: int) -> list[Frame]:
+def spread(frames: Sequence[StatePlacement], number: int) -> list[StatePlacement]:
     """At most so many of ``frames``, evenly, the last one first and the first one last."""
     if len(frames) <= number:
         return list(reversed(frames))
     return [frames[index * (len(frames) - 1) // (number - 1)] for index in reversed(range(number))]
 
 
-def _forced(wishes: Wishes) -> str:
+def _forced(wishes: OffloadRequest) -> str:
     names = [name for name in ("site", "weights", "gradients") if getattr(wishes, name) != "auto"]
     return "".join(f", or leave {KEY}.{name} at auto" for name in names)
 
 
-def _no_device(wishes: Wishes, smallest: int, saved_bytes: int) -> Refusal:
+def _no_device(wishes: OffloadRequest, smallest: int, saved_bytes: int) -> Refusal:
     cure = (
         f"{human(smallest)} are needed, {human(saved_bytes)} of them for what forward saves, with everything moved to "
         f"the host that may be: {human(smallest - wishes.device_bytes)} too much for {human(wishes.device_bytes)}; "
@@ -223,7 +223,7 @@ def _no_device(wishes: Wishes, smallest: int, saved_bytes: int) -> Refusal:
     return Refusal(f"{KEY}.gpu_memory", wishes.gpu_memory, cure)
 
 
-def _no_host(wishes: Wishes, needed: int, hosted_bytes: int) -> Refusal:
+def _no_host(wishes: OffloadRequest, needed: int, hosted_bytes: int) -> Refusal:
     part = f", {human(hosted_bytes)} of them for what waits for backward" if hosted_bytes else ""
     cure = (
         f"{human(needed)} of host memory are needed{part}: {human(needed - wishes.host_bytes)} too much for "

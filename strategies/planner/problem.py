@@ -63,16 +63,16 @@ class Update:
     seconds: float
     grad_bytes: int = 0
     state_bytes: int = 0
-    parks: Home = Home.DEVICE
+    grad_home: Home = Home.DEVICE
 
     @property
     def sends_down(self) -> bool:
         """Whether the gradient crosses the link."""
-        return self.grad_bytes > 0 and (self.site is Site.HOST or self.parks is Home.HOST)
+        return self.grad_bytes > 0 and (self.site is Site.HOST or self.grad_home is Home.HOST)
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Weight:
     """A bucket: its bytes on the device while present, and the steps that use it, ascending. No update: frozen."""
 
     name: str
@@ -126,7 +126,7 @@ class Problem:
     """
 
     steps: tuple[Step, ...]
-    items: tuple[Item, ...]
+    items: tuple[Weight, ...]
     link: Link
     budget: int
     accumulation: int = 1

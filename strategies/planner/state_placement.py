@@ -32,7 +32,7 @@ PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class OffloadRequest:
     """What the user asked for. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
 
     ``prefetch`` is how many steps ahead of its use a weight comes at most; None: as early as memory allows.
@@ -51,7 +51,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StatePlacement:
     """How many buckets have their state on the host, how many of those their gradients too, and how many eighths of
     the blocks' host updates are streamed."""
 
@@ -60,11 +60,11 @@ class Frame:
     eighths: int = 0
 
     @property
-    def plain(self) -> Frame:
+    def plain(self) -> StatePlacement:
         """The same, with nothing streamed."""
         return replace(self, eighths=0)
 
-    def with_eighths(self, more: int) -> Frame:
+    def with_eighths(self, more: int) -> StatePlacement:
         """The same, with ``more`` streamed."""
         return replace(self, eighths=self.eighths + more)
 
@@ -81,10 +81,10 @@ class Sizes:
         return self.movable + self.rest
 
 
-class Frames:
+class StatePlacements:
     """The frames that the wishes allow."""
 
-    def __init__(self, facts: Facts, wishes: Wishes) -> None:
+    def __init__(self, facts: Facts, wishes: OffloadRequest) -> None:
         self._wishes = wishes
         size = wishes.bucket_bytes or capacity(facts)
         self._buckets = form(facts, size)
@@ -122,29 +122,29 @@ class Frames:
         bound = self._wishes.site == "device" and not even_if
         return [index for index in movable if not bound or self._buckets[index].group is None]
 
-    def all(self) -> list[Frame]:
+    def all(self) -> list[StatePlacement]:
         """From what moves the least to what moves the most; nothing is streamed that was not asked for."""
-        frame = Frame(0, 0)
+        frame = StatePlacement(0, 0)
         found = [frame]
         for hosted in range(1, len(self._hostable) + 1):
             found.append(frame := replace(frame, hosted=hosted))
         found += [replace(frame, parked=parked) for parked in range(1, len(self._parkable(self._sites(frame))) + 1)]
         return found
 
-    def shared(self, frame: Frame) -> Iterator[Frame]:
+    def shared(self, frame: StatePlacement) -> Iterator[StatePlacement]:
         """``frame``, and the same with host updates streamed."""
         yield frame
         if self._wishes.site == "auto" and self._streaming(self._hosted(frame), PARTS):
             yield from (replace(frame, eighths=eighths) for eighths in range(1, PARTS + 1))
 
-    def movable(self, frame: Frame) -> list[int]:
+    def movable(self, frame: StatePlacement) -> list[int]:
         """Buckets whose weights may travel."""
         forced = self._wishes.weights == "streamed"
         sites = self._sites(frame)
         blocks = [index for index in self.blocks if forced or sites[index] is not Site.DEVICE]
         return blocks + [index for index in self._ends if sites[index] is not Site.DEVICE]
 
-    def largest_unit(self, frame: Frame) -> int:
+    def largest_unit(self, frame: StatePlacement) -> int:
         """Weights that may travel and are needed at one step, at most."""
         sums: Counter[str] = Counter()
         for index in self.movable(frame):
@@ -152,20 +152,20 @@ class Frames:
                 sums[unit] += aligned(self._buckets[index].weight_bytes)
         return max(sums.values(), default=0)
 
-    def layout(self, frame: Frame) -> Layout:
+    def layout(self, frame: StatePlacement) -> Layout:
         """All buckets as ``frame`` places them, every weight resident."""
         return replace(self._empty, buckets=tuple(self.buckets(frame)))
 
-    def buckets(self, frame: Frame) -> Iterator[Bucket]:
+    def buckets(self, frame: StatePlacement) -> Iterator[Bucket]:
         """The buckets as ``frame`` places them."""
-        for bucket, (site, parks) in self.placed(frame):
-            yield replace(bucket, site=site, parks=parks)
+        for bucket, (site, grad_home) in self.placed(frame):
+            yield replace(bucket, site=site, grad_home=grad_home)
 
-    def placed(self, frame: Frame) -> Iterator[tuple[Bucket, Place]]:
+    def placed(self, frame: StatePlacement) -> Iterator[tuple[Bucket, Place]]:
         """Each bucket with its site, and where its gradients wait: as ``buckets``, without making any."""
         return zip(self._buckets, self._places(frame), strict=True)
 
-    def sizes(self, frame: Frame) -> Sizes:
+    def sizes(self, frame: StatePlacement) -> Sizes:
         """What the frame needs on the device; the same as of its layout, in a fraction of the time."""
         rest, mixed = 0, 0
         most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
@@ -184,8 +184,8 @@ class Frames:
         """Of one bucket on the device: permanent bytes, what passes in which sizes, elements that use scratch."""
         found = self._cache[index].get(place)
         if found is None:
-            site, parks = place
-            bucket = replace(self._buckets[index], site=site, parks=parks)
+            site, grad_home = place
+            bucket = replace(self._buckets[index], site=site, grad_home=grad_home)
             here = [need for need in needs(bucket, self._empty) if need.home is Home.DEVICE]
             permanent = sum(aligned(need.num_bytes) for need in here if not need.passes)
             passing = tuple((need.item, aligned(need.num_bytes)) for need in here if need.passes)
@@ -193,7 +193,7 @@ class Frames:
             self._cache[index][place] = found
         return found
 
-    def _places(self, frame: Frame) -> list[Place]:
+    def _places(self, frame: StatePlacement) -> list[Place]:
         sites = self._sites(frame)
         parkable = self._parkable(sites)
         down = set(parkable[len(parkable) - frame.parked :])
@@ -204,7 +204,7 @@ class Frames:
             sites[index] = Site.STREAMED
         return [(site, Home.HOST if index in down else Home.DEVICE) for index, site in enumerate(sites)]
 
-    def _sites(self, frame: Frame) -> list[Site]:
+    def _sites(self, frame: StatePlacement) -> list[Site]:
         """Before anything is streamed that was not asked for."""
         forced = None if self._wishes.site == "auto" else Site(self._wishes.site)
         hosted = self._hosted(frame)
@@ -213,7 +213,7 @@ class Frames:
             for index, bucket in enumerate(self._buckets)
         ]
 
-    def _hosted(self, frame: Frame) -> set[int]:
+    def _hosted(self, frame: StatePlacement) -> set[int]:
         return self._hosted_always | set(self._hostable[len(self._hostable) - frame.hosted :])
 
     def _parkable(self, sites: Sequence[Site]) -> list[int]:

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strategies.core.facts import Facts, Rates, UnitKind
-from strategies.core.layout import Bucket, Layout, Site, steps_of, uses
+from strategies.core.layout import Bucket, Layout, Site, ticks_of, uses
 from strategies.core.plan import Plan
-from strategies.planner.problem import Eviction, Item, Link, Problem, Step, Update, When
+from strategies.planner.problem import Eviction, Link, Problem, Step, Update, Weight, When
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import Resource, build
 
@@ -28,7 +28,7 @@ TOUCHED_BYTES = 28  # per parameter, by an update: 4 numbers read and 3 written,
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class StepCost:
     """A simulated step. ``compute_seconds`` is what it would take if nothing ever waited and nothing was updated."""
 
     outcome: Outcome
@@ -75,25 +75,25 @@ class Price:
         }
 
 
-def price(plan: Plan) -> Price | None:
+def price(plan: Plan) -> StepCost | None:
     """The simulated step of ``plan``; None where nothing is stowed or nobody knows the machine's rates."""
     rates, layout = plan.facts.machine.rates, plan.layout
     if rates is None or layout is None or not plan.facts.run.forward_flops:
         return None
-    return price_of(plan.facts_as_kept(), layout, rates)
+    return cost_of(plan.facts_as_kept(), layout, rates)
 
 
-def price_of(facts: Facts, layout: Layout, rates: Rates) -> Price:
+def cost_of(facts: Facts, layout: Layout, rates: Rates) -> StepCost:
     """The simulated step of ``layout``."""
     problem = problem_of(facts, layout, rates)
     outcome = simulate(problem, list(evictions_of(problem, layout)))
     origin = rates.origin if facts.unit_times is None else f"{rates.origin}; blocks: {facts.unit_times.origin}"
-    return Price(outcome, problem.compute_seconds * layout.accumulation, origin)
+    return StepCost(outcome, problem.compute_seconds * layout.accumulation, origin)
 
 
 def alone(facts: Facts, rates: Rates) -> float:
     """Simulated seconds of a step that moves nothing but what is saved on the host, without its update."""
-    return price_of(facts, empty(facts), rates).seconds
+    return cost_of(facts, empty(facts), rates).seconds
 
 
 def empty(facts: Facts) -> Layout:
@@ -114,7 +114,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     """Steps, items and link of ``layout``. Memory is not part of it: the layout fits, or it would not be one."""
     names = [unit.name for unit in facts.units]
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
-    steps_by_unit = steps_of(names)
+    steps_by_unit = ticks_of(names)
     steps = [
         Step(f"forward {unit.name}", seconds, 0, unit.hosted_bytes)
         for unit, seconds in zip(facts.units, forward, strict=True)
@@ -153,8 +153,8 @@ def unit_flops(facts: Facts) -> list[float]:
     return [facts.run.forward_flops * reads[unit.name] / total if total else 0.0 for unit in facts.units]
 
 
-def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, steps: dict[str, tuple[int, int]]) -> Item:
-    return Item(bucket.name, bucket.weight_bytes, uses(bucket, steps), _update(bucket, layout, facts, rates))
+def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, steps: dict[str, tuple[int, int]]) -> Weight:
+    return Weight(bucket.name, bucket.weight_bytes, uses(bucket, steps), _update(bucket, layout, facts, rates))
 
 
 def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Update | None:
@@ -170,7 +170,7 @@ def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Updat
         seconds=seconds,
         grad_bytes=bucket.weight_bytes,
         state_bytes=state,
-        parks=bucket.parks,
+        grad_home=bucket.grad_home,
     )
 
 
@@ -178,7 +178,7 @@ def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
     """The gaps in which the layout's weights are away, and the steps at which they come back."""
     count = len(problem.steps)
     for gap in problem.gaps:
-        stays = layout.buckets[gap.item].stays
+        stays = layout.buckets[gap.item].resident_ticks
         here = {step for start, end in stays for step in range(start, end)}
         if stays and (gap.after + 1) % count not in here:
             issue = next(step for step in range(gap.after + 1, gap.before + 1) if step % count in here)

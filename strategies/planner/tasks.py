@@ -169,7 +169,7 @@ class _Builder:
 
     def _sends(self, item: int, is_last: bool) -> bool:
         update = self._problem.items[item].update
-        return update is not None and update.sends_down and (is_last or update.parks is Home.HOST)
+        return update is not None and update.sends_down and (is_last or update.grad_home is Home.HOST)
 
     def _bring(self, item: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the step ``need`` waits for."""
@@ -205,7 +205,7 @@ class _Builder:
         if update.site is Site.STREAMED:
             early = self._problem.when is When.BACKWARD  # state may come before its gradient is there
             slot = self._visits[0] if len(self._visits) == self._problem.visit_slots else None
-            down = update.parks is Home.HOST
+            down = update.grad_home is Home.HOST
             size = update.state_bytes + (update.grad_bytes if down else 0)
             visit = self._copy(Resource.UP, f"state {info.name}", size, (slot, *([] if early and not down else waits)))
             visit.priority = (number, info.uses[-1] if early else info.uses[0], self._problem.rank[item])

@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from strategies.core.facts import Facts, Home, Rates
-from strategies.core.layout import Bucket, Layout, Range, Spot, aligned, steps_of, uses
+from strategies.core.layout import Bucket, Layout, Range, Spot, aligned, ticks_of, uses
 from strategies.planner import greedy
 from strategies.planner.addresses import packed, travelling
 from strategies.planner.greedy import DoesNotFit
-from strategies.planner.problem import Eviction, Item, Problem, at_need, stays
+from strategies.planner.problem import Eviction, Problem, Weight, at_need, stays
 from strategies.planner.step_cost import problem_of
 
 ATTEMPTS = 6  # smaller budgets that are tried when a plan cannot be packed
@@ -80,18 +80,19 @@ def _staying_where_unwanted(layout: Layout, *, at_home: bool = True) -> Layout:
     Args:
         at_home: those whose place nobody ever wants may become residents.
     """
-    moving, count = travelling(layout), layout.num_steps
+    moving, count = travelling(layout), layout.num_ticks
     packing = packed(moving)
     spots = [Spot(Home.DEVICE, at, b.weight_bytes) for at, b in zip(packing.offsets, moving, strict=True)]
-    here = [{step for start, end in b.stays for step in range(start, end)} for b in moving]
+    here = [{step for start, end in b.resident_ticks for step in range(start, end)} for b in moving]
     for index, spot in enumerate(spots):
-        rivals = [other for other, its in enumerate(spots) if other != index and spot.overlaps(its)]
-        wanted = {step for other in rivals for step in here[other]}
+        overlapping = [other for other, its in enumerate(spots) if other != index and spot.overlaps(its)]
+        wanted = {step for other in overlapping for step in here[other]}
         kept = here[index] | {step for gap in _gaps(here[index], count) if not wanted & gap for step in gap}
         here[index] = kept if at_home or len(kept) < count else here[index]
     stays_of = {b.name: ranges(steps, count) for b, steps in zip(moving, here, strict=True)}
     made = replace(
-        layout, buckets=tuple(replace(b, stays=stays_of[b.name]) if b.name in stays_of else b for b in layout.buckets)
+        layout,
+        buckets=tuple(replace(b, resident_ticks=stays_of[b.name]) if b.name in stays_of else b for b in layout.buckets),
     )
     resident = sum(aligned(b.weight_bytes) for b in made.buckets if b.resident and b.name in stays_of)
     return made if resident + packed(travelling(made)).arena <= packing.arena else layout
@@ -123,11 +124,11 @@ def window(layout: Layout, chosen: Collection[int], ahead: int | None = None) ->
     They stay where nobody else wants their place meanwhile.
     """
     ahead = WINDOW if ahead is None else ahead
-    steps, count = steps_of(layout.units), layout.num_steps
+    steps, count = ticks_of(layout.units), layout.num_ticks
     buckets = list(layout.buckets)
     for index in chosen:
         present = {(step - early) % count for step in uses(buckets[index], steps) for early in range(ahead + 1)}
-        buckets[index] = replace(buckets[index], stays=ranges(present, count))
+        buckets[index] = replace(buckets[index], resident_ticks=ranges(present, count))
     return _staying_where_unwanted(replace(layout, buckets=tuple(buckets)), at_home=False)
 
 
@@ -152,7 +153,7 @@ def _problem(facts: Facts, layout: Layout, movable: Collection[int], room: int) 
     return replace(whole, steps=steps, items=items, budget=room, accumulation=1), order
 
 
-def _as_one(items: Sequence[Item], buckets: Sequence[Bucket]) -> Item:
+def _as_one(items: Sequence[Weight], buckets: Sequence[Bucket]) -> Weight:
     return replace(items[0], num_bytes=sum(aligned(bucket.weight_bytes) for bucket in buckets), update=None)
 
 
@@ -167,10 +168,10 @@ def _with_stays(
     layout: Layout, order: Sequence[Sequence[int]], problem: Problem, evictions: Sequence[Eviction]
 ) -> Layout:
     buckets = list(layout.buckets)
-    always = ((0, layout.num_steps),)  # also of what would come back as soon as it leaves
+    always = ((0, layout.num_ticks),)  # also of what would come back as soon as it leaves
     for item, here in enumerate(stays(problem, evictions)):
         for index in order[item]:
-            buckets[index] = replace(buckets[index], stays=() if here == always else here)
+            buckets[index] = replace(buckets[index], resident_ticks=() if here == always else here)
     return replace(layout, buckets=tuple(buckets))
 
 

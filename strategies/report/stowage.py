@@ -31,7 +31,7 @@ def lines(plan: Plan) -> Iterator[str]:
         return
     groups: dict[Kind, list[Bucket]] = {}
     for bucket in layout.buckets:
-        groups.setdefault((bucket.site, bucket.parks, bucket.resident, _kind(bucket, plan)), []).append(bucket)
+        groups.setdefault((bucket.site, bucket.grad_home, bucket.resident, _kind(bucket, plan)), []).append(bucket)
     cells = [HEADER, *(_cells(some, layout, addresses) for some in groups.values())]
     widths = [max(len(row[column]) for row in cells) for column in range(len(HEADER))]
     made = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -51,7 +51,7 @@ def _cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) -> tupl
     name = first.name if len(some) == 1 else f"{first.name} to {last.name} ({len(some)})"
     spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in some]
     where = f"{human(min(s.offset for s in spots))} to {human(max(s.end for s in spots))}"
-    waits = "" if first.site is Site.NONE else f"on the {first.parks.value}"
+    waits = "" if first.site is Site.NONE else f"on the {first.grad_home.value}"
     total = human(sum(bucket.weight_bytes for bucket in some))
     return (name, total, SITES[first.site], waits, _travels(some, layout), where)
 
@@ -80,8 +80,8 @@ def to_json(plan: Plan) -> list[dict[str, Any]]:
             "num_params": len(bucket.params),
             "bytes": bucket.weight_bytes,
             "site": bucket.site.value,
-            "gradients": bucket.parks.value,
-            "stays": [list(stay) for stay in bucket.stays],
+            "gradients": bucket.grad_home.value,
+            "stays": [list(stay) for stay in bucket.resident_ticks],
             "addresses": {
                 item.value: {"home": spot.home.value, "offset": spot.offset, "bytes": spot.num_bytes}
                 for item in Item

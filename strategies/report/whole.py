@@ -7,18 +7,18 @@ from typing import Any
 from strategies.core.linears import Gemm
 from strategies.core.plan import Plan
 from strategies.planner import gemm_routes
-from strategies.planner.step_cost import Price
+from strategies.planner.step_cost import StepCost
 from strategies.report import plan_table, recomputed, stowage
 
 
-def text(plan: Plan, priced: Price | None) -> str:
+def text(plan: Plan, priced: StepCost | None) -> str:
     """The table, the routes of linear layers, what recomputation frees and costs, the stowage, the simulated step."""
     parts = [gemm_routes.lines(plan), recomputed.lines(plan), stowage.lines(plan), priced.lines() if priced else ()]
     shown = [list(part) for part in parts]
     return "\n".join([plan_table.table(plan), *(line for part in shown if part for line in ("", *part))])
 
 
-def to_json(plan: Plan, priced: Price | None) -> dict[str, Any]:
+def to_json(plan: Plan, priced: StepCost | None) -> dict[str, Any]:
     """As ``render.to_json``, with ``linears``: routes by path, ``recompute``, ``buckets``, ``simulated``: the price."""
     return {
         **plan_table.to_json(plan),

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from benchmarks.harness import processes, work
-from benchmarks.harness.work import Subject
+from benchmarks.harness.work import Contender
 from strategies.engine.memory import accelerator
 from trainer.dist.spawn import PRELOAD
 
@@ -86,7 +86,7 @@ def fork(job: Callable[[], Any], out: Path) -> None:
     os._exit(0)
 
 
-def measured(subject: Subject) -> dict[str, Any]:
+def measured(subject: Contender) -> dict[str, Any]:
     """As the child does it, and two steps more before the subject is closed. Gradients that should be forgotten would
     change the first update, of another batch than theirs, and so the second loss."""
     from benchmarks.harness import child
@@ -164,7 +164,7 @@ def results(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> Resu
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-def of_theme(subjects: Sequence[Subject], folder: Path) -> Results:
+def of_theme(subjects: Sequence[Contender], folder: Path) -> Results:
     return results([(subject.label, partial(measured, subject)) for subject in subjects], folder)
 
 
@@ -178,7 +178,7 @@ def recompute(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return of_theme(RECOMPUTE, tmp_path_factory.mktemp("recompute"))
 
 
-def check(subject: Subject, runs: Results) -> None:
+def check(subject: Contender, runs: Results) -> None:
     """``subject`` trained like plain torch, was measured, and went on as if nothing had been measured."""
     assert subject.label in runs, "it ended without a result"
     run, plain = runs[subject.label], runs[work.PLAIN]
@@ -201,12 +201,12 @@ def check(subject: Subject, runs: Results) -> None:
 
 
 @pytest.mark.parametrize("subject", OFFLOAD, ids=lambda subject: subject.label)
-def test_offload(subject: Subject, offload: Results) -> None:
+def test_offload(subject: Contender, offload: Results) -> None:
     check(subject, offload)
 
 
 @pytest.mark.parametrize("subject", RECOMPUTE, ids=lambda subject: subject.label)
-def test_recompute(subject: Subject, recompute: Results) -> None:
+def test_recompute(subject: Contender, recompute: Results) -> None:
     check(subject, recompute)
 
 

@@ -23,7 +23,7 @@ from strategies.core.layout import (
     Range,
     Site,
     Spot,
-    steps_of,
+    ticks_of,
     uses,
 )
 from strategies.engine.module_hooks import block_names
@@ -105,7 +105,7 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...
     site = Site.NONE if group is None else draw(st.sampled_from([Site.DEVICE, Site.HOST, Site.STREAMED]))
     stays: tuple[Range, ...] = ()
     if all("." in param.name for param in piece):
-        used = {step for unit in units for step in steps_of(order)[unit]}
+        used = {step for unit in units for step in ticks_of(order)[unit]}
         here = used | draw(st.sets(st.integers(0, 2 * len(order) - 1)))
         stays = draw(st.sampled_from([(), *3 * [ranges(here, 2 * len(order))]]))
     return Bucket(
@@ -118,8 +118,8 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...
         dtype=dtype,
         group=group,
         site=site,
-        stays=stays,
-        parks=Home.DEVICE if site in (Site.NONE, Site.DEVICE) else draw(st.sampled_from(Home)),
+        resident_ticks=stays,
+        grad_home=Home.DEVICE if site in (Site.NONE, Site.DEVICE) else draw(st.sampled_from(Home)),
     )
 
 
@@ -212,17 +212,17 @@ def lost_bucket(layout: Layout, data: st.DataObject) -> Broken:
 
 
 def parks_below_the_device(layout: Layout, data: st.DataObject) -> Broken:
-    made = _change(layout, _any(layout, data, lambda b: b.site is Site.DEVICE), parks=Home.HOST)
+    made = _change(layout, _any(layout, data, lambda b: b.site is Site.DEVICE), grad_home=Home.HOST)
     return made, place(made)
 
 
 def away_when_used(layout: Layout, data: st.DataObject) -> Broken:
     index = _any(layout, data, lambda b: not b.resident)
     b = layout.buckets[index]
-    used = data.draw(st.sampled_from(uses(b, steps_of(layout.units))))
-    here = {step for start, end in b.stays for step in range(start, end)} - {used}
+    used = data.draw(st.sampled_from(uses(b, ticks_of(layout.units))))
+    here = {step for start, end in b.resident_ticks for step in range(start, end)} - {used}
     assume(here)
-    return _change(layout, index, stays=ranges(here, layout.num_steps)), place(layout)
+    return _change(layout, index, resident_ticks=ranges(here, layout.num_ticks)), place(layout)
 
 
 def wrong_size(layout: Layout, data: st.DataObject) -> Broken:
@@ -250,7 +250,7 @@ def clips_in_backward(layout: Layout, data: st.DataObject) -> Broken:
 def one_address_for_one_step(layout: Layout, data: st.DataObject) -> Broken:
     """Two travelling buckets that are there together, at one address."""
     addresses = place(layout)
-    here = {b.name: {s for start, end in b.stays for s in range(start, end)} for b in layout.buckets}
+    here = {b.name: {s for start, end in b.resident_ticks for s in range(start, end)} for b in layout.buckets}
     pairs = [(a, b) for a in here for b in here if a < b and here[a] & here[b]]
     assume(pairs)
     one, other = data.draw(st.sampled_from(pairs))

@@ -18,8 +18,8 @@ from strategies.core.facts import Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.validate import check
-from strategies.engine import AdamW, Rule, stow
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine import AdamW, UpdateRule, stow
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
@@ -140,7 +140,7 @@ def stowed(
     accumulation: int = 1,
     max_norm: float = 0.0,
     groups: int = 1,
-    rule: Rule | None = None,
+    rule: UpdateRule | None = None,
     schedule: Schedule | None = None,
     transfer: Transfer | None = None,
     device: str = "cpu",
@@ -178,7 +178,7 @@ def stowed(
     optimizer.close()
     for name, param in model.named_parameters():
         assert torch.equal(param, result.tensors[name]), f"{name} is another one after close()"
-    if isinstance(transfer, Watch):
+    if isinstance(transfer, RaceDetector):
         assert transfer.races == []
     return result
 
@@ -261,7 +261,7 @@ def plan_of(
     blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
-    bare = replace(made.layout, buckets=tuple(replace(b, stays=()) for b in buckets))
+    bare = replace(made.layout, buckets=tuple(replace(b, resident_ticks=()) for b in buckets))
     return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params)
 
 
@@ -270,11 +270,11 @@ def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:
     return [i for i, b in enumerate(buckets) if not set(b.units) & blocks and all("." in name for name in b.params)]
 
 
-def _in_turn(buckets: Iterable[Bucket], parks: Home) -> tuple[Bucket, ...]:
+def _in_turn(buckets: Iterable[Bucket], grad_home: Home) -> tuple[Bucket, ...]:
     sites = (Site.HOST, Site.DEVICE, Site.STREAMED)
     turn = {b.name: sites[index % 3] for index, b in enumerate(b for b in buckets if b.group is not None)}
     return tuple(
-        replace(b, site=turn[b.name], parks=Home.DEVICE if turn[b.name] is Site.DEVICE else parks)
+        replace(b, site=turn[b.name], grad_home=Home.DEVICE if turn[b.name] is Site.DEVICE else grad_home)
         if b.name in turn
         else b
         for b in buckets

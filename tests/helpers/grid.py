@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
 
 NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
-TRANSFERS: Mapping[str, type[Transfer]] = {"at-once": Transfer, "delayed": Delayed, "watched": Watch}
+TRANSFERS: Mapping[str, type[Transfer]] = {"at-once": Transfer, "delayed": Delayed, "watched": RaceDetector}
 
 # Gradients of what is updated on the device have no reason to go down; nothing is ahead where nothing travels.
 FORBIDDEN = [

@@ -128,4 +128,4 @@ def random_facts(draw: st.DrawFn) -> Facts:
 
 def homes_of(made: Layout) -> dict[str, tuple[Site, bool, Home]]:
     """Site, whether its weight travels, and park of every bucket by name."""
-    return {b.name: (b.site, not b.resident, b.parks) for b in made.buckets}
+    return {b.name: (b.site, not b.resident, b.grad_home) for b in made.buckets}

@@ -124,15 +124,15 @@ def formula(plan: Plan) -> tuple[int, int]:
             for (name, item), spot in plan.addresses.spots.items()
             if name == bucket.name and item in (Item.MASTER, Item.MOMENTS)
         )
-        on_host, parks = bucket.site is Site.HOST, bucket.parks is Home.HOST
-        down += bucket.weight_bytes * (on_host or parks)
+        on_host, grad_home = bucket.site is Site.HOST, bucket.grad_home is Home.HOST
+        down += bucket.weight_bytes * (on_host or grad_home)
         if bucket.resident:
             up += bucket.weight_bytes * on_host
         else:
             up += 2 * bucket.weight_bytes + (0 if on_host else bucket.weight_bytes)
             down += 0 if on_host else bucket.weight_bytes
         if bucket.site is Site.STREAMED:
-            up += state + bucket.weight_bytes * parks
+            up += state + bucket.weight_bytes * grad_home
             down += state
     return up, down
 

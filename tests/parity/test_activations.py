@@ -14,13 +14,13 @@ from strategies.core.peak import HOSTED_ALIGN
 from strategies.core.plan import INPUT
 from strategies.engine.activations import HostRoom, Sent, flat
 from strategies.engine.checkpointing import checkpoint_blocks, recompute, room_of
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Event, Lane, Transfer
 from tests.parity.test_recompute import MACHINE, POLICIES, decided, made, micro_batches, plainly, steps, unequal
 from trainer.planning.plan_for import plan_for
 
 HOSTED = ("full, on the host", "selective, on the host")
-TRANSFERS = {"at once": Transfer, "late": Delayed, "watched": Watch}
+TRANSFERS = {"at once": Transfer, "late": Delayed, "watched": RaceDetector}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -67,7 +67,7 @@ def keeps_of(plan: Any, policy: str | None) -> list[Any]:
     return [by_policy(unit, policy, hosts=True) for unit, keep in pairs if keep.hosted]
 
 
-class Deaf(Watch):
+class Deaf(RaceDetector):
     """Forgets one kind of wait."""
 
     def __init__(self, waiting: Lane, of: Lane) -> None:
@@ -122,7 +122,7 @@ class Stack(nn.Module):
 def hosting(model: Stack, num_bytes: int = 1 << 16, transfer: Transfer | None = None) -> HostRoom:
     """All of its layers send their inputs and both products."""
     names = {f"layers.{index}": ("linear 0", "linear 1") for index in range(len(model.layers))}
-    room = HostRoom(list(model.layers), num_bytes, transfer or Watch())
+    room = HostRoom(list(model.layers), num_bytes, transfer or RaceDetector())
     checkpoint_blocks(model, names, {name: (INPUT, *kept) for name, kept in names.items()}, room)
     model(torch.randn(2, 6)).sum().backward()  # looks only
     model.zero_grad()
@@ -201,7 +201,7 @@ def test_loops(loop: Loop) -> None:
 
 
 def test_the_wait_of_places_is_needed() -> None:
-    for moves, races in ((Watch(), False), (Deaf(Lane.DOWN, Lane.UP), True)):
+    for moves, races in ((RaceDetector(), False), (Deaf(Lane.DOWN, Lane.UP), True)):
         model = Stack()
         hosting(model, transfer=moves)
         half(model)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from strategies.core.validate import check, validate
 from strategies.engine import AdamW, stow
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.draws import BREAKS, layouts, odd_model, params_of, specs
 from tests.helpers.engine import DECAY, LR, Made, differences, groups_of, plain, plan_of, stowed
@@ -50,7 +50,7 @@ def both(spec: Spec, data: st.DataObject, loop: dict[str, Any], dtype: torch.dty
     model = odd_model(spec, dtype)
     params = params_of(model, loop["groups"])
     layout = data.draw(layouts(params, loop["accumulation"], loop["max_norm"]))
-    transfer: Transfer = data.draw(st.sampled_from([Delayed, Watch]))()
+    transfer: Transfer = data.draw(st.sampled_from([Delayed, RaceDetector]))()
     wanted = plain(odd_model(spec, dtype), batches, **loop)
     return differences(wanted, stowed(model, Made.of(layout, params), batches, transfer=transfer, **loop))
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.engine.bucket_state import Held
+from strategies.engine.bucket_state import BucketState
 from strategies.engine.tensors.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, on, tokens
@@ -32,9 +32,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().to(CPU, copy=True) for name, value in model.state_dict().items()}
 
 
-def held_of(optimizer: Any, name: str) -> Held:
+def held_of(optimizer: Any, name: str) -> BucketState:
     (held,) = (held for held in optimizer.engine.held if name in held.bucket.params)
-    assert isinstance(held, Held)
+    assert isinstance(held, BucketState)
     return held
 
 

@@ -15,7 +15,7 @@ from strategies.core.layout import Site
 from strategies.core.plan import Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
 from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.engine import STEPS, differences, plain, stowed
@@ -71,7 +71,7 @@ def test_every_budget_trains_the_same_bits(machine: str, loop: dict[str, Any]) -
         sites |= {bucket.site for bucket in plan.layout.buckets}
         travelling += any(not bucket.resident for bucket in plan.layout.buckets)
         fitted += 1
-        transfer = (Delayed, Watch)[number % 2]()
+        transfer = (Delayed, RaceDetector)[number % 2]()
         assert differences(wanted, stowed(build("llama"), plan, batches, transfer=transfer, **loop)) == []
     assert fitted >= 4 and travelling >= 1
     assert sites >= {Site.DEVICE, Site.HOST}, "the planner had something to decide"

@@ -13,10 +13,10 @@ from torch import nn
 
 from strategies.core.protocol import Refusal
 from strategies.engine import AdamW, stow
-from strategies.engine.module_hooks import Borders
+from strategies.engine.module_hooks import ModuleHooks
 from strategies.engine.tensors import guard
 from strategies.engine.tensors.parameters import AbsentParameter
-from strategies.engine.transfer.race_detector import Watch
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.doubles import Vacant
 from tests.helpers.engine import DECAY, LR, adamw, differences, plain, stowed
@@ -71,7 +71,7 @@ def test_trains_with_the_bits_of_plain_training(make: Callable[[], nn.Module]) -
     wanted = plain(make(), batches, max_norm=NORM)
     assert wanted.norms and max(wanted.norms) > NORM, "clipping triggers"
     for place, wishes in TRAVEL.items():
-        for transfer, debug in ((Vacant(), False), (Watch(), True)):
+        for transfer, debug in ((Vacant(), False), (RaceDetector(), True)):
             plan = plan_for(make(), max_grad_norm=NORM, machine=MACHINE, debug=debug, **wishes)
             assert not all(bucket.resident for bucket in plan.layout.buckets)  # type: ignore[union-attr]
             found = stowed(make(), plan, batches, max_norm=NORM, transfer=transfer)
@@ -127,7 +127,7 @@ def test_a_change_of_structure_is_not_wrong(caplog: pytest.LogCaptureFixture) ->
 
 def test_what_backward_reads_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second net alone: no guard anywhere, and torch's own count of writes."""
-    monkeypatch.setattr(Borders, "_guarded", lambda self, scope: None)
+    monkeypatch.setattr(ModuleHooks, "_guarded", lambda self, scope: None)
     for form in ("late", "sealed", "in place"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             travelling(branches(form))

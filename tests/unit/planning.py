@@ -5,7 +5,7 @@ from random import Random
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.problem import Item, Link, Problem, Step, Update, When, at_need, memory
+from strategies.planner.problem import Link, Problem, Step, Update, Weight, When, at_need, memory
 
 
 def blocks(
@@ -20,7 +20,7 @@ def blocks(
     for index in reversed(range(count)):
         steps.append(Step(f"BP {index}", backward[index], live))
         live -= saved[index]
-    items = tuple(Item(str(i), size, (i, 2 * count - 1 - i)) for i, size in enumerate(weights))
+    items = tuple(Weight(str(i), size, (i, 2 * count - 1 - i)) for i, size in enumerate(weights))
     return Problem(tuple(steps), items, link, budget)
 
 
@@ -49,7 +49,7 @@ def coarse(seed: int, counts: tuple[int, ...] = (3, 4, 5)) -> Problem:
 def halved(problem: Problem) -> Problem:
     """The problem with each item in two of different size, which the same steps use."""
     items = [
-        Item(f"{item.name}{part}", size, item.uses)
+        Weight(f"{item.name}{part}", size, item.uses)
         for item in problem.items
         for part, size in (("a", item.num_bytes // 3), ("b", item.num_bytes - item.num_bytes // 3))
     ]
@@ -88,10 +88,12 @@ def updated(problem: Problem, seed: int) -> Problem:
     return replace(problem, items=tuple(items), when=when, accumulation=random.choice([1, 2]), link=link)
 
 
-def _update(item: Item, random: Random) -> Update | None:
+def _update(item: Weight, random: Random) -> Update | None:
     site = random.choice([Site.DEVICE, Site.HOST, Site.STREAMED, Site.NONE])
     if site is Site.NONE:
         return None
-    parks = Home.DEVICE if site is Site.DEVICE else random.choice(list(Home))
+    grad_home = Home.DEVICE if site is Site.DEVICE else random.choice(list(Home))
     seconds = random.uniform(0.05, 1)
-    return Update(site=site, seconds=seconds, grad_bytes=item.num_bytes, state_bytes=6 * item.num_bytes, parks=parks)
+    return Update(
+        site=site, seconds=seconds, grad_bytes=item.num_bytes, state_bytes=6 * item.num_bytes, grad_home=grad_home
+    )

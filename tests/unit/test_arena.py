@@ -51,7 +51,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def hosted() -> Arena:
     """Stretches of odd sizes, one larger than a piece."""
     sizes = [900, 7000, 128, 33000, 5000, 12000, 700, 9000]
-    made = layout(*(bucket(f"b{i}", f"layers.{i}", size, stays=((i, i + 1),)) for i, size in enumerate(sizes)))
+    made = layout(*(bucket(f"b{i}", f"layers.{i}", size, resident_ticks=((i, i + 1),)) for i, size in enumerate(sizes)))
     return Arena(place(made), torch.device("cpu"))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness import processes, record, work
 from benchmarks.harness.record import Row, Spread
-from benchmarks.harness.work import MODELS, SUBJECTS, Subject, Work
+from benchmarks.harness.work import MODELS, SUBJECTS, Contender, Work
 from launch import bench
 from trainer.errors import ConfigError, ExitCode
 
@@ -241,7 +241,7 @@ def test_deepspeed_completes_a_begun_update(accumulation: int, more: int) -> Non
 
 
 def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path) -> None:
-    broken = Subject("broken", "contenders:Plain", {"no_such": "option"})
+    broken = Contender("broken", "contenders:Plain", {"no_such": "option"})
     said: list[str] = []
     runs = list(processes.measure(work.work("tiny"), [broken], 2, tmp_path, said.append))
     assert len(runs) == 1 and runs[0]["failed"].startswith("TypeError: ") and "no_such" in runs[0]["failed"]

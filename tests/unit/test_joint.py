@@ -19,8 +19,8 @@ from strategies.planner.addresses import arena_bytes
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import estimate
 from strategies.planner.placement_search import GAIN, choose
-from strategies.planner.state_placement import Frames, Wishes
-from strategies.planner.step_cost import price, price_of
+from strategies.planner.state_placement import OffloadRequest, StatePlacements
+from strategies.planner.step_cost import cost_of, price
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report import stowage
 from tests.helpers.fakes import GPU, run_facts
@@ -48,13 +48,13 @@ def large(blocks: int = 32, width: int = 4096, tokens: int = 4096, rates: Rates 
 
 def seconds(known: Facts, device_bytes: int) -> float:
     assert known.machine.rates is not None
-    return price_of(known, choose(known, wishes(device_bytes), 0), known.machine.rates).seconds
+    return cost_of(known, choose(known, wishes(device_bytes), 0), known.machine.rates).seconds
 
 
 @settings(max_examples=60, deadline=None)
 @given(random_facts(), wish)
 def test_the_sizes_of_a_frame_are_those_of_its_layout(known: Facts, asked: dict[str, Any]) -> None:
-    frames = Frames(known, wishes(**asked))
+    frames = StatePlacements(known, wishes(**asked))
     for frame in frames.all():
         for shared in frames.shared(frame):
             found = frames.sizes(shared)
@@ -105,12 +105,12 @@ def test_the_estimate_ranks_as_the_simulator_does() -> None:
     rates = known.machine.rates
     assert rates is not None
     asked = wishes(60 * GIB)
-    frames = Frames(known, asked)
+    frames = StatePlacements(known, asked)
     pairs = []
     for frame in frames.all()[::8]:
         for shared in frames.shared(frame):
             guess = estimate(known, frames.placed(shared), 0, in_backward=False)
-            pairs.append((guess, price_of(known, frames.layout(shared), rates).seconds))
+            pairs.append((guess, cost_of(known, frames.layout(shared), rates).seconds))
     best = min(pairs)[1]
     assert best <= 1.1 * min(simulated for _, simulated in pairs)
 
@@ -172,4 +172,4 @@ def test_a_model_of_nothing_but_ends_is_planned(matrices: int, moments: int) -> 
         replace(GPU, rates=CARD),
         tuple(params),
     )
-    assert choose(known, Wishes(device_bytes=GIB, host_bytes=GIB, gpu_memory=GIB, host_memory=GIB), 0).buckets
+    assert choose(known, OffloadRequest(device_bytes=GIB, host_bytes=GIB, gpu_memory=GIB, host_memory=GIB), 0).buckets

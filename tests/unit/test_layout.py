@@ -5,18 +5,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home, Param
-from strategies.core.layout import ITEM_BYTES, SCRATCH_ELEMENTS, Item, Site, leads, needs, scratch_bytes, steps_of, uses
+from strategies.core.layout import ITEM_BYTES, SCRATCH_ELEMENTS, Item, Site, leads, needs, scratch_bytes, ticks_of, uses
 from strategies.planner.buckets import block_bytes, form
 from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
 
 N = 1024  # elements of the bucket below
 
 
-def sizes(dtype: str, site: Site, travels: bool, parks: Home, accumulation: int = 1) -> dict[str, tuple[str, int]]:
+def sizes(dtype: str, site: Site, travels: bool, grad_home: Home, accumulation: int = 1) -> dict[str, tuple[str, int]]:
     """Home and bytes per element by item; counts left out."""
     group = None if site is Site.NONE else 0
     made = bucket(
-        "b", "layers.0", N, dtype=dtype, site=site, stays=((0, 1),) if travels else (), parks=parks, group=group
+        "b",
+        "layers.0",
+        N,
+        dtype=dtype,
+        site=site,
+        resident_ticks=((0, 1),) if travels else (),
+        grad_home=grad_home,
+        group=group,
     )
     found = list(needs(made, layout(made, accumulation=accumulation)))
     assert len({need.item for need in found}) == len(found)
@@ -188,15 +195,15 @@ def test_every_bucket_keeps_the_rules(known: Facts, capacity: int | None) -> Non
 
 def test_uses_and_leads() -> None:
     units = ("a", "b", "c")  # steps 0 to 5: a b c, c b a
-    one = bucket("x", "b", 10, stays=((1, 2), (3, 5)))
+    one = bucket("x", "b", 10, resident_ticks=((1, 2), (3, 5)))
     made = layout(one, units=units)
-    assert uses(one, steps_of(units)) == (1, 4)
+    assert uses(one, ticks_of(units)) == (1, 4)
     assert leads(one, made) == (0, 1)
-    over_the_end = bucket("x", "a", 10, stays=((0, 1), (4, 6)))
+    over_the_end = bucket("x", "a", 10, resident_ticks=((0, 1), (4, 6)))
     assert leads(over_the_end, made) == (1, 1)  # it stays from backward to the next forward: came one before backward
-    early = bucket("x", "b", 10, stays=((0, 2), (4, 6)))
+    early = bucket("x", "b", 10, resident_ticks=((0, 2), (4, 6)))
     assert leads(early, layout(early, units=units)) == (1, 0)
-    late = bucket("x", "c", 10, stays=((0, 4), (5, 6)))
+    late = bucket("x", "c", 10, resident_ticks=((0, 4), (5, 6)))
     assert leads(late, layout(late, units=units)) == (3, 1)
-    kept = bucket("x", "c", 10, stays=((2, 4),))
+    kept = bucket("x", "c", 10, resident_ticks=((2, 4),))
     assert leads(kept, layout(kept, units=units)) == (0, 1)

@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState
 from strategies.core.plan import Home, Plan
 from strategies.engine.memory import accelerator
 from tests.helpers.fakes import block, facts
-from trainer.run.plan_check import Entry, Ledger
+from trainer.run.plan_check import Entry, PlanCheck
 
 
 class Square(torch.nn.Module):
@@ -24,17 +24,17 @@ class Square(torch.nn.Module):
         return (x * self.weight).sum()
 
 
-def ledger(folder: Path, *, recomputes: bool = False) -> Ledger:
+def ledger(folder: Path, *, recomputes: bool = False) -> PlanCheck:
     plan = Plan.baseline(facts(block("model.layers.0", 8, saved_bytes=64)))
     (folder / "plan.json").write_text(json.dumps({"rows": []}))
-    return Ledger(plan, folder, recomputes=recomputes)
+    return PlanCheck(plan, folder, recomputes=recomputes)
 
 
-def saved(book: Ledger) -> list[Entry]:
+def saved(book: PlanCheck) -> list[Entry]:
     return [entry for entry in book.entries() if entry.owner == "saved for backward"]
 
 
-def count(book: Ledger, step: int) -> None:
+def count(book: PlanCheck, step: int) -> None:
     with book.counting(Square(), step):
         Square()(torch.ones(8, requires_grad=True))
 

@@ -133,7 +133,7 @@ def test_frozen_weights_and_inputs_take_no_products(kind: str) -> None:
 # --- the second copy -------------------------------------------------------------------------------------------------
 
 
-def steps_of(made: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> Tensor:
+def ticks_of(made: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> Tensor:
     torch.manual_seed(0)
     for _ in range(steps):
         for _ in range(2):
@@ -147,8 +147,8 @@ def steps_of(made: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> Ten
 def test_an_optimizer_step_makes_the_copy_anew(options: dict[str, bool]) -> None:
     stock = layer("linear", 5, 5)
     made = routed(stock, BOTH)
-    found = steps_of(made, torch.optim.AdamW(made.parameters(), lr=0.1, **options))
-    expected = steps_of(stock, torch.optim.AdamW(stock.parameters(), lr=0.1, **options))
+    found = ticks_of(made, torch.optim.AdamW(made.parameters(), lr=0.1, **options))
+    expected = ticks_of(stock, torch.optim.AdamW(stock.parameters(), lr=0.1, **options))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -305,6 +305,6 @@ def test_over_ranks_micro_batches_are_summed_on_the_device() -> None:
     several = transformer(world_size=2, accumulation=3)
     layout = plan_of(several, site="host").layout
     assert layout is not None
-    assert {bucket.parks for bucket in layout.buckets} == {Home.DEVICE}
+    assert {bucket.grad_home for bucket in layout.buckets} == {Home.DEVICE}
     with pytest.raises(Refusal, match=r"strategies\.offload\.gradients"):
         plan_of(several, site="host", gradients="host")

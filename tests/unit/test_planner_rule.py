@@ -13,15 +13,15 @@ from strategies.core.sizes import parse_bytes
 from strategies.core.validate import validate
 from strategies.planner.addresses import place
 from strategies.planner.placement_search import choose
-from strategies.planner.state_placement import Wishes
+from strategies.planner.state_placement import OffloadRequest
 from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
 
 PLENTY = 1 << 50
 DEVICE, HOST = Home.DEVICE, Home.HOST
 
 
-def wishes(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any) -> Wishes:
-    return Wishes(
+def wishes(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any) -> OffloadRequest:
+    return OffloadRequest(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         gpu_memory=device_bytes,
@@ -81,24 +81,25 @@ def test_first_the_last_states_then_gradients_then_weights() -> None:
     assert frames == sorted(frames)
     for made in every_budget(known):
         sites = [b.site for b in made.buckets]
-        parks = [b.parks for b in made.buckets]
+        grad_home = [b.grad_home for b in made.buckets]
         assert sites == sorted(sites, key=[Site.DEVICE, Site.HOST].index)
-        assert parks == sorted(parks, key=[DEVICE, HOST].index)
-        if HOST in parks:
+        assert grad_home == sorted(grad_home, key=[DEVICE, HOST].index)
+        if HOST in grad_home:
             assert Site.DEVICE not in sites
         if travels(made):
-            assert DEVICE not in parks
+            assert DEVICE not in grad_home
 
 
 def test_a_single_micro_batch_is_sent_down_at_once() -> None:
     for made in every_budget(transformer(groups=False)):
-        assert all((b.site is Site.HOST) is (b.parks is HOST) for b in made.buckets)
+        assert all((b.site is Site.HOST) is (b.grad_home is HOST) for b in made.buckets)
 
 
 def there(made: Layout) -> list[int]:
     """How many travelling weights are there at each step."""
     return [
-        sum(any(start <= step < end for start, end in b.stays) for b in made.buckets) for step in range(made.num_steps)
+        sum(any(start <= step < end for start, end in b.resident_ticks) for b in made.buckets)
+        for step in range(made.num_ticks)
     ]
 
 
@@ -152,7 +153,7 @@ def test_a_tied_table_leaves_between_its_uses() -> None:
     )
     table = every_budget(known)[-1].buckets[0]
     assert table.units == ("embedding", "head") and not table.resident
-    assert table.stays == ((0, 1), (7, 9), (15, 16))
+    assert table.resident_ticks == ((0, 1), (7, 9), (15, 16))
 
 
 def test_a_parameter_of_a_module_around_the_blocks_stays() -> None:
@@ -204,8 +205,8 @@ def test_forced_options_hold_for_every_bucket(site: Any, weights: Any, gradients
     made = chosen(known, site=site, weights=weights, gradients=gradients)
     assert {b.site for b in made.buckets} == {Site(site)}
     assert {b.resident for b in made.buckets[1:-1]} == {weights == "resident"}
-    parks = HOST if gradients == "host" and site != "device" else DEVICE
-    assert {b.parks for b in made.buckets} == {parks}
+    grad_home = HOST if gradients == "host" and site != "device" else DEVICE
+    assert {b.grad_home for b in made.buckets} == {grad_home}
     assert validate(made, place(made), known.params) == []
 
 
@@ -217,9 +218,9 @@ def test_travelling_weights_alone_take_their_state_with_them() -> None:
 def test_state_that_visits_parks_its_gradients_when_it_must() -> None:
     known = transformer(groups=False)
     roomy = chosen(known, site="streamed", weights="resident")
-    assert {b.parks for b in roomy.buckets} == {DEVICE}
+    assert {b.grad_home for b in roomy.buckets} == {DEVICE}
     tight = chosen(known, device_bytes(roomy) - 1, site="streamed", weights="resident")
-    assert HOST in {b.parks for b in tight.buckets}
+    assert HOST in {b.grad_home for b in tight.buckets}
 
 
 # Refusals

@@ -12,11 +12,11 @@ from strategies.planner.greedy import issue
 from strategies.planner.problem import (
     Eviction,
     Gap,
-    Item,
     Link,
     Problem,
     Step,
     Update,
+    Weight,
     When,
     at_need,
     complaints,
@@ -52,7 +52,7 @@ def spans(outcome: Outcome, resource: Resource) -> list[tuple[str, float, float]
 def test_gaps_by_hand() -> None:
     """FP 1 and BP 1 are neighbours, and so are BP 0 and the next FP 0: neither is a gap."""
     assert two_blocks().gaps == (Gap(0, 0, 3), Gap(1, 2, 5))
-    alone = replace(two_blocks(), items=(Item("head", 4, (1,)), Item("none", 0, (0,))))
+    alone = replace(two_blocks(), items=(Weight("head", 4, (1,)), Weight("none", 0, (0,))))
     assert alone.gaps == (Gap(0, 1, 5),)
 
 
@@ -93,7 +93,7 @@ def test_complaints_about_plans() -> None:
 @pytest.mark.parametrize("uses", [(), (1, 0), (0, 0), (4,), (-1, 2)])
 def test_uses_that_are_none(uses: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="used at"):
-        replace(two_blocks(), items=(Item("a", 1, uses),))
+        replace(two_blocks(), items=(Weight("a", 1, uses),))
 
 
 @pytest.mark.parametrize("link", [Link(0, 0, 1), Link(0, 1, -1), Link(-1, 1, 1), Link(0, 1, 1, 0), Link(0, 1, 1, 1.1)])
@@ -194,7 +194,7 @@ def test_copies_in_both_directions_slow_each_other() -> None:
     """Weight 1 (5 bytes, from 6 on) and gradient 0 (4 bytes, from 6 on), each at half the rate while both move."""
     problem = two_blocks(link=Link(0.0, 1.0, 1.0, 0.5))
     items = (
-        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, parks=Home.HOST)),
+        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_home=Home.HOST)),
         problem.items[1],
     )
     plan = [Eviction(problem.gaps[1], 4)]
@@ -211,7 +211,7 @@ def test_copies_in_both_directions_slow_each_other() -> None:
 def test_a_latency_disturbs_nobody() -> None:
     problem = two_blocks(link=Link(8.0, 1.0, 1.0, 0.5))
     items = (
-        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, parks=Home.HOST)),
+        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_home=Home.HOST)),
         problem.items[1],
     )
     found = simulate(replace(problem, items=items), [Eviction(problem.gaps[1], 4)])
@@ -307,7 +307,7 @@ def test_gradients_wait_for_their_slots() -> None:
 def test_accumulated_gradients_cross_once_where_they_rest_on_the_device() -> None:
     problem = replace(with_update(two_blocks()), accumulation=3)
     assert simulate(problem, ()).busy[DOWN] == pytest.approx(2.0)
-    parked = replace(with_update(two_blocks(), parks=Home.HOST), accumulation=3)
+    parked = replace(with_update(two_blocks(), grad_home=Home.HOST), accumulation=3)
     assert simulate(parked, ()).busy[DOWN] == pytest.approx(6.0)
     assert simulate(problem, ()).busy[COMPUTE] == pytest.approx(18.0)
     turn, boundary = problem.gaps
@@ -373,7 +373,7 @@ def test_three_iterations_at_least() -> None:
 def test_steps_need_not_be_blocks() -> None:
     """Any uses, any number of gaps per item."""
     steps = tuple(Step(str(index), 1.0, 0) for index in range(6))
-    problem = Problem(steps, (Item("tied", 2, (0, 2, 5)),), FAST, 2)
+    problem = Problem(steps, (Weight("tied", 2, (0, 2, 5)),), FAST, 2)
     assert problem.gaps == (Gap(0, 0, 2), Gap(0, 2, 5))
     assert reload_period(problem, at_need(problem.gaps)) == 10.0
     assert simulate(problem, at_need(problem.gaps)).period == 10.0

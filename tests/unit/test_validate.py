@@ -22,11 +22,11 @@ Mutation = Callable[[Layout, Addresses, st.DataObject], Case]
 
 def two() -> Layout:
     """Steps 0 to 7; a and c are never there together."""
-    passing: dict[str, Any] = {"site": Site.HOST, "parks": Home.HOST}
+    passing: dict[str, Any] = {"site": Site.HOST, "grad_home": Home.HOST}
     return layout(
-        bucket("a", "layers.0", 100, 50, stays=((0, 2), (6, 8)), **passing),
-        bucket("b", "layers.1", 100, stays=((1, 3), (5, 7)), **passing),
-        bucket("c", "layers.2", 100, stays=((2, 6),), **passing),
+        bucket("a", "layers.0", 100, 50, resident_ticks=((0, 2), (6, 8)), **passing),
+        bucket("b", "layers.1", 100, resident_ticks=((1, 3), (5, 7)), **passing),
+        bucket("c", "layers.2", 100, resident_ticks=((2, 6),), **passing),
         bucket("d", "head", 70),
         bucket("e", "head", 70, site=Site.NONE, group=None),
     )
@@ -77,17 +77,17 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (0, {"dtype": "float16"}, "unknown dtype float16"),
         (0, {"units": ()}, "no unit that uses it"),
         (0, {"units": ("other",)}, "no unit other"),
-        (0, {"stays": ((0, 2), (2, 8))}, "stays from step 2 to 8, after 2, of 8"),
-        (0, {"stays": ((0, 9),)}, "stays from step 0 to 9, after -1, of 8"),
-        (0, {"stays": ((1, 1),)}, "stays from step 1 to 1"),
-        (0, {"stays": ((0, 8),)}, "travels, but never leaves"),
-        (0, {"stays": ((0, 7),)}, "is away at step 7, where layers.0 uses it"),
+        (0, {"resident_ticks": ((0, 2), (2, 8))}, "stays from step 2 to 8, after 2, of 8"),
+        (0, {"resident_ticks": ((0, 9),)}, "stays from step 0 to 9, after -1, of 8"),
+        (0, {"resident_ticks": ((1, 1),)}, "stays from step 1 to 1"),
+        (0, {"resident_ticks": ((0, 8),)}, "travels, but never leaves"),
+        (0, {"resident_ticks": ((0, 7),)}, "is away at step 7, where layers.0 uses it"),
         (0, {"group": None}, "if, and only if"),
         (0, {"group": -1}, "group -1"),
         (0, {"site": Site.NONE}, "if, and only if"),
         (4, {"group": 0}, "if, and only if"),
-        (3, {"parks": Home.HOST}, "cannot park on the host"),
-        (4, {"parks": Home.HOST}, "cannot park on the host"),
+        (3, {"grad_home": Home.HOST}, "cannot park on the host"),
+        (4, {"grad_home": Home.HOST}, "cannot park on the host"),
     ],
 )
 def test_buckets(index: int, changes: dict[str, Any], words: str) -> None:
@@ -120,7 +120,7 @@ def test_weights_share_only_while_one_of_them_is_away() -> None:
     made = two()
     right = place(made)
     assert right.of("a", Item.WEIGHT).overlaps(right.of("c", Item.WEIGHT))
-    longer = with_bucket(made, 0, stays=((0, 3), (6, 8)))
+    longer = with_bucket(made, 0, resident_ticks=((0, 3), (6, 8)))
     assert complaints(longer, right) == "a and c share an address, and both are there at step 2"
     resident = with_spot(right, ("d", Item.WEIGHT), offset=right.of("a", Item.WEIGHT).offset)
     assert "overlaps" in complaints(made, resident)
@@ -212,9 +212,9 @@ MUTATIONS: dict[str, Mutation] = {
     "another dtype": change_bucket(lambda b: {"dtype": "bfloat16" if b.dtype == "float32" else "float32"}),
     "another size": change_bucket(lambda b: {"sizes": (b.sizes[0] + 1, *b.sizes[1:])}),
     "another unit": change_bucket(lambda b: {"units": (*b.units, "nowhere")}),
-    "always away": change_bucket(lambda b: {"stays": ((0, 0),)}),
+    "always away": change_bucket(lambda b: {"resident_ticks": ((0, 0),)}),
     "leaves too early": change_bucket(
-        lambda b: {"stays": tuple((start, end - 1) for start, end in b.stays) or ((0, 0),)}
+        lambda b: {"resident_ticks": tuple((start, end - 1) for start, end in b.resident_ticks) or ((0, 0),)}
     ),
     "shifted parameters": change_bucket(lambda b: {"offsets": tuple(offset + 1 for offset in b.offsets)}),
     "frozen but updated": change_bucket(lambda b: {"site": Site.HOST if b.group is None else Site.NONE}),

@@ -96,8 +96,8 @@ def test_every_site_of_a_mixed_plan_is_shown() -> None:
 
 def test_a_weight_that_is_always_there_does_not_travel() -> None:
     real, _ = shown(offloading({"site": "host", "weights": "streamed"}))
-    whole = (0, real.layout.num_steps)
-    stays = {bucket.name: replace(bucket, stays=(whole,)) for bucket in real.layout.buckets}
+    whole = (0, real.layout.num_ticks)
+    stays = {bucket.name: replace(bucket, resident_ticks=(whole,)) for bucket in real.layout.buckets}
     assert any(leaves(bucket, real.layout) for bucket in real.layout.buckets)
     assert not any(leaves(bucket, real.layout) for bucket in stays.values())
 

@@ -86,14 +86,14 @@ OPEN = {"site": ("device", "host", "streamed"), "weights": ("streamed",), "gradi
 
 def leaves(bucket: Bucket, layout: Layout) -> bool:
     """Whether its weight is off the device at some step."""
-    return not bucket.resident and sum(end - start for start, end in bucket.stays) < layout.num_steps
+    return not bucket.resident and sum(end - start for start, end in bucket.resident_ticks) < layout.num_ticks
 
 
 def features(layout: Layout) -> frozenset[str]:
     """What a verification has to show of ``layout``, in words."""
     trained = [bucket for bucket in layout.buckets if bucket.site is not Site.NONE]
     found = {UPDATES[bucket.site] for bucket in trained}
-    found |= {f"gradients wait on the {bucket.parks.value}" for bucket in trained}
+    found |= {f"gradients wait on the {bucket.grad_home.value}" for bucket in trained}
     return frozenset(found | {TRAVEL for bucket in layout.buckets if leaves(bucket, layout)})
 
 

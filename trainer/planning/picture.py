@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from strategies.core.plan import Home, Plan
 from strategies.planner.simulate import Event
-from strategies.planner.step_cost import Price
+from strategies.planner.step_cost import StepCost
 from strategies.planner.tasks import Resource
 from strategies.report.plan_table import human
 
@@ -32,7 +32,7 @@ COLOURS = {
 }
 
 
-def draw(plan: Plan, priced: Price, path: Path) -> None:
+def draw(plan: Plan, priced: StepCost, path: Path) -> None:
     """Write the picture of one simulated step to ``path``; the suffix says the format.
 
     Raises:
@@ -69,7 +69,7 @@ def _memory(
     pen: ImageDraw.ImageDraw,
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
     plan: Plan,
-    priced: Price,
+    priced: StepCost,
     at: Callable[[float], float],
     top: int,
 ) -> None:
@@ -93,7 +93,7 @@ def _memory(
     pen.text((MARGIN, floor - CURVE // 2), "memory", INK, font)
 
 
-def held(plan: Plan, priced: Price) -> list[tuple[float, float, int]]:
+def held(plan: Plan, priced: StepCost) -> list[tuple[float, float, int]]:
     """(start, end, bytes saved) for each step of compute in the picture: saved by forward, dropped by backward."""
     saved = {unit.name: plan.saved_bytes(unit.name) for unit in plan.facts.units}
     steps: list[tuple[Event, str, str]] = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from strategies.engine import Rule
+    from strategies.engine import UpdateRule
     from trainer.config.arguments import TrainingSection
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
@@ -38,7 +38,7 @@ def refuse_optimizer(training: TrainingSection) -> None:
         )
 
 
-def adopt(optimizer: torch.optim.Optimizer) -> tuple[Rule, list[dict[str, Any]]]:
+def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:
     """The update rule and the parameter groups of a torch optimizer that has not been used yet.
 
     The groups are the optimizer's own: a scheduler that was made for it goes on setting their rates.
@@ -67,7 +67,7 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[Rule, list[dict[str, Any]]]
         raise ValueError("this optimizer has step hooks, which a stowed trainer's would not: use a TrainerCallback")
     fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
     names = {field.name for field in dataclasses.fields(rules[kind])} - {"fused"}
-    rule: Rule = rules[kind](**{name: defaults[name] for name in names}, **fused)
+    rule: UpdateRule = rules[kind](**{name: defaults[name] for name in names}, **fused)
     return rule, optimizer.param_groups
 
 

@@ -226,7 +226,7 @@ def make_trainer(run: Run) -> Trainer:
     from transformers.trainer_callback import PrinterCallback
 
     from trainer.data.collate import Collator
-    from trainer.run.plan_check import Ledger
+    from trainer.run.plan_check import PlanCheck
     from trainer.run.trainer import Trainer
 
     run.arguments = make_arguments(run)
@@ -236,7 +236,7 @@ def make_trainer(run: Run) -> Trainer:
     packing = run.config.data.packing
     plan_file = run.folder / "plan.json"
     recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
-    ledger = Ledger(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
+    ledger = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
     trainer = Trainer(
         model=make_model(run),
         args=run.arguments,

@@ -101,7 +101,7 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
             block.watch = None
 
 
-class Ledger(TrainerCallback):  # type: ignore[misc]
+class PlanCheck(TrainerCallback):  # type: ignore[misc]
     """Prints predicted against measured after step 2 and adds it to ``plan.json``.
 
     Args:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
     from strategies.core.plan import Plan
-    from trainer.run.plan_check import Ledger
+    from trainer.run.plan_check import PlanCheck
 
 IGNORED = -100
 
@@ -52,7 +52,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         meter: Meter,
         own_clipping: float | None,
         plan: Plan,
-        ledger: Ledger | None = None,
+        ledger: PlanCheck | None = None,
         **kwargs: Any,
     ) -> None:
         self.meter, self.ledger, self.plan = meter, ledger, plan

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from strategies.engine.bucket_state import Held
+    from strategies.engine.bucket_state import BucketState
 
 strided = torch.strided
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -40,12 +40,12 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Weight:
     """A view of a weight that autograd saved."""
 
-    held: Held
+    held: BucketState
     view: Tensor
     version: int
 
 
-def guard(travelling: Sequence[Held], come: Callable[[Held], None]) -> saved_tensors_hooks:
+def guard(travelling: Sequence[BucketState], come: Callable[[BucketState], None]) -> saved_tensors_hooks:
     """Hooks for what is saved while a scope runs that uses ``travelling``; to be entered before, left afterwards.
 
     Args:
@@ -91,7 +91,7 @@ def others_keep() -> bool:
     return not hasattr(hooks[0], "ours") and hooks[0].__module__ != "torch.utils.checkpoint"
 
 
-def _read(kept: Weight, come: Callable[[Held], None]) -> Tensor:
+def _read(kept: Weight, come: Callable[[BucketState], None]) -> Tensor:
     if not kept.held.shown:
         come(kept.held)
     if kept.view._version != kept.version:

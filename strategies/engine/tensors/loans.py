@@ -25,7 +25,7 @@ from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, StowedParameter
 
 if TYPE_CHECKING:
-    from strategies.engine.bucket_state import Held
+    from strategies.engine.bucket_state import BucketState
     from strategies.engine.state_dict import Surface
 
 
@@ -56,7 +56,7 @@ class Loans:
 
     def __init__(self, surface: Surface) -> None:
         self._surface = surface
-        self._out: dict[nn.Parameter, tuple[Held, int]] = {}
+        self._out: dict[nn.Parameter, tuple[BucketState, int]] = {}
 
     @torch.no_grad()
     def lend(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

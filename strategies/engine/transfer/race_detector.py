@@ -35,7 +35,7 @@ class Access:
     what: str
 
 
-class Watch(Transfer):
+class RaceDetector(Transfer):
     """Copies at once, as on a machine without streams, and checks the order that events alone would give.
 
     ``races`` collects what is not ordered, one line each.
