@@ -63,7 +63,7 @@ def test_saved_tensors_and_resume(tmp_path: Path) -> None:
 
 def test_a_plan_for_another_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """What plans and what trains must mean the same device."""
-    monkeypatch.setattr("trainer.run.run.order.name_device", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.run.order.name_device", lambda *_, **__: None)
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     assert run(tmp_path, {"offload": OFFLOAD}) == ExitCode.CONFIG
     said = capsys.readouterr().err.splitlines()
