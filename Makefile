@@ -22,10 +22,10 @@ train: $(READY) ## the quickstart: a small Llama from scratch, on text that ship
 finetune: $(READY) ## fine-tune what `make train` exported
 	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/finetune.yaml
 
-test: $(READY) ## all tests; those that start no launchers in two processes
-	OMP_NUM_THREADS=1 python -m pytest tests/unit tests/parity tests/memory -n 2 --dist loadfile
-	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2
-	python -m pytest tests/e2e tests/faults
+test: $(READY) ## all tests, in two processes; the twenty slowest of each part are named at its end
+	OMP_NUM_THREADS=1 python -m pytest tests/unit tests/parity tests/memory -n 2 --dist worksteal --durations=20
+	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --durations=20
+	python -m pytest tests/e2e tests/faults -n 2 --dist loadfile --durations=20
 
 lint: $(READY) ## format, lint and type checks
 	ruff format --check .

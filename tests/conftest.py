@@ -1,6 +1,17 @@
-"""Random tests draw the same examples on every run, so that what passes here passes elsewhere."""
+"""What all tests share: the same random examples on every run, and how many random problems the planner is tried on."""
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=60, help="random problems per test of the planner (60; 500 for all)")
+
+
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest) -> range:
+    """Seeds of random problems: the same ones, as many as ``--seeds`` says."""
+    return range(request.config.getoption("--seeds"))

@@ -29,12 +29,9 @@ def test_runs_as_a_script(path: Path) -> None:
     ran = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert SAYS[path.stem] in ran.stdout
-
-
-def test_plain_loop_learns_and_travels(capsys: pytest.CaptureFixture[str]) -> None:
-    losses = imported("plain_loop").main()
-    assert sum(losses[-10:]) / 10 < losses[0] - 1.5  # single batches of prose and of tables differ much
-    assert "fetched for use" in capsys.readouterr().out
+    losses = [float(line.split()[3]) for line in ran.stdout.splitlines() if line.startswith("step ")]
+    if path.stem == "plain_loop":  # single batches of prose and of tables differ much
+        assert "fetched for use" in ran.stdout and sum(losses[-10:]) / 10 < losses[0] - 1.5
 
 
 def test_stock_trainer_gives_the_bits_of_a_plain_one(tmp_path: Path) -> None:
