@@ -46,7 +46,7 @@ class Buffers(Strategy):
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if plan.layout is None:
             raise Idle("nothing travels: strategies.offload is not on")
-        addresses = place(plan.layout)
-        check(plan.layout, addresses, facts.params)
+        addresses = place(plan.layout, plan.hosted_bytes())
+        check(plan.layout, addresses, facts.params, plan.hosted_bytes())
         yield Place(unit=RUN, reason="one address for the whole run", addresses=addresses, debug=self.debug)
         yield from reserves(plan, plan.layout, addresses)

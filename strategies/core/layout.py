@@ -68,6 +68,7 @@ class Item(Enum):
     STEPS = "update counts"
     VISIT = "visiting state"
     SCRATCH = "scratch"
+    SAVED = "saved tensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +199,14 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.num_elements, passes=True)
 
 
+def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
+    """The memory that belongs to no single bucket; ``hosted_bytes``: of saved tensors that wait on the host."""
+    if scratch := scratch_bytes(layout):
+        yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
+    if hosted_bytes:
+        yield Need("", Item.SAVED, Home.HOST, hosted_bytes)
+
+
 def scratch_bytes(layout: Layout) -> int:
     """Of the one SCRATCH region on the device; 0 where no mixed-precision bucket is updated there."""
     return scratch_of([b.num_elements for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)])
@@ -232,19 +241,19 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """One spot for every need of every bucket, and the sizes of the two arenas.
+    """The size of each home's arena in bytes, and one spot for every need of every bucket.
 
-    ``spots`` is keyed by bucket and item; the scratch region has the bucket name "". Weights that are never present
-    together may overlap, and so may spots of one other item that buckets pass through; nothing else does.
+    ``spots`` is keyed by bucket and item; what belongs to no bucket has the bucket name "". Weights that are never on
+    the device together may overlap, and so may spots of one other item that buckets use in turn; nothing else does.
     """
 
-    device_bytes: int
-    host_bytes: int
+    arena_bytes: Mapping[Home, int]
     spots: Mapping[tuple[str, Item], Spot]
 
     def of(self, bucket: str, item: Item) -> Spot:
+        """The spot of one item of one bucket, which has to have one."""
         return self.spots[(bucket, item)]
 
     def num_bytes(self, home: Home) -> int:
-        """The size of one arena."""
-        return self.device_bytes if home is Home.DEVICE else self.host_bytes
+        """The size of the arena of one home."""
+        return self.arena_bytes.get(home, 0)

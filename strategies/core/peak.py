@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HOSTED_ALIGN = 512  # places on the host begin on such a boundary
+from strategies.core.facts import Home
+from strategies.core.layout import ALIGN_BYTES, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
     return highest
 
 
-def places(num_bytes: int, number: int) -> int:
-    """Room on the host for outputs of so many operators. Each output has a place; an operator has up to four."""
-    return num_bytes + 4 * HOSTED_ALIGN * number
+def host_room(num_bytes: int, num_operators: int) -> int:
+    """Bytes to reserve on the host for outputs of so many operators, in whole pages.
+
+    Each output starts on a boundary of ALIGN_BYTES, and an operator has up to four outputs.
+    """
+    return aligned(num_bytes + 4 * ALIGN_BYTES * num_operators, Home.HOST)

@@ -23,26 +23,31 @@ from strategies.core.layout import (
     Site,
     Spot,
     aligned,
-    scratch_bytes,
+    common_needs,
 )
 from strategies.core.layout import needs as needs_of
 
 Key: TypeAlias = tuple[str, Item]
 
 
-def check(layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None) -> None:
-    """Nothing, if the layout can be carried out.
-
-    Raises:
-        ValueError: with all complaints.
-    """
-    found = validate(layout, addresses, facts_params)
+def check(
+    layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None, hosted_bytes: int = 0
+) -> None:
+    """Raise ValueError with everything that is wrong with ``layout`` at ``addresses``; see ``validate``."""
+    found = validate(layout, addresses, facts_params, hosted_bytes)
     if found:
         raise ValueError("this layout cannot be carried out: " + "; ".join(found))
 
 
-def validate(layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None) -> list[str]:
-    """Everything wrong with ``layout`` at ``addresses``, for these parameters if they are given."""
+def validate(
+    layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None, hosted_bytes: int = 0
+) -> list[str]:
+    """Everything that is wrong with ``layout`` at ``addresses``, one sentence each.
+
+    Args:
+        facts_params: the parameters of the model, if the layout is to be compared with them.
+        hosted_bytes: of saved tensors that wait on the host.
+    """
     found = [*_settings(layout), *_names(layout)]
     for bucket in layout.buckets:
         found += [f"{bucket.name}: {words}" for words in (*_shape(bucket), *_choices(bucket, layout))]
@@ -51,8 +56,7 @@ def validate(layout: Layout, addresses: Addresses, facts_params: Iterable[Param]
     if found:
         return found  # addresses of a broken layout say nothing
     needs = {(need.bucket, need.item): need for bucket in layout.buckets for need in needs_of(bucket, layout)}
-    if scratch := scratch_bytes(layout):
-        needs["", Item.SCRATCH] = Need("", Item.SCRATCH, Home.DEVICE, scratch)
+    needs |= {(need.bucket, need.item): need for need in common_needs(layout, hosted_bytes)}
     found += _spots(needs, addresses)
     return found or [*_overlaps(needs, addresses), *_together(layout, addresses)]
 
@@ -158,7 +162,6 @@ def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
 
 def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
     """Each need has one spot, large enough, inside its arena."""
-    ends = {Home.DEVICE: addresses.device_bytes, Home.HOST: addresses.host_bytes}
     for key, need in needs.items():
         name, spot = _name(key), addresses.spots.get(key)
         if spot is None:
@@ -170,7 +173,7 @@ def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
             yield f"{name}: has {spot.num_bytes} bytes, needs {need.num_bytes}"
         if spot.offset % aligned(1, spot.home):
             yield f"{name}: is not aligned"
-        if spot.offset < 0 or spot.end > ends[spot.home]:
+        if spot.offset < 0 or spot.end > addresses.num_bytes(spot.home):
             yield f"{name}: lies outside its arena"
     yield from (f"{_name(key)}: has an address and needs none" for key in addresses.spots if key not in needs)
 

@@ -44,8 +44,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT
-from strategies.engine.activations import HostRoom, Sent, unwritten
+from strategies.engine.activations import HostRoom, Sent, arena_of_saved, unwritten
 from strategies.engine.effects import Effects
+from strategies.engine.memory.accelerator import device_of
 from strategies.engine.tensors.nested import tensors_in
 
 if TYPE_CHECKING:
@@ -295,19 +296,29 @@ def stream_in(args: tuple[Any, ...]) -> Tensor | None:
     return args[0] if args and isinstance(args[0], Tensor) else None
 
 
-def recompute(model: nn.Module, plan: Plan, transfer: Transfer | None = None) -> None:
-    """Change the blocks of ``model`` as ``plan`` says what forward keeps.
+def recompute(
+    model: nn.Module, plan: Plan, transfer: Transfer | None = None, device: torch.device | str | None = None
+) -> None:
+    """Change the blocks of ``model`` to keep in forward what ``plan`` says, and reserve host memory for it.
+
+    With ``strategies.offload`` that memory is part of its host arena, which ``stow`` takes.
 
     Args:
-        transfer: moves what waits on the host; None: what suits the device. Tests give one that delays or watches.
+        transfer: moves what waits on the host; None: what suits the device. Tests give one that delays or checks.
+        device: the one to train on; by default the accelerator, if the plan counts on one.
 
     Raises:
-        ValueError: one of them is recomputed already.
+        ValueError: one of the blocks is recomputed already, or there is no such device.
+        OutOfMemoryError: the host memory that the plan counts on is not there.
     """
     keeps = [plan.keep(unit.name) for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
     room = None
     if any(keep.hosted for keep in keeps):
-        room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], plan.hosted_bytes(), transfer)
+        arena = None
+        if plan.addresses is None:
+            where = device_of(device if device is not None or plan.facts.machine.has_accelerator else "cpu")
+            arena = arena_of_saved(plan.hosted_bytes(), where)
+        room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], arena, transfer)
     kept = {keep.unit: keep.kept for keep in keeps if keep.recomputes}
     checkpoint_blocks(model, kept, {keep.unit: keep.hosted for keep in keeps}, room)
 

@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from strategies.core.facts import Home
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Need, Spot, aligned, needs, scratch_bytes
+from strategies.core.layout import (
+    Addresses,
+    Bucket,
+    Item,
+    Layout,
+    Need,
+    Spot,
+    aligned,
+    common_needs,
+    needs,
+    scratch_bytes,
+)
 from strategies.planner.packing import Packing, Piece, pack
 
 
@@ -31,8 +42,8 @@ class Turns:
         return self.num_slots * self.slot_bytes
 
 
-def place(layout: Layout) -> Addresses:
-    """The addresses of ``layout``; the same for the same layout."""
+def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
+    """The addresses of ``layout`` and of ``hosted_bytes`` of saved tensors on the host. The same for the same input."""
     ends = dict.fromkeys(Home, 0)
     spots: dict[tuple[str, Item], Spot] = {}
 
@@ -54,9 +65,9 @@ def place(layout: Layout) -> Addresses:
         for index, need in enumerate(turns.members):
             offset = start + index % turns.num_slots * turns.slot_bytes
             spots[need.bucket, need.item] = Spot(turns.home, offset, need.num_bytes)
-    if scratch := scratch_bytes(layout):
-        spots["", Item.SCRATCH] = Spot(Home.DEVICE, take(Home.DEVICE, scratch), scratch)
-    return Addresses(ends[Home.DEVICE], ends[Home.HOST], spots)
+    for need in common_needs(layout, hosted_bytes):
+        spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
+    return Addresses(ends, spots)
 
 
 def all_needs(layout: Layout) -> list[Need]:

@@ -46,6 +46,10 @@ def with_spot(addresses: Addresses, key: tuple[str, Item], **changes: Any) -> Ad
     return replace(addresses, spots={**addresses.spots, key: replace(addresses.spots[key], **changes)})
 
 
+def with_arena(addresses: Addresses, device_bytes: int) -> Addresses:
+    return replace(addresses, arena_bytes={**addresses.arena_bytes, Home.DEVICE: device_bytes})
+
+
 # One mistake each
 
 
@@ -105,7 +109,7 @@ def test_addresses_by_hand() -> None:
         ),
         "weight of a: lies on the host, not on the device": with_spot(right, ("a", Item.WEIGHT), home=Home.HOST),
         "weight of a: is not aligned": with_spot(right, ("a", Item.WEIGHT), offset=weight.offset + 4),
-        "weight of a: lies outside its arena": replace(right, device_bytes=weight.offset),
+        "weight of a: lies outside its arena": with_arena(right, weight.offset),
         "weight of d overlaps": with_spot(right, ("d", Item.WEIGHT), offset=weight.offset),
         "scratch: has an address and needs none": replace(
             right, spots={**right.spots, ("", Item.SCRATCH): Spot(Home.DEVICE, 0, 512)}
@@ -202,7 +206,7 @@ def onto_another(made: Layout, addresses: Addresses, data: st.DataObject) -> Cas
 def smaller_arena(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
     """The last slot may be larger than who uses it, so not every byte less is one too few."""
     end = max(spot.end for spot in addresses.spots.values() if spot.home is Home.DEVICE)
-    return made, replace(addresses, device_bytes=end - 1)
+    return made, with_arena(addresses, end - 1)
 
 
 MUTATIONS: dict[str, Mutation] = {
