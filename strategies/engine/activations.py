@@ -83,7 +83,7 @@ class Sent:
         """The tensor on the device, for COMPUTE."""
         return self._room.give(self)
 
-    def empty(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Memory on the device for it."""
         return torch.empty_strided(self._shape, self._strides, dtype=self.memory.dtype, device=self._device)
 
@@ -198,7 +198,7 @@ class HostRoom:
 
     def _fetch(self, sent: Sent) -> None:
         assert self._transfer is not None
-        transfer, tensor = self._transfer, sent.empty()
+        transfer, tensor = self._transfer, sent.allocate()
         target = flat(tensor)
         assert target is not None
         transfer.writes(Lane.COMPUTE, target)  # by whoever had the memory before
