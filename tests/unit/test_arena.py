@@ -124,5 +124,5 @@ def test_a_device_without_streams_is_not_seen(monkeypatch: pytest.MonkeyPatch) -
     """Apple's: the CPU is taken."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     assert accelerator.kind() is None and accelerator.device_of(None) == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"device='mps': here are cpu$"):
+    with pytest.raises(ValueError, match=r"device='mps': this machine has cpu$"):
         accelerator.device_of("mps")
