@@ -14,7 +14,7 @@ from strategies.core.layout import Item
 from strategies.core.plan import NONE, Home, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.engine.checkpointing import Names, Seen, checkpoint_blocks, checkpointed, draws
+from strategies.engine.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
 from strategies.planner.step_cost import price
 from strategies.report import recomputed, whole
 from strategies.report.plan_table import rows, table
@@ -281,7 +281,7 @@ class Watched(nn.Module):
 def names_in(block_: nn.Module, *inputs: Tensor) -> list[str]:
     found: list[str] = []
 
-    class Listing(Seen):
+    class Listing(OutputRecorder):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = self._names.of(func, args, kwargs or {})
             found.extend([name] if name else [])
