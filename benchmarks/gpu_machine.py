@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from strategies.engine.memory import accelerator
-from strategies.engine.memory.arena import Pages
+from strategies.engine.memory.arena import PIECE_BYTES, HostMemory
 
 QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total,clocks.max.sm"
 
@@ -42,14 +42,14 @@ def about() -> dict[str, Any]:
 def pinning(gib: float) -> dict[str, Any]:
     """Seconds to map, to pin, to copy there and back once each, and to give up."""
     size = int(gib * (1 << 30))
-    began = time.perf_counter()
-    pages = Pages(size, "this measurement")
-    found: dict[str, Any] = {"gib": gib, "map_s": time.perf_counter() - began}
     device = accelerator.current()
+    began = time.perf_counter()
+    pages = HostMemory(size, device or torch.device("cpu"), "this measurement")
+    found: dict[str, Any] = {"gib": gib, "map_s": time.perf_counter() - began}
     if device is None:
         return found
     began = time.perf_counter()
-    pages.pin()
+    pages.pin(range(0, size, PIECE_BYTES))
     found |= {"pin_s": time.perf_counter() - began, "registrations": len(pages.borders) + 1}
     piece = pages.memory[: min(size, 1 << 30)]
     there = torch.empty_like(piece, device=device)
@@ -62,7 +62,7 @@ def pinning(gib: float) -> dict[str, Any]:
         torch.accelerator.synchronize()
         found[f"{name}_bytes_per_s"] = 3 * piece.nbytes / (time.perf_counter() - began)
     began = time.perf_counter()
-    pages.unpin()
+    pages.release()
     return found | {"unpin_s": time.perf_counter() - began}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from strategies.core.plan import INPUT
 from strategies.engine import AdamW, stow
-from strategies.engine.activations import HostRoom
+from strategies.engine.activations import HostRoom, arena_of_saved
 from strategies.engine.checkpointing import checkpoint_blocks
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer
@@ -216,7 +216,7 @@ def hosting(moves: Transfer, device: str, num_bytes: int) -> Stack:
     """All of its layers send their inputs and both products."""
     model = Stack().to(device)
     names = {f"layers.{index}": ("linear 0", "linear 1") for index in range(len(model.layers))}
-    room = HostRoom(list(model.layers), num_bytes, moves)
+    room = HostRoom(list(model.layers), arena_of_saved(num_bytes, torch.device(device)), moves)
     checkpoint_blocks(model, names, {name: (INPUT, *kept) for name, kept in names.items()}, room)
     model(torch.randn(2, 6).to(device)).sum().backward()  # looks only
     model.zero_grad()

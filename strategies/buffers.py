@@ -1,16 +1,17 @@
 """Buffers: one address for everything, for the whole run.
 
-Problem. Memory that is allocated and freed while training runs is fragmented, synchronises the device, and cannot be
-promised in advance. Pinned host memory is worse: torch rounds each piece of it up to a power of two.
+Problem. Memory that is allocated and freed during training is fragmented, synchronises the device, and cannot be known
+in advance. Pinned host memory is worse: torch rounds each allocation of it up to a power of two.
 
-Arithmetic. Each home is one arena, taken at the start:
-    what rests there  +  slots x largest bucket, for each ring  +  scratch  +  alignment (below 512 bytes a parameter)
-It is exact: the plan's table adds up to the arenas, and the arenas never grow.
+Arithmetic. Each home is one arena, taken at the start. It holds
+    permanent tensors  +  slots x largest bucket, for each kind of slot  +  scratch  +  saved tensors that wait on the
+    host  +  alignment (on the device below 512 bytes per parameter)
+This is exact: the plan's table adds up to the arenas, and the arenas never grow.
 
-Invariant. A bucket has the same address whenever it is present, so a view that forward saved is right in backward; of
-the buckets that share an address one is present at a time, and no two that one block uses share any.
+Invariant. A bucket has the same address whenever it is present, so a view that forward saved is valid in backward. Of
+the buckets that share an address one is present at a time, and buckets that one block uses never share.
 
-Refused: nothing. Without ``offload`` nothing travels, and torch's allocator serves as well.
+Refused: nothing. Without ``offload`` no weights travel, and torch's allocator is as good; the strategy is then idle.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class Buffers(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit: an address is not a value."""
+        """Bit for bit: addresses do not change values."""
         return BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if plan.layout is None:
             raise Idle("nothing travels: strategies.offload is not on")
-        addresses = place(plan.layout)
-        check(plan.layout, addresses, facts.params)
+        addresses = place(plan.layout, plan.hosted_bytes())
+        check(plan.layout, addresses, facts.params, plan.hosted_bytes())
         yield Place(unit=RUN, reason="one address for the whole run", addresses=addresses, debug=self.debug)
         yield from reserves(plan, plan.layout, addresses)

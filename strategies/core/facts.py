@@ -1,11 +1,11 @@
-"""Facts: what is known before anything is decided. Plain numbers, no torch.
+"""Facts: what is known about the model, the run and the machine before anything is decided. Plain numbers, no torch.
 
-A model is a list of units in order of first use: the embedding, the blocks, the head. A parameter used twice (a
-tied head) is counted once, in the unit that uses it first. ``trainer/planning/facts.py`` fills these in from a
+A model is a list of units in order of first use: the embedding, the blocks, the head. A parameter that is used twice
+(a tied head) is counted once, in the unit that uses it first. ``trainer/planning/facts.py`` fills these in from a
 fake-tensor copy of the model; tests write them by hand.
 
 ``params`` lists the parameters one by one. Only a strategy that places single parameters needs them, so they may be
-left out; where they are given they add up to the units.
+left out; if given, they must add up to the units (asserted).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class UnitKind(Enum):
 
 
 class Home(Enum):
-    """Where bytes rest. ``DEVICE`` is the accelerator (or RAM, where there is none); ``HOST`` is pinned RAM."""
+    """Where bytes are kept. ``DEVICE`` is the accelerator (RAM if there is none); ``HOST`` is pinned RAM."""
 
-    __hash__ = object.__hash__  # members are one of a kind; Enum's own asks for the name each time
+    __hash__ = object.__hash__  # by identity; Enum's own looks the name up each time
 
     DEVICE = "device"
     HOST = "host"
@@ -44,12 +44,13 @@ class Precision(Enum):
 
     @property
     def element_bytes(self) -> int:
+        """Bytes per number."""
         return 4 if self is Precision.FP32 else 2
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What operators do: floating-point operations of those that have any, bytes read and written by the others."""
+    """The work of operators: floating-point operations, or bytes read and written for operators without any."""
 
     flops: int = 0
     touched_bytes: int = 0
@@ -63,7 +64,7 @@ NO_WORK = Work()
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One whose outputs of ``num_bytes`` may be kept; its ``work`` is then not done again."""
+    """An operator whose outputs of ``num_bytes`` may be kept; its ``work`` is then not done again."""
 
     name: str
     num_bytes: int
@@ -72,11 +73,11 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What of a block may be kept if not everything is: its input always, ``operators`` one by one.
+    """What a recomputed block may keep: its input always, outputs of ``operators`` one by one.
 
-    ``rest`` is done again in any case; when it is, ``running_bytes`` are there: the input and all that autograd saves.
-    ``stream_bytes`` of the input are the hidden states, which nobody else keeps. They and the outputs of operators may
-    wait on the host instead; 0: they may not.
+    ``rest`` is work that is done again in any case; meanwhile ``running_bytes`` are on the device: the input and
+    everything that autograd saves. ``stream_bytes`` of the input are the hidden states, which nothing else keeps. They
+    and the outputs of operators may wait on the host instead; 0: they may not.
     """
 
     input_bytes: int
@@ -88,11 +89,11 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One stretch of the model.
+    """One part of the model, used as a whole.
 
     ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
-    micro-batch, counted on a fake run, parameters excluded. ``choices``: how a block can be recomputed, None where it
-    cannot; ``again`` is what backward does once more, ``hosted_bytes`` what waits on the host from forward to backward.
+    micro-batch, counted on a fake run, parameters excluded. ``choices``: how a block can be recomputed, None if it
+    cannot; ``again`` is the work that backward repeats, ``hosted_bytes`` what waits on the host until backward.
     """
 
     name: str
@@ -114,8 +115,8 @@ class Param:
     """One parameter tensor, listed in the unit that uses it first.
 
     Args:
-        dtype: what it is computed in when the engine holds it, as torch calls it: "float32" or "bfloat16".
-        group: index of the optimizer's parameter group; None where it is frozen.
+        dtype: the dtype of compute under the memory engine, by torch's name: "float32" or "bfloat16".
+        group: index of the optimizer's parameter group; None if it is frozen.
         users: further units that use it, as a tied head does.
         elsewhere: it is read outside of the modules that own it, as by a loss that multiplies by the head's weight.
     """
@@ -131,7 +132,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the config says about the work: micro-batch in sequences, sequence in tokens, ranks over all nodes."""
+    """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes."""
 
     micro_batch: int
     sequence: int
@@ -148,6 +149,7 @@ class RunFacts:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens per optimizer step over all ranks."""
         return self.micro_batch * self.sequence * self.accumulation * self.world_size
 
 
@@ -157,10 +159,10 @@ class Rates:
 
     Args:
         gemm_fp32_flops_per_s: of a matrix product on the device, without TF32.
-        gemm_bf16_flops_per_s: the same in bf16; None where the device has no such units.
+        gemm_bf16_flops_per_s: the same in bf16; None if the device has no such units.
         up_bytes_per_s: the link alone, for large copies of pinned memory; ``down_bytes_per_s`` likewise.
-        duplex_factor: what is left of either direction while both run; 1.0: they do not disturb each other.
-        link_latency_s: what a copy takes besides its bytes.
+        duplex_factor: share of either direction's rate while both run; 1.0: they do not disturb each other.
+        link_latency_s: seconds that a copy takes in addition to its bytes.
         dram_bytes_per_s: of host memory on all cores, reads plus writes.
         update_fp32_params_per_s: AdamW on the host by the engine's worker, gradients in fp32, clipped.
         update_bf16_params_per_s: the same with bf16 gradients, fp32 masters and new bf16 weights.
@@ -192,12 +194,12 @@ class Rates:
             raise ValueError(f"duplex_factor = {self.duplex_factor!r}: must be at most 1")
 
     def shared_by(self, ranks: int) -> Rates:
-        """The part of one of ``ranks`` that use the machine's memory and cores together."""
+        """The rates of one of ``ranks`` that share the machine's memory and cores."""
         names = ("dram_bytes_per_s", "update_fp32_params_per_s", "update_bf16_params_per_s")
         return replace(self, **{name: getattr(self, name) / ranks for name in names})
 
     def gemm_flops(self, precision: Precision) -> float:
-        """Flop/s of a matrix product. fp16 is taken to be as fast as bf16; fp32 stands in where neither is known."""
+        """Flop/s of a matrix product. fp16 is assumed to be as fast as bf16. Without that, the fp32 rate is used."""
         half = self.gemm_bf16_flops_per_s
         return self.gemm_fp32_flops_per_s if precision is Precision.FP32 or half is None else half
 
@@ -212,7 +214,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """One rank's machine: bytes on the device, bytes on the host for this rank, and where the numbers are from.
+    """One rank's machine: bytes on its device, and its part of the bytes on the host.
 
     On a machine without an accelerator the device *is* the host: ``device_bytes`` is then this rank's part of RAM.
     """
@@ -221,7 +223,7 @@ class MachineFacts:
     device_bytes: int
     host_bytes: int
     runtime_host_bytes: int = 0  # Python, torch and libraries, before any tensor
-    rates: Rates | None = None  # this rank's part; None: nobody knows
+    rates: Rates | None = None  # this rank's part; None: unknown
 
     @property
     def has_accelerator(self) -> bool:
@@ -230,9 +232,9 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Measured seconds of compute of one micro-batch, forward and backward; a block's on average.
+    """Measured seconds of compute of one micro-batch, forward and backward; for blocks the average.
 
-    Backward is without what it does again; that is added as counted. ``origin`` says who measured.
+    Backward is without recomputed work, which is added as counted. ``origin`` says where the measurement is from.
     """
 
     embedding: tuple[float, float]
@@ -247,7 +249,10 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything deciding may look at. ``unit_times``: taken by an earlier run or ``launch/plan.py --measure``."""
+    """Everything that decisions may depend on.
+
+    ``unit_times`` are measured by an earlier run or by ``launch/plan.py --measure``.
+    """
 
     units: tuple[Unit, ...]
     run: RunFacts
@@ -270,10 +275,12 @@ class Facts:
 
     @property
     def num_params(self) -> int:
+        """Elements of all parameters."""
         return sum(unit.num_params for unit in self.units)
 
     @property
     def num_trainable(self) -> int:
+        """Elements of trainable parameters."""
         return sum(unit.num_trainable for unit in self.units)
 
     def unit(self, name: str) -> Unit:

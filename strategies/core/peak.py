@@ -1,11 +1,14 @@
-"""The peak along backward: what was saved and the gradients, added up unit by unit.
+"""The peak along backward: saved tensors and gradients, added up unit by unit.
 
-At the backward of unit i, what units 0..i saved and the gradients of units i..last are alive together; where unit i is
-recomputed, so is all that its forward saves.
+At the backward of unit i, what units 0..i saved and the gradients of units i..last are alive together. If unit i is
+recomputed, so is everything that its forward saves.
 
-What waits on the host leaves under the forward of the next unit, and comes back under the backward of the next unit. So
-at the backward of unit i, what it has on the host is there, and what the unit before it has there arrives. Forward is
-the same in reverse, with less of everything else.
+What waits on the host is copied down during the forward of the next unit, and copied up during the backward of the next
+unit. So at the backward of unit i, its own hosted tensors are on the device, and those of the unit before it arrive.
+Forward is the same in reverse, with less of everything else.
+
+Example: four units that save 3 bytes each and whose gradients have 1 byte each peak at the backward of the last one,
+with 12 + 1 bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +16,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HOSTED_ALIGN = 512  # places on the host begin on such a boundary
+from strategies.core.facts import Home
+from strategies.core.layout import ALIGN_BYTES, aligned
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Bytes of one unit on the device from its forward on, on the device during its backward, and on the host.
+    """Bytes that one unit saves.
 
-    What waits on the host is among the bytes during backward.
+    Args:
+        waiting: on the device, from its forward to its backward.
+        working: on the device during its backward, with what came back from the host.
+        hosted: on the host, from its forward to its backward.
     """
 
     waiting: int
@@ -32,7 +39,7 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
     """Largest sum of saved tensors and gradients along backward, last unit first.
 
     Args:
-        grads: bytes of gradients that appear with each unit's backward.
+        grads: bytes of gradients that each unit's backward makes.
     """
     before, after, highest = sum(unit.waiting for unit in units), 0, 0
     for index in reversed(range(len(units))):
@@ -43,6 +50,9 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
     return highest
 
 
-def places(num_bytes: int, number: int) -> int:
-    """Room on the host for outputs of so many operators. Each output has a place; an operator has up to four."""
-    return num_bytes + 4 * HOSTED_ALIGN * number
+def host_room(num_bytes: int, num_operators: int) -> int:
+    """Bytes to reserve on the host for outputs of so many operators, in whole pages.
+
+    Each output starts on a boundary of ALIGN_BYTES, and an operator has up to four outputs.
+    """
+    return aligned(num_bytes + 4 * ALIGN_BYTES * num_operators, Home.HOST)

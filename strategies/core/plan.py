@@ -8,10 +8,10 @@ Memory arithmetic. Per unit and kind of tensor, bytes on one rank are
 ``elements * element_bytes / ways`` (rounded up). The device peak is taken along backward (``peak.py``): saved tensors
 go as gradients come; parameters, masters, moments and reserved buffers are alive throughout. With accumulation the
 gradients of all units are alive all the time. What waits on the host between forward and backward is on the host all
-the time: its places are reserved.
+the time: its memory is reserved.
 
-Where there are addresses, each home is one arena, taken at the start and never grown: its size, plus what is saved for
-backward, is the peak.
+Where there are addresses, each home is one arena, taken at the start and never grown. On the device its size, plus what
+is saved there for backward, is the peak; what waits on the host is part of the host's arena.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
 from strategies.core.linears import Routes
-from strategies.core.peak import Saved, backward_peak, places
+from strategies.core.peak import Saved, backward_peak, host_room
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
@@ -304,7 +304,7 @@ class Plan:
     def hosted_bytes(self) -> int:
         """Reserved on the host for saved tensors that wait there."""
         keeps = (self.keep(unit.name) for unit in self.facts.units)
-        return sum(places(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
+        return sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
 
     def facts_as_kept(self) -> Facts:
         """The facts, with what backward does again and brings back: the price of a step is counted from them."""
@@ -336,8 +336,7 @@ class Plan:
     def peak(self, home: Home) -> int:
         """Predicted peak on one rank, in bytes. See the module docstring for what is alive when."""
         if self.addresses is not None:
-            on_host = self.facts.machine.runtime_host_bytes + self.hosted_bytes()
-            besides = self.saved_peak() if home is Home.DEVICE else on_host
+            besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
             return self.addresses.num_bytes(home) + besides
         kept = self._kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
         return self._peak_with(home)(kept)

@@ -1,7 +1,10 @@
-"""Validation: may this layout be carried out at these addresses? Says all that is wrong with it.
+"""Validation: checks that a layout can be carried out at given addresses, and lists everything that is wrong with it.
 
-Written from the contract in ``strategies/core/layout.py`` and nothing else, so that it can judge any planner. Overlaps
-are found by sweeping over the spots in order of address.
+Problem. A wrong address or a weight that is away when it is used would train with wrong numbers, without an error.
+
+Written from the contract in ``strategies/core/layout.py`` and nothing else, so that it can check any planner. Overlaps
+are found by a sweep over the spots in order of address. Example of a complaint: "weight of layers.3 overlaps moments of
+layers.0".
 """
 
 from __future__ import annotations
@@ -21,44 +24,47 @@ from strategies.core.layout import (
     Layout,
     Need,
     Site,
-    Spot,
     aligned,
-    scratch_bytes,
+    common_needs,
 )
 from strategies.core.layout import needs as needs_of
 
 Key: TypeAlias = tuple[str, Item]
 
 
-def check(layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None) -> None:
-    """Nothing, if the layout can be carried out.
-
-    Raises:
-        ValueError: with all complaints.
-    """
-    found = validate(layout, addresses, facts_params)
+def check(
+    layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None, hosted_bytes: int = 0
+) -> None:
+    """Raise ValueError with everything that is wrong with ``layout`` at ``addresses``; see ``validate``."""
+    found = validate(layout, addresses, facts_params, hosted_bytes)
     if found:
         raise ValueError("this layout cannot be carried out: " + "; ".join(found))
 
 
-def validate(layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None) -> list[str]:
-    """Everything wrong with ``layout`` at ``addresses``, for these parameters if they are given."""
+def validate(
+    layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None, hosted_bytes: int = 0
+) -> list[str]:
+    """Everything that is wrong with ``layout`` at ``addresses``, one sentence each.
+
+    Args:
+        facts_params: the parameters of the model, if the layout is to be compared with them.
+        hosted_bytes: of saved tensors that wait on the host.
+    """
     found = [*_settings(layout), *_names(layout)]
     for bucket in layout.buckets:
         found += [f"{bucket.name}: {words}" for words in (*_shape(bucket), *_choices(bucket, layout))]
     if facts_params is not None:
         found += _params(layout, list(facts_params))
     if found:
-        return found  # addresses of a broken layout say nothing
+        return found  # the needs of a broken layout are unknown, so its addresses cannot be checked
     needs = {(need.bucket, need.item): need for bucket in layout.buckets for need in needs_of(bucket, layout)}
-    if scratch := scratch_bytes(layout):
-        needs["", Item.SCRATCH] = Need("", Item.SCRATCH, Home.DEVICE, scratch)
+    needs |= {(need.bucket, need.item): need for need in common_needs(layout, hosted_bytes)}
     found += _spots(needs, addresses)
     return found or [*_overlaps(needs, addresses), *_together(layout, addresses)]
 
 
 def _settings(layout: Layout) -> Iterator[str]:
-    """Numbers that concern the layout as a whole."""
+    """What is wrong with the numbers of the layout as a whole."""
     least = {"accumulation": 1, "moments": 0, "grad_slots": 1, "visit_slots": 1, "max_grad_norm": 0}
     for name, bound in least.items():
         if getattr(layout, name) < bound:
@@ -71,26 +77,26 @@ def _settings(layout: Layout) -> Iterator[str]:
 
 
 def _names(layout: Layout) -> Iterator[str]:
-    """Names of buckets and parameters come once."""
+    """Names of buckets and parameters that are there twice."""
     for name, count in Counter(bucket.name for bucket in layout.buckets).items():
         if count > 1:
             yield f"bucket {name}: {count} have this name"
     for name, count in Counter(name for bucket in layout.buckets for name in bucket.params).items():
         if count > 1:
-            yield f"parameter {name}: lies in {count} places"
+            yield f"parameter {name}: is in {count} buckets"
 
 
 def _shape(bucket: Bucket) -> Iterator[str]:
-    """How the parameters lie in their bucket."""
+    """What is wrong with how the parameters lie in their bucket."""
     if not bucket.name:
-        yield "a bucket needs a name"
+        yield "the bucket has no name"
     if bucket.dtype not in ITEM_BYTES:
         yield f"unknown dtype {bucket.dtype}"
         return
     if not bucket.params or not bucket.units:
-        yield "no parameters, or no unit that uses it"
+        yield "has no parameters, or no unit that uses it"
     if not len(bucket.params) == len(bucket.sizes) == len(bucket.offsets):
-        yield "params, sizes and offsets are not equally many"
+        yield "params, sizes and offsets are not equally long"
         return
     step, end = ALIGN_BYTES // ITEM_BYTES[bucket.dtype], 0
     for offset, size, name in sorted(zip(bucket.offsets, bucket.sizes, bucket.params, strict=True)):
@@ -106,38 +112,38 @@ def _shape(bucket: Bucket) -> Iterator[str]:
 
 
 def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
-    """Where the bucket rests and how it travels."""
+    """What is wrong with where and when the bucket is updated and moved."""
     if unknown := [unit for unit in bucket.units if unit not in layout.units]:
         yield f"no unit {unknown[0]}"
     elif bucket.resident_ticks:
-        yield from _stays(bucket, layout)
+        yield from _residency(bucket, layout)
     if (bucket.site is Site.NONE) is not (bucket.group is None):
-        yield "a bucket is updated somewhere if, and only if, the optimizer has it in a group"
+        yield "must have an update site if, and only if, it is in a group of the optimizer"
     if bucket.group is not None and bucket.group < 0:
         yield f"group {bucket.group}"
     if bucket.site in (Site.NONE, Site.DEVICE) and bucket.grad_home is not Home.DEVICE:
-        yield f"its gradients cannot park on the host: {bucket.site.value}"
+        yield f"its gradients cannot wait on the host: {bucket.site.value}"
 
 
-def _stays(bucket: Bucket, layout: Layout) -> Iterator[str]:
-    """When it is on the device, if it is not always."""
+def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:
+    """What is wrong with when a travelling weight is on the device."""
     ends = [-1, *(end for _, end in bucket.resident_ticks)]
     for (start, end), before in zip(bucket.resident_ticks, ends, strict=False):
         if not before < start < end <= layout.num_ticks:
-            yield f"stays from step {start} to {end}, after {before}, of {layout.num_ticks}"
+            yield f"is resident from tick {start} to {end}, after {before}, of {layout.num_ticks}"
             return
-    here = {step for start, end in bucket.resident_ticks for step in range(start, end)}
+    here = {tick for start, end in bucket.resident_ticks for tick in range(start, end)}
     if len(here) == layout.num_ticks:
-        yield "travels, but never leaves"
+        yield "has resident_ticks, but is never evicted"
     for unit in bucket.units:
         forward = layout.units.index(unit)
-        for step in (forward, layout.num_ticks - 1 - forward):
-            if step not in here:
-                yield f"is away at step {step}, where {unit} uses it"
+        for tick in (forward, layout.num_ticks - 1 - forward):
+            if tick not in here:
+                yield f"is away at tick {tick}, when {unit} uses it"
 
 
 def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
-    """Every parameter of the model lies in one bucket of its kind."""
+    """Parameters of the model that are in no bucket, or in one that does not suit them."""
     expected = {param.name: param for param in params}
     placed = {name for bucket in layout.buckets for name in bucket.params}
     yield from (f"parameter {name}: in no bucket" for name in expected if name not in placed)
@@ -150,15 +156,14 @@ def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
             if size != param.num_elements:
                 yield f"parameter {name}: {size} elements instead of {param.num_elements}"
             if (bucket.dtype, bucket.group) != (param.dtype, param.group):
-                yield f"parameter {name}: of another dtype or group than its bucket {bucket.name}"
+                yield f"parameter {name}: has another dtype or group than its bucket {bucket.name}"
         known = [expected[name] for name in bucket.params if name in expected]
         if set(bucket.units) != {unit for param in known for unit in (param.unit, *param.users)}:
-            yield f"{bucket.name}: used by other units than its parameters"
+            yield f"{bucket.name}: its units are not those that use its parameters"
 
 
 def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
-    """Each need has one spot, large enough, inside its arena."""
-    ends = {Home.DEVICE: addresses.device_bytes, Home.HOST: addresses.host_bytes}
+    """Needs without a spot, and spots that are too small, misaligned, outside their arena or of no use."""
     for key, need in needs.items():
         name, spot = _name(key), addresses.spots.get(key)
         if spot is None:
@@ -170,49 +175,41 @@ def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
             yield f"{name}: has {spot.num_bytes} bytes, needs {need.num_bytes}"
         if spot.offset % aligned(1, spot.home):
             yield f"{name}: is not aligned"
-        if spot.offset < 0 or spot.end > ends[spot.home]:
+        if spot.offset < 0 or spot.end > addresses.num_bytes(spot.home):
             yield f"{name}: lies outside its arena"
     yield from (f"{_name(key)}: has an address and needs none" for key in addresses.spots if key not in needs)
 
 
 def _overlaps(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
-    """Only what passes through shares memory, and only with its like."""
+    """Spots with common bytes. Only items of one kind that buckets use in turn may share memory."""
     for home in Home:
-        here = sorted((spot.offset, spot.end, *_sharers(needs, key)) for key, spot in _of(addresses, home))
-        # The furthest end so far, and the furthest of any ring but that one's: enough to judge the next spot.
+        here = [(spot, key) for key, spot in addresses.spots.items() if spot.home is home]
+        # The furthest end so far, and the furthest of any group but that one's: enough to check the next spot.
         furthest, other = (0, "", ""), (0, "", "")
-        for offset, end, ring, name in here:
-            held = other if ring == furthest[1] else furthest
-            if offset < held[0] and offset < end:
-                yield f"{name} overlaps {held[2]}"
-            if ring == furthest[1]:
-                furthest = max(furthest, (end, ring, name))
+        for spot, key in sorted(here, key=lambda it: (it[0].offset, it[0].end, _name(it[1]))):
+            offset, end, name = spot.offset, spot.end, _name(key)
+            group = f"passing {key[1].value}" if needs[key].passes else name  # who may share with whom
+            before = other if group == furthest[1] else furthest
+            if offset < before[0] and offset < end:
+                yield f"{name} overlaps {before[2]}"
+            if group == furthest[1]:
+                furthest = max(furthest, (end, group, name))
             elif end > furthest[0]:
-                furthest, other = (end, ring, name), furthest
+                furthest, other = (end, group, name), furthest
             else:
-                other = max(other, (end, ring, name))
-
-
-def _sharers(needs: Mapping[Key, Need], key: Key) -> tuple[str, str]:
-    """Who may share the spot of ``key`` (its like, or the key alone), and its name."""
-    name = _name(key)
-    return (f"passing {key[1].value}" if needs[key].passes else name, name)
-
-
-def _of(addresses: Addresses, home: Home) -> Iterator[tuple[Key, Spot]]:
-    return ((key, spot) for key, spot in addresses.spots.items() if spot.home is home)
+                other = max(other, (end, group, name))
 
 
 def _together(layout: Layout, addresses: Addresses) -> Iterator[str]:
-    """Weights that are on the device at one step lie apart. Says each pair once."""
+    """Pairs of weights that share bytes and are on the device at the same tick, each pair once."""
     said = set[tuple[str, str]]()
-    for step in range(layout.num_ticks):
-        here = [b for b in layout.buckets if any(start <= step < end for start, end in b.resident_ticks)]
+    for tick in range(layout.num_ticks):
+        here = [b for b in layout.buckets if any(start <= tick < end for start, end in b.resident_ticks)]
         spots = sorted(((addresses.of(b.name, Item.WEIGHT), b.name) for b in here), key=lambda it: it[0].offset)
         for (spot, name), (after, later) in pairwise(spots):
             if spot.overlaps(after) and (name, later) not in said:
                 said.add((name, later))
-                yield f"{name} and {later} share an address, and both are there at step {step}"
+                yield f"{name} and {later} share an address, and both are resident at tick {tick}"
 
 
 def _name(key: Key) -> str:

@@ -1,35 +1,37 @@
-"""Saved tensors that wait on the host: sent down under forward, brought back under backward.
+"""Saved tensors that wait on the host: copied down during forward, brought back during backward.
 
 Problem. What a recomputed block keeps lies on the device from its forward to its backward, and nobody reads it.
 
-Order of things, for what block i sends:
+Order of events, for what block i sends:
 
     forward of i             a copy down begins as soon as the tensor is made
-    end of forward of i + 1  compute waits for those copies; then, and not before, the device's memory is given up
+    end of forward of i + 1  compute waits for those copies; only then is the device's memory released
     backward of i + 1 begins the copies up begin
     backward of i            waits for them where it reads them
 
-Arithmetic. On the device, what two blocks send at a time; on the host, what all of them send in one micro-batch, in one
-mapping of exact size, pinned once. Each byte crosses the link twice per micro-batch.
+Arithmetic. On the device, what two blocks send at a time; on the host, what all of them send in one micro-batch, in a
+region of planned size. With ``strategies.offload`` that is a spot of its host arena, which is there once the model is
+stowed; otherwise an arena of its own, taken when the blocks are changed. Each byte crosses the link twice per
+micro-batch.
 
-Invariant. What comes back has the bits, the shape and the strides of what was sent: kernels' bits follow the strides.
+Invariant. What comes back has the bits, the shape and the strides of what was sent: kernels' bits depend on strides.
 
-[Note: whose memory] Memory on the device is the allocator's: what nobody holds it gives to work that COMPUTE issues
-later. So a tensor on its way down is held until COMPUTE has been told to wait for the copy, and one on its way up until
-COMPUTE waits for it as its reader, or, if its graph is gone and nobody will read it, at the next border. A copy up
-begins after all that COMPUTE was given before, since that may use the memory that it writes to. By then COMPUTE has
-waited for every copy down, so that the host has what comes up.
+[Note: lifetimes] Memory on the device belongs to torch's allocator, which gives what nobody references to work that
+COMPUTE issues later. So a tensor on its way down is referenced until COMPUTE has been told to wait for the copy. One on
+its way up is referenced until COMPUTE waits for it as its reader or, if its graph was freed and nobody will read it,
+until the next block begins or ends. A copy up begins after everything that was issued on COMPUTE before, since that
+may use the memory that the copy writes to. By then COMPUTE has waited for every copy down, so the host has what is
+brought back.
 
-A place on the host is given back when the last reference to what was sent is gone, that is, with the graph: backward
-may be run again over a graph that was retained. A copy down waits for the last copy up, which may read its place.
+A slot on the host is free again when the last reference to what was sent is gone, that is, with the graph: backward may
+run again over a graph that was retained. A copy down waits for the last copy up, which may read its slot.
 
-Places are a stack: forward puts, backward takes in reverse. A tensor for which there is no place, or which has gaps, is
-not sent; this is counted, and said the first time. The mapping is made when the first tensor comes: by then weights
-have moved to where they rest, and the host no longer has them twice.
+Slots are a stack: forward pushes, backward pops. A tensor that finds no slot, or that has gaps, is not sent; this is
+counted, and logged the first time.
 
-[Note: no graph] The room must not hold a graph: through it the graph would hold itself for ever. Outputs are given
-before autograd has seen them, so it is at the end of their block that they are exchanged for aliases without one.
-These share the version, by which a later write is seen.
+[Note: no graph] The room must not reference a graph, because the graph references the room: that cycle would leak the
+graph. Outputs of operators are sent before autograd has seen them, so at the end of their block they are replaced by
+detached aliases. These share the version counter, by which a later write is noticed.
 
 Refused: a tensor that is written to after it was sent. What came back would be neither its old value nor its new one.
 """
@@ -46,8 +48,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.peak import HOSTED_ALIGN
-from strategies.engine.memory.arena import Pages
+from strategies.core.facts import Home
+from strategies.core.layout import Addresses, Item, Spot, aligned
+from strategies.engine.memory.arena import Arena
 from strategies.engine.tensors.nested import tensors_in
 from strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_for
 from strategies.report.plan_table import human
@@ -56,8 +59,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """A stretch of the host's mapping, in bytes."""
+class HostSlot:
+    """A range of the room's memory, in bytes."""
 
     start: int
     end: int
@@ -65,29 +68,29 @@ class Place:
 
 
 class Sent:
-    """A tensor that waits on the host; ``get`` gives it back. Its place is free again when nobody holds this."""
+    """A tensor that waits on the host in ``memory``. Its slot is free again when nothing references this object."""
 
-    def __init__(self, room: HostRoom, place: Place, like: Tensor) -> None:
-        self.place = place
+    def __init__(self, room: HostRoom, slot: HostSlot, memory: Tensor, like: Tensor) -> None:
+        self.slot, self.memory = slot, memory
         self.tensor: Tensor | None = None  # on its way up, or there
         self.up: Event | None = None
-        self._room, self._shape, self._strides, self._dtype = room, like.shape, like.stride(), like.dtype
+        self._room, self._shape, self._strides, self._device = room, like.shape, like.stride(), like.device
 
     def __del__(self) -> None:
-        self.place.free = True  # that is all: this may run in any thread
+        self.slot.free = True  # nothing more: this may run in any thread
 
     def get(self) -> Tensor:
         """The tensor on the device, for COMPUTE."""
         return self._room.give(self)
 
-    def empty(self, device: torch.device) -> Tensor:
+    def allocate(self) -> Tensor:
         """Memory on the device for it."""
-        return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=device)
+        return torch.empty_strided(self._shape, self._strides, dtype=self.memory.dtype, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A tensor on its way down, held until the end of the forward of the block after ``block``."""
+    """A tensor on its way down, referenced until the end of the forward of the block after ``block``."""
 
     block: int
     tensor: Tensor
@@ -100,23 +103,35 @@ class HostRoom:
 
     Args:
         blocks: all blocks of the model, in order of use.
-        num_bytes: of all that waits at a time, with HOSTED_ALIGN for each tensor.
-        transfer: moves the bytes; None: what suits the device of the first tensor that comes.
+        arena: has the memory; None: nothing is sent before ``use`` names one.
+        transfer: moves the bytes; None: what suits the device of the first tensor that is sent.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], num_bytes: int, transfer: Transfer | None = None) -> None:
-        self.num_bytes, self.num_refused = num_bytes, 0
+    def __init__(self, blocks: Sequence[nn.Module], arena: Arena | None, transfer: Transfer | None = None) -> None:
+        self.num_refused = 0
         self._transfer = transfer
-        self._pages: Pages | None = None
-        self._places: list[Place] = []
-        self._block = -1  # whose forward runs
+        self._block = -1  # the one in forward
         self._sent: dict[int, list[weakref.ref[Sent]]] = {}  # per block, in the newest forward
         self._leaving: list[Leaving] = []
         self._coming: list[tuple[weakref.ref[Sent], Tensor, Event]] = []
         self._last_up: Event | None = None
+        self._arena: Arena | None = None
+        self.use(arena)
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._begin, index))
             block.register_forward_hook(partial(self._end, index), always_call=True)
+
+    def use(self, arena: Arena | None) -> None:
+        """Send to the spot for saved tensors of ``arena`` from now on; None: send nothing any more.
+
+        What was sent before can still be read. Returns when no copy uses the former arena.
+        """
+        if self._transfer is not None and self._arena is not None:
+            self._transfer.host_wait(self._transfer.record(Lane.DOWN), self._transfer.record(Lane.UP))
+        self._arena = arena  # it stays pinned as long as it is referenced
+        self._memory = None if arena is None else arena.of("", Item.SAVED, torch.uint8)
+        self._borders = [] if arena is None else arena.borders("", Item.SAVED)
+        self._slots: list[HostSlot] = []
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -132,17 +147,19 @@ class HostRoom:
         self._sent[index] = []
 
     def send(self, tensor: Tensor) -> Sent | None:
-        """Start to copy ``tensor`` down. The caller keeps what is returned instead; None: it cannot go."""
-        transfer, pages = self._opened(tensor.device)
+        """Start to copy ``tensor`` down. The caller keeps what is returned instead; None: it cannot be sent."""
         source = flat(tensor)
-        place = None if source is None else self._take(tensor.nbytes)
-        if source is None or place is None:
+        slot = None if source is None else self._take(tensor.nbytes)
+        if source is None or slot is None or self._memory is None:
             self._refuse(tensor)
             return None
-        sent = Sent(self, place, tensor)  # from here on the place is free again if anything fails
+        if self._transfer is None:
+            self._transfer = transfer_for(tensor.device)
+        transfer, memory = self._transfer, self._memory[slot.start : slot.start + tensor.nbytes].view(tensor.dtype)
+        sent = Sent(self, slot, memory, tensor)  # from here on the slot is free again if anything fails
         transfer.writes(Lane.COMPUTE, source)
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), self._last_up)
-        transfer.copy(Lane.DOWN, self._memory(pages, place, source), source)
+        transfer.copy(Lane.DOWN, memory, source)
         self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Lane.DOWN)))
         self._sent.setdefault(self._block, []).append(weakref.ref(sent))
         return sent
@@ -158,13 +175,13 @@ class HostRoom:
                 node.register_prehook(lambda grads: self._bring(soon))  # the first of them to run
 
     def _release(self, before: int | None) -> None:
-        """Give up the device's memory of what blocks before this one, or all, have sent. See [Note: whose memory]."""
+        """Release the device's memory of what blocks before this one, or all, have sent. See [Note: lifetimes]."""
         gone = [one for one in self._leaving if before is None or one.block < before]
         self._leaving = [one for one in self._leaving if before is not None and one.block >= before]
         for one in gone:
             assert self._transfer is not None
             self._transfer.wait(Lane.COMPUTE, one.event)
-            self._transfer.writes(Lane.COMPUTE, flat(one.tensor))  # whoever gets the memory next
+            self._transfer.writes(Lane.COMPUTE, flat(one.tensor))  # by whoever gets the memory next
             unwritten(one.tensor, one.version)
         self._forget()
 
@@ -180,19 +197,19 @@ class HostRoom:
         some.clear()
 
     def _fetch(self, sent: Sent) -> None:
-        assert self._transfer is not None and self._pages is not None
-        transfer, tensor = self._transfer, sent.empty(self._device)
+        assert self._transfer is not None
+        transfer, tensor = self._transfer, sent.allocate()
         target = flat(tensor)
         assert target is not None
-        transfer.writes(Lane.COMPUTE, target)  # whoever had the memory before
+        transfer.writes(Lane.COMPUTE, target)  # by whoever had the memory before
         transfer.wait(Lane.UP, transfer.record(Lane.COMPUTE))
-        transfer.copy(Lane.UP, target, self._memory(self._pages, sent.place, target))
+        transfer.copy(Lane.UP, target, sent.memory)
         sent.tensor, sent.up = tensor, transfer.record(Lane.UP)
         self._last_up = sent.up
         self._coming.append((weakref.ref(sent), tensor, sent.up))
 
     def give(self, sent: Sent) -> Tensor:
-        """What was sent, for COMPUTE; the reader holds it from now on."""
+        """What was sent, for COMPUTE; from now on only the reader references it."""
         assert self._transfer is not None
         if sent.tensor is None:
             self._release(None)
@@ -205,7 +222,7 @@ class HostRoom:
         return tensor
 
     def _forget(self) -> None:
-        """Give up what came up for a graph that is gone."""
+        """Release what came up for a graph that was freed."""
         coming, self._coming = self._coming, []
         for one in coming:
             if one[0]() is not None:
@@ -215,48 +232,46 @@ class HostRoom:
 
     # --- the host's memory -------------------------------------------------------------------------------------------
 
-    def _opened(self, device: torch.device) -> tuple[Transfer, Pages]:
-        """The transfer, and the mapping, which is made when the first tensor shows where the device is."""
-        if self._transfer is None:
-            self._transfer = transfer_for(device)
-        if self._pages is None:
-            pages = Pages(self.num_bytes, "what waits on the host for backward")
-            pages.pin_for(device)
-            self._device, self._pages = device, pages
-        return self._transfer, self._pages
-
-    def _take(self, num_bytes: int) -> Place | None:
-        """A place on top of the stack; None, where it would be too high."""
-        while self._places and self._places[-1].free:
-            self._places.pop()
-        start = self._places[-1].end if self._places else 0
-        for border in self._pages.borders if self._pages is not None else ():
+    def _take(self, num_bytes: int) -> HostSlot | None:
+        """A slot on top of the stack; None if it would reach beyond the memory."""
+        while self._slots and self._slots[-1].free:
+            self._slots.pop()
+        start = self._slots[-1].end if self._slots else 0
+        for border in self._borders:
             if start < border < start + num_bytes:  # no copy may lie in two registrations
                 start = border
-        end = start + -(-num_bytes // HOSTED_ALIGN) * HOSTED_ALIGN
-        if end > self.num_bytes:
+        slot = HostSlot(start, start + aligned(num_bytes))
+        if self._memory is None or slot.end > self._memory.numel():
             return None
-        self._places.append(Place(start, end))
-        return self._places[-1]
-
-    def _memory(self, pages: Pages, place: Place, like: Tensor) -> Tensor:
-        return pages.memory[place.start : place.start + like.nbytes].view(like.dtype)
+        self._slots.append(slot)
+        return slot
 
     def _refuse(self, tensor: Tensor) -> None:
         self.num_refused += 1
         if self.num_refused == 1:
             logger.warning(
-                "a saved tensor of %s does not go to the host, which has no place for it, or it has gaps: inputs stay "
-                "on the device, the rest is made again",
+                "a saved tensor of %s is not sent to the host: it has gaps, or the memory that is reserved there is "
+                "full; inputs of blocks then stay on the device, and outputs of operators are computed again",
                 human(tensor.nbytes),
             )
 
 
-def unwritten(tensor: Tensor, version: int) -> Tensor:
-    """``tensor``, if nobody has written to it since it had that version.
+def arena_of_saved(num_bytes: int, device: torch.device) -> Arena:
+    """A pinned arena on the host for saved tensors alone.
 
     Raises:
-        RuntimeError: somebody has.
+        OutOfMemoryError: the host has not that much, or the driver refuses to pin it.
+    """
+    arena = Arena(Addresses({Home.HOST: num_bytes}, {("", Item.SAVED): Spot(Home.HOST, 0, num_bytes)}), device)
+    arena.pin()
+    return arena
+
+
+def unwritten(tensor: Tensor, version: int) -> Tensor:
+    """``tensor``, if it has not been written to since it had that version.
+
+    Raises:
+        RuntimeError: it has been.
     """
     if tensor._version != version:
         raise RuntimeError(
@@ -266,7 +281,7 @@ def unwritten(tensor: Tensor, version: int) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor | None:
-    """All elements of ``tensor`` in the order in which they lie in memory; None, where there are gaps or overlaps."""
+    """All elements of ``tensor`` in their order in memory; None if there are gaps or overlaps."""
     if tensor.numel() == 0:
         return tensor.detach().as_strided((0,), (1,))
     order = sorted(zip(tensor.stride(), tensor.shape, strict=True))

@@ -1,9 +1,9 @@
-"""Recomputation: blocks whose forward runs once more in backward, but for the operators whose outputs are kept.
+"""Recomputation: blocks whose forward runs again in backward, except for operators whose outputs are kept.
 
-The mechanism is torch's: non-reentrant checkpoints, with their selective contexts where something is kept. A checkpoint
-stands in for a block's ``forward``, inside all hooks of the block, so that whoever fetches the block's weights at its
-borders (the memory engine, ZeRO) has them there when backward runs it again. No module is renamed or wrapped. The
-engine also stands ``around`` each run, for backward may begin one before it has met a border (``guard.py``).
+The mechanism is torch's: non-reentrant checkpoints, with their selective contexts if anything is kept. A checkpoint
+replaces a block's ``forward``, inside all hooks of the block, so that the block's weights, which the memory engine or
+ZeRO fetches in hooks, are there when backward runs it again. No module is renamed or wrapped. The engine also stands
+``around`` each run, because backward may start one before any hook of the block has run (``guard.py``).
 
 Names. What is kept is named by kind and number within one forward of a block: "linear 3" is its fourth product with a
 weight. Names come from what an operator does, not from the model's class, and are the same on every device:
@@ -13,20 +13,23 @@ weight. Names come from what an operator does, not from the model's class, and a
     scores      any other product of two activations
     softmax     of any size
 
-What waits on the host (``activations.py``) goes there in two ways, neither of which torch's contexts notice. The input
-passes through saved-tensor hooks around the checkpoint. Outputs are sent by a mode beneath the selective one, for which
-they are not kept; in the replay the same mode gives them back in place of running the operator.
+What waits on the host (``activations.py``) is sent in two ways, neither of which interferes with torch's contexts. The
+input goes through saved-tensor hooks around the checkpoint. Outputs are sent by a dispatch mode beneath the selective
+one, for which they are not kept; in the replay the same mode returns them instead of running the operator.
 
-Exactness. An operator that is not found where it was expected is run again, or kept in vain: time, never another bit.
-Two kinds of output cannot be kept. One that is written to later would come back changed: the first forward keeps
-nothing and looks for such. One that draws random numbers would not draw them when the others are replayed, so these
-would get other numbers: a fused attention with dropout is run again.
+Exactness. An operator that is not found where it was expected is run again, or kept for nothing: this costs time and
+changes no bit. Two kinds of output cannot be kept. One that is written to later would come back changed, so the first
+forward keeps nothing and looks for such outputs. One that draws random numbers would not draw them in the replay, so
+operators that are replayed after it would get other numbers: a fused attention with dropout is run again.
+
+Refused: recomputing a block twice.
 
 Sources: torch.utils.checkpoint; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -44,14 +47,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT
-from strategies.engine.activations import HostRoom, Sent, unwritten
+from strategies.engine.activations import HostRoom, Sent, arena_of_saved, unwritten
 from strategies.engine.effects import Effects
+from strategies.engine.memory.accelerator import device_of
 from strategies.engine.tensors.nested import tensors_in
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.engine.transfer.transfer import Transfer
 
+logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm}
 BATCHED = {aten.bmm, aten.baddbmm}
@@ -68,7 +73,7 @@ class Names:
         self._weights: set[int] | None = None
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """The name of this call; None where its output is not worth a name or must not be kept."""
+        """The name of this call; None if its output is never kept, or must not be."""
         kind = self._kind(func, args)
         if kind is None:
             return None
@@ -103,8 +108,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return bool(given.get("dropout_p"))
 
 
-class Seen(TorchDispatchMode):
-    """Shows named outputs of a forward as they are made; with those of ``kept`` that were written to afterwards."""
+class OutputRecorder(TorchDispatchMode):
+    """Records the outputs of a forward that are named in ``kept``, and whether they were written to afterwards."""
 
     def __init__(self, block: nn.Module, kept: Collection[str]) -> None:
         super().__init__()
@@ -119,19 +124,19 @@ class Seen(TorchDispatchMode):
         return out
 
     def tensors_of(self, names: Collection[str]) -> list[Tensor]:
-        """Outputs of the operators in ``names`` that are still what they were when made."""
+        """Outputs of the operators in ``names`` that have not been written to."""
         return [tensor for name, tensor, version in self._made if name in names and tensor._version == version]
 
     @property
     def written(self) -> frozenset[str]:
-        """Names of those that are not any more what they were when made."""
+        """Names of operators whose outputs have been written to."""
         return frozenset(name for name, tensor, version in self._made if tensor._version != version)
 
 
 class Sending(TorchDispatchMode):
-    """Sends outputs of a forward to the host, those named in ``hosted``. ``sent`` has them by operator and number.
+    """Sends outputs of a forward that are named in ``hosted`` to the host; ``sent`` has them by operator and number.
 
-    Calls are numbered without those that are ``kept`` on the device: a replay does not show them.
+    Calls whose outputs are ``kept`` on the device are not numbered, because a mode does not see them in a replay.
     """
 
     def __init__(self, block: nn.Module, kept: Collection[str], hosted: Collection[str], room: HostRoom) -> None:
@@ -155,7 +160,7 @@ class Sending(TorchDispatchMode):
 
 
 class Receiving(TorchDispatchMode):
-    """In a replay: gives back what ``sending`` has sent instead of running its operators again."""
+    """In a replay: returns what ``sending`` has sent instead of running its operators again."""
 
     def __init__(self, sending: Sending) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ class Receiving(TorchDispatchMode):
         self._calls: Counter[Any] = Counter()
 
     def __enter__(self) -> Any:
-        self._calls.clear()  # a graph that was retained is replayed once more
+        self._calls.clear()  # a graph that was retained is replayed again
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,10 +184,10 @@ def _received(value: Any) -> Any:
 
 
 class Checkpointed:
-    """Stands in for the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``.
+    """Replaces the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``.
 
     Args:
-        hosted: what of these, and of the input, waits in ``room``.
+        hosted: which of these, and whether the input, wait in ``room``.
         name: of the block, for messages.
     """
 
@@ -194,8 +199,10 @@ class Checkpointed:
         room: HostRoom | None = None,
         name: str = "",
     ) -> None:
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the first forward, and each time again
-        self.watch: Callable[[Tensor], object] | None = None  # is shown what is kept on the device; for the ledger
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for forward and for each replay
+        self.watch: Callable[[Tensor], object] | None = (
+            None  # called with what is kept on the device, by the plan check
+        )
         self.forward = block.forward
         self.room = room if hosted else None
         self._block, self._kept, self._hosted = block, frozenset(kept), frozenset(hosted)
@@ -203,22 +210,24 @@ class Checkpointed:
         self._effects = Effects(block, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own; without gradients it is just that."""
+        """The block's forward; without gradients nothing is kept or recomputed."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         args = tuple(map(_copied, args))
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
-        seen = Seen(self._block, self._kept) if self._written is None or self.watch is not None else None
+        looks = self._written is None or self.watch is not None
+        recorder = OutputRecorder(self._block, self._kept) if looks else None
         with self._input_sent(args):
-            out = checkpoint(self._run, *args, use_reentrant=False, context_fn=partial(self._contexts, seen), **kwargs)
-        if seen is not None:
+            contexts = partial(self._contexts, recorder)
+            out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if recorder is not None:
             stays = args[1:] if INPUT in self._hosted else args
-            self._look(seen, [*tensors_in(stays), *tensors_in(kwargs)])
+            self._look(recorder, [*tensors_in(stays), *tensors_in(kwargs)])
         return out
 
     @contextmanager
     def _input_sent(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """The hidden states that the checkpoint saves go to the host, if they are to."""
+        """Send the hidden states that the checkpoint saves to the host, if the plan says so."""
         stream = stream_in(args) if INPUT in self._hosted else None
         if stream is None or self.room is None:
             yield
@@ -228,7 +237,7 @@ class Checkpointed:
 
         def pack(tensor: Tensor) -> Sent | tuple[Tensor, int]:
             sent = room.send(tensor) if tensor.data_ptr() == start else None
-            return (tensor, tensor._version) if sent is None else sent  # hooks switch off torch's own look at versions
+            return (tensor, tensor._version) if sent is None else sent  # hooks switch off torch's check of versions
 
         def unpack(kept: Sent | tuple[Tensor, int]) -> Tensor:
             return kept.get() if isinstance(kept, Sent) else unwritten(*kept)
@@ -237,29 +246,29 @@ class Checkpointed:
             yield
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, on caches of its own each time: a replay must find them as the first run did."""
+        """The forward, with its own copies of caches each time: a replay must find them as the first run did."""
         with self.around():
             return self.forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
 
-    def _contexts(self, seen: Seen | None) -> Contexts:
-        found = self._effects.begin()
-        forwards: list[AbstractContextManager[Any]] = [found.first(), *([seen] if seen is not None else [])]
-        agains: list[AbstractContextManager[Any]] = [found]
+    def _contexts(self, recorder: OutputRecorder | None) -> Contexts:
+        snapshot = self._effects.begin()
+        forwards: list[AbstractContextManager[Any]] = [snapshot.first(), *([recorder] if recorder is not None else [])]
+        replays: list[AbstractContextManager[Any]] = [snapshot]
         if self._written is None:
-            return Within(forwards), Within(agains)  # the first time nothing is kept
+            return Within(forwards), Within(replays)  # the first time nothing is kept
         kept, hosted = self._kept - self._written - self._hosted, (self._hosted - {INPUT}) - self._written
         if hosted and self.room is not None:
             sending = Sending(self._block, kept, hosted, self.room)
             forwards.append(sending)
-            agains.append(Receiving(sending))
+            replays.append(Receiving(sending))
         if kept:
-            forward, again = create_selective_checkpoint_contexts(self._policy(kept))
+            forward, replay = create_selective_checkpoint_contexts(self._policy(kept))
             forwards.append(forward)  # above the others
-            agains.append(again)
-        return Within(forwards), Within(agains)
+            replays.append(replay)
+        return Within(forwards), Within(replays)
 
     def _policy(self, kept: Collection[str]) -> Callable[..., CheckpointPolicy]:
-        # Torch before 2.13 asks again when it replays: those calls are counted on their own.
+        # Torch before 2.13 calls the policy in replays, too: those calls are numbered separately.
         names = {False: Names(self._block), True: Names(self._block)}
 
         def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -268,16 +277,16 @@ class Checkpointed:
 
         return policy
 
-    def _look(self, seen: Seen, inputs: list[Tensor]) -> None:
+    def _look(self, recorder: OutputRecorder, inputs: list[Tensor]) -> None:
         if self.watch is not None:
-            for tensor in (*inputs, *seen.tensors_of(self._kept - self._hosted)):  # the first time: that will be kept
+            for tensor in (*inputs, *recorder.tensors_of(self._kept - self._hosted)):  # or will be kept, the first time
                 self.watch(tensor)
         if self._written is None:
-            self._written = seen.written
+            self._written = recorder.written
 
 
 class Within(AbstractContextManager[None]):
-    """Several contexts, the first one outermost. May be entered again: a graph that is retained is replayed again."""
+    """Several contexts, the first one outermost. Can be entered repeatedly, for graphs that are retained."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
         self._contexts, self._stack = contexts, ExitStack()
@@ -295,25 +304,35 @@ def stream_in(args: tuple[Any, ...]) -> Tensor | None:
     return args[0] if args and isinstance(args[0], Tensor) else None
 
 
-def recompute(model: nn.Module, plan: Plan, transfer: Transfer | None = None) -> None:
-    """Change the blocks of ``model`` as ``plan`` says what forward keeps.
+def recompute(
+    model: nn.Module, plan: Plan, transfer: Transfer | None = None, device: torch.device | str | None = None
+) -> None:
+    """Change the blocks of ``model`` to keep in forward what ``plan`` says, and reserve host memory for it.
+
+    With ``strategies.offload`` that memory is part of its host arena, which ``stow`` takes.
 
     Args:
-        transfer: moves what waits on the host; None: what suits the device. Tests give one that delays or watches.
+        transfer: moves what waits on the host; None: what suits the device. Tests give one that delays or checks.
+        device: the one to train on; by default the accelerator, if the plan counts on one.
 
     Raises:
-        ValueError: one of them is recomputed already.
+        ValueError: one of the blocks is recomputed already, or there is no such device.
+        OutOfMemoryError: the host memory that the plan counts on is not there.
     """
     keeps = [plan.keep(unit.name) for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
     room = None
     if any(keep.hosted for keep in keeps):
-        room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], plan.hosted_bytes(), transfer)
+        arena = None
+        if plan.addresses is None:
+            where = device_of(device if device is not None or plan.facts.machine.has_accelerator else "cpu")
+            arena = arena_of_saved(plan.hosted_bytes(), where)
+        room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], arena, transfer)
     kept = {keep.unit: keep.kept for keep in keeps if keep.recomputes}
     checkpoint_blocks(model, kept, {keep.unit: keep.hosted for keep in keeps}, room)
 
 
 def room_of(model: nn.Module) -> HostRoom | None:
-    """Where saved tensors of ``model`` wait on the host, if any do."""
+    """The room on the host for saved tensors of ``model``, if there is one."""
     found = (checkpointed(module) for module in model.modules())
     return next((each.room for each in found if each is not None and each.room is not None), None)
 
@@ -327,7 +346,7 @@ def checkpoint_blocks(
     """Recompute the blocks named in ``kept`` (dotted paths), keeping the outputs that are listed for each.
 
     Args:
-        hosted: what of these, and of the inputs, waits in ``room``.
+        hosted: which of these, and of the inputs, wait in ``room``.
 
     Raises:
         ValueError: one of them is recomputed already.
@@ -337,19 +356,20 @@ def checkpoint_blocks(
         if checkpointed(block) is not None or getattr(block, "gradient_checkpointing", False):
             raise ValueError(f"{path} is recomputed already")
         block.forward = Checkpointed(block, names, hosted.get(path, ()), room, path)
+        logger.info("strategies.recompute: %s keeps %s", path, ", ".join(["its input", *names]))
 
 
 def checkpointed(module: nn.Module) -> Checkpointed | None:
-    """What stands in for the forward of ``module``, if anything does."""
+    """What replaces the forward of ``module``, if it is recomputed."""
     found = module.__dict__.get("forward")
     return found if isinstance(found, Checkpointed) else None
 
 
 def _copied(value: Any) -> Any:
-    """A cache of keys and values that may be written to without changing ``value``; anything else as it is.
+    """A copy of a cache of keys and values, which can be written to without changing ``value``; anything else as it is.
 
-    The one that the model returns stays empty. It is not left out: with it a model may lay its keys out differently,
-    and the kernels' bits follow the layout.
+    The cache that the model returns stays empty. It is not left out, because with it a model may lay its keys out
+    differently, and the kernels' bits depend on the layout.
     """
     if not hasattr(value, "get_seq_length"):
         return value

@@ -1,10 +1,11 @@
-"""What a run of a block changes besides its output: once, however often the block runs.
+"""Side effects of a block happen once, however often the block runs.
 
 Problem. A recomputed block runs again in backward. A batch norm moves its running statistics, a spectral norm iterates,
-a block drops itself by ``random.random()`` or draws from a generator of its own. The second run would do so once more,
-and from another state than the first, so that backward would be that of another forward.
+a block drops itself by ``random.random()`` or draws from a generator of its own. The second run would do so again, and
+from another state than the first, so that backward would be that of another forward.
 
-So a replay gets what the first run found, and afterwards everything is as it was before the replay:
+So a replay starts from the state that the first run found, and afterwards everything is restored to what it was before
+the replay:
 
     random numbers   of Python, of NumPy, and of generators that are attributes of the block's modules. Torch's own are
                      restored by its checkpoints
@@ -12,16 +13,17 @@ So a replay gets what the first run found, and afterwards everything is as it wa
                      what it replaces by another tensor is remembered
     numbers          in attributes of the block's modules, as counters are
 
-What it writes to is learned in its first run: everything is copied before, and compared bit by bit afterwards. The same
-when a module of it changes between training and evaluation. From then on torch's version counters are compared.
+What the block writes to is learned in its first run: everything is copied before and compared bit by bit afterwards. It
+is learned again when one of its modules changes between training and evaluation. After that torch's version counters
+are compared.
 
-Memory, until backward: what it writes to once more, and the former tensor of an attribute that it replaces. Both are
+Memory, until backward: a copy of what it writes to, and the former tensor of an attribute that it replaces. Both are
 small (statistics, an auxiliary loss) and not in the plan.
 
-Not seen: whatever is in lists, closures and other objects; writes through ``.data`` that begin after the first run;
-numbers under DeepSpeed's stage 3, whose hooks count in the attributes of modules, and mean each run.
+Not noticed: anything in lists, closures and other objects; writes through ``.data`` that begin after the first run;
+numbers under DeepSpeed's stage 3, whose hooks count in the attributes of modules, and have to count each run.
 
-Refused: a write to a tensor that the first run has left alone.
+Refused: a write to a tensor that the first run did not write to.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ GLOBAL: tuple[Source, Source] = ((random.getstate, random.setstate), (np.random.
 
 
 class Effects:
-    """Knows which tensors a block writes to when it runs.
+    """Remembers which tensors a block writes to when it runs.
 
     Args:
         name: of the block, for messages.
@@ -57,38 +59,38 @@ class Effects:
         self._block = block
         self._written: dict[tuple[bool, ...], frozenset[tuple[str, str]]] = {}  # by what is in training
 
-    def begin(self) -> Found:
-        """What a run finds that begins now."""
+    def begin(self) -> Snapshot:
+        """The state that a run finds that begins now."""
         modules = list(self._block.named_modules())
-        return Found(self, modules, self._written.get(_modes(modules)))
+        return Snapshot(self, modules, self._written.get(_modes(modules)))
 
     def learn(self, modules: list[tuple[str, nn.Module]], written: frozenset[tuple[str, str]]) -> None:
-        """The first run of this kind has written to these."""
+        """Remember what the first run of this kind has written to."""
         self._written[_modes(modules)] = written
 
 
-class Found(AbstractContextManager[None]):
-    """What one run of a block found, for its replays.
+class Snapshot(AbstractContextManager[None]):
+    """The state that one run of a block found; as a context, it is that state again, for replays.
 
     Args:
-        known: places of tensors that such a run writes to; None if none was seen yet.
+        known: module paths and names of tensors that such a run writes to; None before the first run.
     """
 
     def __init__(
         self, effects: Effects, modules: list[tuple[str, nn.Module]], known: frozenset[tuple[str, str]] | None
     ) -> None:
         self._effects, self._modules, self._known = effects, modules, known
-        self._before: list[tuple[Owner, Owner]] = []  # what a module has, and what it had
-        self._states: list[tuple[str, Owner, str, Tensor, int]] = []  # path, where, name; and version then
-        self._copies: dict[int, Tensor] = {}  # by id of a tensor
-        self._changed: list[tuple[Owner, str, Any]] = []  # with what was there before
+        self._before: list[tuple[Owner, Owner]] = []  # the dict of a module, and a copy of it
+        self._states: list[tuple[str, Owner, str, Tensor, int]] = []  # path, owner, name, tensor and its version
+        self._copies: dict[int, Tensor] = {}  # by id of the tensor
+        self._changed: list[tuple[Owner, str, Any]] = []  # owner, name and the former value
         self._sources = list(GLOBAL)
         for path, module in modules:
             for owner in (module._buffers, module.__dict__):
                 self._before.append((owner, owner.copy()))
                 self._note(path, owner)
         self._random = [get() for get, _ in self._sources]
-        self._present: list[tuple[Owner, str, Any]] = []  # during a replay: what the first run left
+        self._present: list[tuple[Owner, str, Any]] = []  # during a replay: the values to restore
         self._drawn: list[Any] = []  # the same, of random numbers
 
     def _note(self, path: str, owner: Owner) -> None:
@@ -104,7 +106,7 @@ class Found(AbstractContextManager[None]):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """The run is over: keep what was there before it and is another thing now.
+        """The run is over: keep the former values of what it changed.
 
         Raises:
             RuntimeError: a tensor was written to that was not copied before.
@@ -125,7 +127,7 @@ class Found(AbstractContextManager[None]):
         self._copies.clear()
 
     def _add_new(self) -> None:
-        """Tensors where none was before, and numbers that are others."""
+        """Note tensors that were not there before, and numbers that changed."""
         noted = {(id(owner), name) for _, owner, name, *_ in self._states}
         for owner, before in self._before:
             for name, value in owner.items():
@@ -144,7 +146,7 @@ class Found(AbstractContextManager[None]):
     def _refuse(self, path: str, name: str) -> None:
         where = ".".join(filter(None, (self._effects.name, path, name)))
         raise RuntimeError(
-            f"{where} is written to in forward, which the first forward of this block did not do, so that it cannot be "
+            f"{where} is written to in forward, which the first forward of this block did not do, so it cannot be "
             f"recomputed: write strategies.recompute.policy: none, or choose other blocks by strategies.recompute.every"
         )
 
@@ -155,11 +157,11 @@ class Found(AbstractContextManager[None]):
         self._end()
 
     def __enter__(self) -> None:
-        """A replay begins. There may be several, one after the other."""
+        """Begin a replay. There may be several, one after the other."""
         self._present = [(owner, name, owner.get(name, ABSENT)) for owner, name, _ in self._changed]
         self._drawn = [get() for get, _ in self._sources]
         self._set_random(self._random)
-        copies: dict[int, Any] = {}  # a tensor that several modules have stays one
+        copies: dict[int, Any] = {}  # a tensor that several modules share stays shared
         for owner, name, was in self._changed:
             _put(owner, name, copies.setdefault(id(was), _copy(was)))
 
@@ -179,7 +181,7 @@ NUMBERS = {bool, int, float}
 
 
 def source(value: Any) -> Source | None:
-    """How to get and to set the state of ``value``, if it is a random generator that has one."""
+    """Functions that get and set the state of ``value``, if it is a random generator with a state."""
     if isinstance(value, torch.Generator):
         put: Callable[[Tensor], Any] = value.set_state
         return value.get_state, put
@@ -206,7 +208,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """Without the graph that made it, which would live as long as this one; it asks for a gradient as before."""
+    """``tensor`` without its graph, which would stay alive with it; requires a gradient if it did."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from strategies.core.facts import Home
 from strategies.core.validate import check
 from strategies.engine import state_file
+from strategies.engine.checkpointing import room_of
 from strategies.engine.engine import Engine
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, unlike
@@ -142,7 +143,7 @@ class StowOptimizer(torch.optim.Optimizer):
         layout, place = plan.layout, plan.place
         if layout is None or place is None:
             raise ValueError("the plan has no layout: switch strategies.offload on")
-        check(layout, place.addresses)
+        check(layout, place.addresses, hosted_bytes=plan.hosted_bytes())
         if (
             process_group is not None
             and layout.accumulation > 1
@@ -157,6 +158,9 @@ class StowOptimizer(torch.optim.Optimizer):
             model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
             group=process_group, debug=place.debug, beside=beside,
         )  # fmt: skip
+        self._room = room_of(model) if plan.hosted_bytes() else None
+        if self._room is not None:
+            self._room.use(self.engine.arena)
         self._name_of = {id(param): name for name, param in model.named_parameters()}
         self._surface = Surface(model, self.engine)
         self._model = model
@@ -268,12 +272,12 @@ class StowOptimizer(torch.optim.Optimizer):
     @property
     def device_bytes(self) -> int:
         """Size of the arena on the device."""
-        return self.engine.arena.device_bytes
+        return self.engine.arena.num_bytes(Home.DEVICE)
 
     @property
     def host_bytes(self) -> int:
         """Size of the arena on the host."""
-        return self.engine.arena.host_bytes
+        return self.engine.arena.num_bytes(Home.HOST)
 
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Views of a trained parameter's state by torch's names, and ``master`` in mixed precision; drains first."""
@@ -396,6 +400,8 @@ class StowOptimizer(torch.optim.Optimizer):
             return
         self._surface.refuse_loans("close()")
         self.engine.drain()
+        if self._room is not None:
+            self._room.use(None)
         self.engine.close()
         self._surface.take_out()
         move_buffers(self._model, torch.device("cpu"))

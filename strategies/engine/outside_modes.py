@@ -1,9 +1,9 @@
-"""The engine's own work, out of sight of whoever watches the operators of a model.
+"""Run the engine's own operators outside of all dispatch modes.
 
-A dispatch mode sees every operator that runs under it. Torch's selective checkpoints are such modes: they number the
-operators of a forward and look for the same ones when they replay it. What the engine does at a border of a scope
-(bring weights, hide those that leave, finish an update) depends on where weights are at that moment, so it is none of
-theirs.
+Problem. A dispatch mode sees every operator that runs under it. Torch's selective checkpoints are such modes: they
+number the operators of a forward and expect the same ones when they replay it. What the engine does when a module is
+entered or left (fetch weights, evict weights, finish an update) depends on where weights are at that moment, so it may
+not be counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def unseen(work: Callable[P, R]) -> Callable[P, R]:
-    """``work`` without gradients and outside of all dispatch modes."""
+    """``work``, to be run without gradients and outside of all dispatch modes."""
 
     @wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -30,7 +30,7 @@ from strategies.engine.engine import Engine
 from strategies.engine.memory.arena import alone
 from strategies.engine.tensors.loans import LentParameter, Loans
 from strategies.engine.tensors.parameters import Alias, Copied, Elsewhere, StowedParameter, set_data
-from strategies.engine.tensors.parked_gradient import parked
+from strategies.engine.tensors.pending_gradient import pending
 from strategies.engine.transfer.transfer import Lane
 from strategies.report.plan_table import human
 
@@ -250,7 +250,7 @@ class Surface(Copied):
         some = index in held.touched or index in held.spent or index in held.zeroed
         if not some:
             return None
-        return parked(keeper, held.nan.expand(held.shapes[index]), self._engine.gradients.window)
+        return pending(keeper, held.nan.expand(held.shapes[index]), self._engine.gradients.window)
 
     # --- optimizer state ---------------------------------------------------------------------------------------------
 

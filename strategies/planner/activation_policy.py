@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from strategies.core.facts import NO_WORK, Choices, Facts, Operator, Unit, UnitKind, Work
-from strategies.core.peak import Saved, places
+from strategies.core.peak import Saved, host_room
 from strategies.core.plan import INPUT, NONE, Keep
 
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
@@ -205,7 +205,7 @@ class Line:
 
     def most_hosted(self) -> list[int]:
         """Room on the host for what each unit sends at most, at any place."""
-        return [max(places(way.hosted_bytes, len(way.hosted)) for way in rungs) for rungs in self._ladders]
+        return [max(host_room(way.hosted_bytes, len(way.hosted)) for way in rungs) for rungs in self._ladders]
 
 
 def _with_shared(units: Sequence[Unit], ways: list[Way]) -> list[Way]:

@@ -1,8 +1,9 @@
 """Addresses: one spot in an arena for every need of a layout.
 
-What is permanent comes first, in order of use. Weights that travel follow, packed by their stays (``packing.py``): two
-may share bytes if no step finds both on the device. Gradients, arrivals and visiting states take turns in slots of the
-largest one's size, the k-th in slot k modulo their number; they pass in order, so fewer bytes would not do.
+What is permanent comes first, in order of use. Weights that travel follow, packed by their ``resident_ticks``
+(``packing.py``): two may share bytes if they are never on the device at the same tick. Gradients, arrivals and visiting
+states use slots of the largest one's size in turn, the k-th slot k modulo their number; they come in order, so fewer
+bytes would not be enough. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from strategies.core.facts import Home
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Need, Spot, aligned, needs, scratch_bytes
+from strategies.core.layout import (
+    Addresses,
+    Bucket,
+    Item,
+    Layout,
+    Need,
+    Spot,
+    aligned,
+    common_needs,
+    needs,
+    scratch_bytes,
+)
 from strategies.planner.packing import Packing, Piece, pack
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Slots of equal size that ``members`` take in turn."""
+    """Slots of equal size that ``members`` use in turn."""
 
     item: Item
     home: Home
@@ -28,11 +40,12 @@ class Turns:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all slots."""
         return self.num_slots * self.slot_bytes
 
 
-def place(layout: Layout) -> Addresses:
-    """The addresses of ``layout``; the same for the same layout."""
+def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
+    """The addresses of ``layout`` and of ``hosted_bytes`` of saved tensors on the host. The same for the same input."""
     ends = dict.fromkeys(Home, 0)
     spots: dict[tuple[str, Item], Spot] = {}
 
@@ -54,9 +67,9 @@ def place(layout: Layout) -> Addresses:
         for index, need in enumerate(turns.members):
             offset = start + index % turns.num_slots * turns.slot_bytes
             spots[need.bucket, need.item] = Spot(turns.home, offset, need.num_bytes)
-    if scratch := scratch_bytes(layout):
-        spots["", Item.SCRATCH] = Spot(Home.DEVICE, take(Home.DEVICE, scratch), scratch)
-    return Addresses(ends[Home.DEVICE], ends[Home.HOST], spots)
+    for need in common_needs(layout, hosted_bytes):
+        spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
+    return Addresses(ends, spots)
 
 
 def all_needs(layout: Layout) -> list[Need]:
@@ -65,12 +78,15 @@ def all_needs(layout: Layout) -> list[Need]:
 
 
 def travelling(layout: Layout) -> list[Bucket]:
-    """Buckets whose weights come and go, in order."""
+    """Buckets whose weights travel, in order."""
     return [bucket for bucket in layout.buckets if not bucket.resident]
 
 
 def packed(buckets: Sequence[Bucket]) -> Packing:
-    """Where travelling weights lie in the stretch that they share. Those of one unit that go together lie together."""
+    """Offsets of travelling weights in the memory that they share.
+
+    Buckets with the same units and the same ticks are packed as one piece.
+    """
     together: dict[tuple[object, ...], list[int]] = {}
     for index, bucket in enumerate(buckets):
         together.setdefault((bucket.units, bucket.resident_ticks), []).append(index)
@@ -85,7 +101,7 @@ def packed(buckets: Sequence[Bucket]) -> Packing:
 
 
 def in_turns(layout: Layout) -> Iterator[Turns]:
-    """What passes through slots, weights aside."""
+    """What uses slots in turn, other than weights."""
     members: dict[Item, list[Need]] = {}
     for need in all_needs(layout):
         if need.passes and need.item is not Item.WEIGHT:
@@ -98,7 +114,7 @@ def in_turns(layout: Layout) -> Iterator[Turns]:
 
 
 def arena_bytes(layout: Layout) -> dict[Home, int]:
-    """The sizes of the arenas that ``place`` makes, travelling weights left out."""
+    """The sizes of the arenas that ``place`` makes, without travelling weights and saved tensors."""
     total = {Home.DEVICE: scratch_bytes(layout), Home.HOST: 0}
     for need in all_needs(layout):
         if not need.passes:

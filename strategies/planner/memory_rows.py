@@ -87,9 +87,11 @@ def _answers(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Iterat
 def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reserve]:
     """What belongs to no unit: with the units' tensors it adds up to the arenas, byte for byte."""
     for home in Home:
-        named = {reason: size for reason, size in _named(layout, home) if size}
+        named = dict(_named(layout, home))
+        saved = sum(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units) if home is Home.HOST else 0
+        named["room between saved tensors"] = plan.hosted_bytes() - saved if saved else 0
         uneven = _uneven(plan, layout, home)
-        left = addresses.num_bytes(home) - plan.states(home) - sum(named.values()) - uneven
+        left = addresses.num_bytes(home) - plan.states(home) - saved - sum(named.values()) - uneven
         assert left >= 0, f"{home.value}: the tensors are larger than the arena by {-left} bytes"
         named |= {"tensors unlike the others of their unit": uneven, "room between parameters": left}
         for reason, size in named.items():
@@ -108,6 +110,7 @@ _SHORT = {
     PERMANENT[Item.SCRATCH]: "scratch",
     PERMANENT[Item.PARKED]: "parked gradients",
     "tensors unlike the others of their unit": "odd tensors",
+    "room between saved tensors": "alignment of saved tensors",
     "room between parameters": "alignment",
 }
 

@@ -86,7 +86,7 @@ def test_too_little_memory_is_one_line(device: Any) -> None:
     plan: Any = plan_of(model, site="streamed", weights="travelling")
     before = device.counts()["registered"]
     device.limit(torch.accelerator.memory_allocated() + 4096)
-    with pytest.raises(OutOfMemoryError, match=r"the device arena needs .*: simulated device out of memory"):
+    with pytest.raises(OutOfMemoryError, match=r"the device arena .* needs .*: simulated device out of memory"):
         stow(model, plan, device=DEVICE)
     device.limit(0)
     stow(model, plan, device=DEVICE).close()
@@ -179,6 +179,6 @@ def test_moving_a_stowed_model_is_said(move: Callable[[nn.Module], Any]) -> None
 @pytest.mark.parametrize("device", ["meta", "mps", "sim:1", "cuda"])
 def test_devices_that_are_not_here(device: str) -> None:
     model = build("llama")
-    with pytest.raises(ValueError, match=f"device='{device}': here are cpu, sim:0"):
+    with pytest.raises(ValueError, match=f"device='{device}': this machine has cpu, sim:0"):
         stow(model, plan_of(model), device=device)  # type: ignore[arg-type]
     assert model(**tokens("llama", 1)[0]).loss.isfinite(), "the model is as it was"

@@ -24,7 +24,7 @@ def test_bits(name: str, attention: str, dtype: torch.dtype, policy: str) -> Non
     model = made(name, True, attention, dtype)
     facts = plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE).facts
     plain, model = on(DEVICE, made(name, True, attention, dtype)), on(DEVICE, model)
-    recompute(model, decided(facts, POLICIES[policy]), AcceleratorTransfer(torch.device(DEVICE)))
+    recompute(model, decided(facts, POLICIES[policy]), AcceleratorTransfer(torch.device(DEVICE)), DEVICE)
     assert unequal(steps(plain, batches), steps(model, batches)) == []
     room: Any = room_of(model)
     assert room is None or quiet(room)

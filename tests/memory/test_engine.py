@@ -144,7 +144,7 @@ def test_nothing_is_allocated_after_the_start() -> None:
     optimizer, _ = train(model, plan, steps=1)
     arena = optimizer.engine.arena
     places = [held.weight.data_ptr() for held in optimizer.engine.held]
-    sizes = (arena.device_bytes, arena.host_bytes)
+    sizes = (arena.num_bytes(Home.DEVICE), arena.num_bytes(Home.HOST))
     ids = torch.ones((ROWS, LENGTH), dtype=torch.long)
     for _ in range(3):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -152,5 +152,5 @@ def test_nothing_is_allocated_after_the_start() -> None:
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
     assert [held.weight.data_ptr() for held in optimizer.engine.held] == places
-    assert (arena.device_bytes, arena.host_bytes) == sizes
+    assert (arena.num_bytes(Home.DEVICE), arena.num_bytes(Home.HOST)) == sizes
     assert [line.split()[0] for line in arena.owners()] == ["device", "host"]

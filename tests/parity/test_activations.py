@@ -10,23 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from strategies.core.peak import HOSTED_ALIGN
+from strategies.core.layout import ALIGN_BYTES
 from strategies.core.plan import INPUT
-from strategies.engine.activations import HostRoom, Sent, flat
+from strategies.engine.activations import HostRoom, Sent, arena_of_saved, flat
 from strategies.engine.checkpointing import checkpoint_blocks, recompute, room_of
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Event, Lane, Transfer
 from tests.parity.test_recompute import MACHINE, POLICIES, decided, made, micro_batches, plainly, steps, unequal
 from trainer.planning.plan_for import plan_for
 
+CPU = torch.device("cpu")
 HOSTED = ("full, on the host", "selective, on the host")
 TRANSFERS = {"at once": Transfer, "late": Delayed, "watched": RaceDetector}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def quiet(room: HostRoom) -> bool:
-    """Nothing is on its way, nothing was refused, and no place is taken."""
-    return not (room._leaving or room._coming or room.num_refused) and all(place.free for place in room._places)
+    """Nothing is on its way, nothing was refused, and no slot is taken."""
+    return not (room._leaving or room._coming or room.num_refused) and all(slot.free for slot in room._slots)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class Stack(nn.Module):
 def hosting(model: Stack, num_bytes: int = 1 << 16, transfer: Transfer | None = None) -> HostRoom:
     """All of its layers send their inputs and both products."""
     names = {f"layers.{index}": ("linear 0", "linear 1") for index in range(len(model.layers))}
-    room = HostRoom(list(model.layers), num_bytes, transfer or RaceDetector())
+    room = HostRoom(list(model.layers), arena_of_saved(num_bytes, CPU), transfer or RaceDetector())
     checkpoint_blocks(model, names, {name: (INPUT, *kept) for name, kept in names.items()}, room)
     model(torch.randn(2, 6)).sum().backward()  # looks only
     model.zero_grad()
@@ -200,7 +201,7 @@ def test_loops(loop: Loop) -> None:
     assert room._transfer is not None and room._transfer.races == []  # type: ignore[attr-defined]  # it is watched
 
 
-def test_the_wait_of_places_is_needed() -> None:
+def test_the_wait_of_slots_is_needed() -> None:
     for moves, races in ((RaceDetector(), False), (Deaf(Lane.DOWN, Lane.UP), True)):
         model = Stack()
         hosting(model, transfer=moves)
@@ -234,10 +235,10 @@ def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
     assert quiet(room)
 
 
-def test_places_do_not_pile_up() -> None:
+def test_slots_do_not_pile_up() -> None:
     """A hundred steps of other lengths, in just the room that the longest needs, without a garbage collector."""
     model = Stack()
-    room = hosting(model, 5 * 3 * HOSTED_ALIGN)
+    room = hosting(model, 5 * 3 * ALIGN_BYTES)
     gc.disable()
     try:
         for step in range(100):
@@ -247,16 +248,16 @@ def test_places_do_not_pile_up() -> None:
         gc.enable()
 
 
-def test_what_finds_no_place_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_finds_no_slot_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     """An input stays, a product is made again; a graph that is dropped takes all with it."""
     plain, model = Stack(), Stack()
-    room = hosting(model, 7 * HOSTED_ALIGN)
+    room = hosting(model, 7 * ALIGN_BYTES)
     for one in (plain, model):
         torch.manual_seed(4)
         one(rows(4)).sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(model), strict=True))
     assert room.num_refused > 0
-    assert sum("does not go to the host" in message for message in caplog.messages) == 1
+    assert sum("is not sent to the host" in message for message in caplog.messages) == 1
     gc.collect()
     before = sum(type(each) is Tensor for each in gc.get_objects())
     for _ in range(5):
@@ -351,7 +352,7 @@ SHAPES: Mapping[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
 def test_what_comes_back_is_what_was_sent(make: Callable[[], Tensor]) -> None:
-    room = HostRoom([], 1 << 12, Delayed())
+    room = HostRoom([], arena_of_saved(1 << 12, CPU), Delayed())
     tensor = make()
     sent = room.send(tensor.clone(memory_format=torch.preserve_format) if tensor.numel() else tensor)
     assert isinstance(sent, Sent)
@@ -367,7 +368,7 @@ def test_what_comes_back_is_what_was_sent(make: Callable[[], Tensor]) -> None:
     "make", [lambda: torch.randn(4)[::2], lambda: torch.randn(1, 4).expand(3, 4), lambda: torch.randn(3, 4)[:, :2]]
 )
 def test_tensors_with_gaps_or_overlaps_stay(make: Callable[[], Tensor]) -> None:
-    room = HostRoom([], 1 << 12)
+    room = HostRoom([], arena_of_saved(1 << 12, CPU))
     tensor = make()
     assert room.send(tensor) is None
     assert room.num_refused == 1 and flat(tensor) is None

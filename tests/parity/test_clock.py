@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.facts import Facts, Rates, UnitKind, Work
+from strategies.core.facts import Facts, Home, Rates, UnitKind, Work
 from strategies.core.plan import Plan
 from strategies.engine import AdamW, stow
 from strategies.engine.checkpointing import recompute, room_of
@@ -66,7 +66,7 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
     block = max(b.weight_bytes for b in probe.layout.buckets if not b.resident)
     saved = sum(unit.saved_bytes for unit in probe.facts.units)
     rates = slow_link(block / factor)
-    plan = plan_in(model, rates, probe.addresses.device_bytes + saved + spare_blocks * block, prefetch)
+    plan = plan_in(model, rates, probe.addresses.num_bytes(Home.DEVICE) + saved + spare_blocks * block, prefetch)
     assert plan.layout is not None and not all(b.resident for b in plan.layout.buckets)
     problem = problem_of(plan.facts, plan.layout, rates_of(plan))
     outcome = simulate(problem, list(evictions_of(problem, plan.layout)), iterations=5)

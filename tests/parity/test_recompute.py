@@ -19,7 +19,7 @@ from strategies.core.facts import Facts
 from strategies.core.plan import INPUT, Home, Plan
 from strategies.core.registry import find
 from strategies.engine import stow
-from strategies.engine.activations import HostRoom
+from strategies.engine.activations import HostRoom, arena_of_saved
 from strategies.engine.checkpointing import checkpoint_blocks, checkpointed, recompute
 from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
@@ -208,7 +208,9 @@ def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Ten
         blocks = [f"layers.{index}" for index in range(0, 4, POLICIES[policy].get("every", 1))]
         room, hosted = None, dict[str, list[str]]()
         if POLICIES[policy].get("activation_offloading"):
-            room = HostRoom([model.get_submodule(name) for name in blocks], 1 << 20, Delayed())
+            room = HostRoom(
+                [model.get_submodule(name) for name in blocks], arena_of_saved(1 << 20, torch.device("cpu")), Delayed()
+            )
             hosted = {name: [INPUT, *kept] for name in blocks}
         checkpoint_blocks(model, dict.fromkeys(blocks, kept), hosted, room)
         return

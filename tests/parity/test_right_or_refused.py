@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "a hook as gradients are accumulated": (
         lambda m, _: [m.head.weight.register_post_accumulate_grad_hook(print)],
-        "gradients leave as they are accumulated",
+        "gradients are moved as they are accumulated",
     ),
     "assign=True": (lambda m, _: m.load_state_dict(m.state_dict(), assign=True), "copy instead"),
     "torch.func": (
@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "never zeroed": (never_zeroed, r"step\(\) took the gradient of"),
     "zeros for None": (zeros_for_none, "layers.2.* has a gradient of zero"),
     "a scaler": (every_step(lambda m, _: torch._amp_foreach_non_finite_check_and_unscale_(
-        [p.grad for p in m.parameters()], torch.zeros(1), torch.ones(1))), "takes no GradScaler"),
+        [p.grad for p in m.parameters()], torch.zeros(1), torch.ones(1))), "does not support GradScaler"),
     "maximize": (every_step(change("maximize", True)), "maximize is not supported"),
     "not fused": (every_step(change("fused", False)), "fused is False there and True in the rule"),
     "a parameter taken out": (every_step(lambda _, o: o.param_groups[0]["params"].clear()), "param_groups"),
@@ -419,7 +419,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "tied by memory": (tied_by_memory, "embed.weight and head.weight share memory"),
     "turned": (turned, "layers.0.up.weight: its memory is not in order of rows"),
     "an alias": (with_alias, "layers.0.up.weight: layers.0._cache shares its memory"),
-    "a hook": (hooked, "head.weight: gradients leave as they are accumulated"),
+    "a hook": (hooked, "head.weight: gradients are moved as they are accumulated"),
 }
 
 

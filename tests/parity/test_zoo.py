@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from strategies.core.facts import Home
 from strategies.core.protocol import Refusal
 from strategies.engine import AdamW, stow
 from strategies.engine.module_hooks import ModuleHooks
@@ -54,7 +55,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def smallest(model: nn.Module, **loop: Any) -> Any:
     """The real planner's plan at the smallest budget that it does not refuse."""
     given: dict[str, Any] = {"max_grad_norm": NORM, "machine": MACHINE, **loop}
-    low, high = 0, plan_for(model, gpu_memory="1GiB", **given).place.addresses.device_bytes  # type: ignore[union-attr]
+    low, high = 0, plan_for(model, gpu_memory="1GiB", **given).place.addresses.num_bytes(Home.DEVICE)  # type: ignore[union-attr]
     while high - low > 4096:
         middle = (low + high) // 2
         try:

@@ -16,8 +16,8 @@ def test_permanent_spots_follow_each_other_from_zero() -> None:
     spots = sorted(addresses.spots.values(), key=lambda spot: spot.offset)
     assert spots[0].offset == 0
     assert [spot.end for spot in spots[:-1]] == [spot.offset for spot in spots[1:]]
-    assert addresses.device_bytes == spots[-1].end == 4 * (4 * 128 + 4 * 256) + 2 * ALIGN_BYTES
-    assert addresses.host_bytes == 0
+    assert addresses.num_bytes(Home.DEVICE) == spots[-1].end == 4 * (4 * 128 + 4 * 256) + 2 * ALIGN_BYTES
+    assert addresses.num_bytes(Home.HOST) == 0
 
 
 def test_weights_that_are_never_there_together_share() -> None:
@@ -34,7 +34,9 @@ def test_weights_that_are_never_there_together_share() -> None:
     spots = [addresses.of(f"b{i}", Item.WEIGHT) for i in range(4)]
     assert [spot.num_bytes for spot in spots] == [4 * size for size in elements]
     assert [i for i in range(3) if spots[i].overlaps(spots[i + 1])] == []
-    assert addresses.device_bytes - min(spot.offset for spot in spots) == 4 * (512 + 256)  # most that is there at once
+    assert addresses.num_bytes(Home.DEVICE) - min(spot.offset for spot in spots) == 4 * (
+        512 + 256
+    )  # most that is there at once
 
 
 def test_different_sizes_share_one_stretch() -> None:
@@ -61,7 +63,7 @@ def test_gradients_on_their_way_down_share_slots() -> None:
 
 def test_scratch_comes_last() -> None:
     addresses = place(layout(bucket("a", "layers.0", 1000, dtype="bfloat16")))
-    assert addresses.of("", Item.SCRATCH).end == addresses.device_bytes
+    assert addresses.of("", Item.SCRATCH).end == addresses.num_bytes(Home.DEVICE)
 
 
 @settings(max_examples=100, deadline=None)

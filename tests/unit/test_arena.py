@@ -10,22 +10,23 @@ import torch
 
 from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES
-from strategies.engine.activations import HostRoom
+from strategies.engine.activations import HostRoom, arena_of_saved
 from strategies.engine.memory import accelerator
 from strategies.engine.memory import arena as module
-from strategies.engine.memory.arena import Arena, OutOfMemoryError, Pages
+from strategies.engine.memory.arena import Arena, HostMemory, OutOfMemoryError
 from strategies.planner.addresses import place
 from tests.helpers.layouts import bucket, layout
 
+CPU = torch.device("cpu")
 PIECE = 16 * PAGE_BYTES
 
 
 class Driver:
     """Keeps what CUDA keeps: no page twice, and nothing that is not registered is given up."""
 
-    def __init__(self, refuses: int | None = None) -> None:
+    def __init__(self) -> None:
         self.ranges: dict[int, int] = {}
-        self.calls, self.refuses = 0, refuses
+        self.calls, self.refuses = 0, 0  # the number of the call that fails
 
     def register(self, pointer: int, num_bytes: int) -> str | None:
         self.calls += 1
@@ -48,30 +49,43 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
 
 
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Of the CPU, which has none of its own."""
+    found = Driver()
+    monkeypatch.setitem(accelerator.TABLE, "cpu", accelerator.Row(found))
+    return found
+
+
+def host_memory() -> HostMemory:
+    return HostMemory(5 * PIECE, CPU, "a test")
+
+
 def hosted() -> Arena:
     """Stretches of odd sizes, one larger than a piece."""
     sizes = [900, 7000, 128, 33000, 5000, 12000, 700, 9000]
     made = layout(*(bucket(f"b{i}", f"layers.{i}", size, resident_ticks=((i, i + 1),)) for i, size in enumerate(sizes)))
-    return Arena(place(made), torch.device("cpu"))
+    return Arena(place(made), CPU)
 
 
-def test_no_stretch_lies_in_two_registrations() -> None:
-    arena, driver = hosted(), Driver()
+def test_no_stretch_lies_in_two_registrations(driver: Driver) -> None:
+    arena = hosted()
     spots = [spot for spot in arena.addresses.spots.values() if spot.home is Home.HOST]
-    arena._host.pin(driver, [spot.offset for spot in spots])
-    start = arena._host.memory.data_ptr()
+    arena.pin()
+    start = arena._memories[Home.HOST].memory.data_ptr()
     assert len(driver.ranges) > 2 and sum(size > PIECE for size in driver.ranges.values()) <= 2
     for spot in spots:
         inside = [p for p, size in driver.ranges.items() if p <= start + spot.offset and start + spot.end <= p + size]
         assert len(inside) == 1, spot
-    assert any(spot.offset < border < spot.end for spot in spots for border in range(PIECE, arena.host_bytes, PIECE))
+    assert any(
+        spot.offset < border < spot.end for spot in spots for border in range(PIECE, arena.num_bytes(Home.HOST), PIECE)
+    )
 
 
-def test_registrations_end_with_the_memory() -> None:
+def test_registrations_end_with_the_memory(driver: Driver) -> None:
     """Also after an error, when nobody calls ``close``."""
-    driver = Driver()
-    pages = Pages(5 * PIECE, "a test")
-    pages.pin(driver)
+    pages = host_memory()
+    pages.pin(range(0, 5 * PIECE, PIECE))
     assert len(driver.ranges) == 5
     view = pages.memory[:8]
     del pages
@@ -79,17 +93,17 @@ def test_registrations_end_with_the_memory() -> None:
     assert driver.ranges == {} and view.sum() == 0
 
 
-def test_a_refusal_names_the_error_and_leaves_nothing() -> None:
-    driver = Driver(refuses=3)
+def test_a_refusal_names_the_error_and_leaves_nothing(driver: Driver) -> None:
+    driver.refuses = 3
     with pytest.raises(OutOfMemoryError, match=r"could not pin .* for a test: no more \(CUDA error 2\)"):
-        Pages(5 * PIECE, "a test").pin(driver)
+        host_memory().pin(range(0, 5 * PIECE, PIECE))
     assert driver.ranges == {}
 
 
-def test_a_forked_process_has_none_of_it() -> None:
+def test_a_forked_process_has_none_of_it(driver: Driver) -> None:
     """What is pinned would be shared with it until somebody writes, and then by whom is chance."""
-    pages = Pages(PAGE_BYTES, "a test")
-    pages.pin(Driver())
+    pages = host_memory()
+    pages.pin(())
     pid = os.fork()
     if pid == 0:
         faulthandler.disable()  # what comes is no surprise
@@ -98,12 +112,11 @@ def test_a_forked_process_has_none_of_it() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) < 0
 
 
-def test_places_of_saved_tensors_keep_to_borders() -> None:
-    room = HostRoom([], 4 * PIECE)
-    room._opened(torch.device("cpu"))
-    room._pages.pin(Driver())  # type: ignore[union-attr]
+def test_slots_of_saved_tensors_keep_to_borders(driver: Driver) -> None:
+    room = HostRoom([], arena_of_saved(4 * PIECE, CPU))
+    assert len(driver.ranges) == 4
     taken: list[Any] = [room._take(PIECE * 5 // 8) for _ in range(4)]
-    assert [place.start for place in taken] == [0, PIECE, 2 * PIECE, 3 * PIECE]
+    assert [slot.start for slot in taken] == [0, PIECE, 2 * PIECE, 3 * PIECE]
     assert room._take(PIECE * 5 // 8) is None
 
 
@@ -111,5 +124,5 @@ def test_a_device_without_streams_is_not_seen(monkeypatch: pytest.MonkeyPatch) -
     """Apple's: the CPU is taken."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     assert accelerator.kind() is None and accelerator.device_of(None) == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"device='mps': here are cpu$"):
+    with pytest.raises(ValueError, match=r"device='mps': this machine has cpu$"):
         accelerator.device_of("mps")

@@ -58,10 +58,10 @@ def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) ->
     )
     assert plan.addresses is not None and plan.layout is not None
     saved = sum(unit.saved_bytes for unit in known.units)
-    assert in_table(plan, Home.DEVICE) == plan.addresses.device_bytes
-    assert in_table(plan, Home.HOST) == plan.addresses.host_bytes
-    assert plan.peak(Home.DEVICE) == plan.addresses.device_bytes + saved
-    assert plan.peak(Home.HOST) == plan.addresses.host_bytes + known.machine.runtime_host_bytes
+    assert in_table(plan, Home.DEVICE) == plan.addresses.num_bytes(Home.DEVICE)
+    assert in_table(plan, Home.HOST) == plan.addresses.num_bytes(Home.HOST)
+    assert plan.peak(Home.DEVICE) == plan.addresses.num_bytes(Home.DEVICE) + saved
+    assert plan.peak(Home.HOST) == plan.addresses.num_bytes(Home.HOST) + known.machine.runtime_host_bytes
     assert validate(plan.layout, plan.addresses, known.params) == []
     json.dumps(to_json(plan))
 
@@ -259,7 +259,7 @@ def test_any_model_is_planned_and_left_as_it_is(model: Any, batch: Any, units: l
     plan = plan_for(model, batch=batch, site=site, weights=weights, max_grad_norm=1.0)
     assert [unit.name for unit in plan.facts.units] == units
     assert sum(b.num_elements for b in plan.layout.buckets) >= sum(p.numel() for p in model.parameters())  # type: ignore[union-attr]  # there is one
-    assert plan.peak(Home.DEVICE) > plan.addresses.device_bytes  # type: ignore[union-attr]  # and addresses, too
+    assert plan.peak(Home.DEVICE) > plan.addresses.num_bytes(Home.DEVICE)  # type: ignore[union-attr]  # and addresses, too
     assert [(name, p.data_ptr(), p._version) for name, p in model.named_parameters()] == before
     assert all(p.grad is None for p in model.parameters())
     assert not any(module.training for module in model.modules())

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from strategies.core.facts import Operator, Unit, Work
-from strategies.core.peak import Saved, backward_peak, places
+from strategies.core.peak import Saved, backward_peak, host_room
 from strategies.core.plan import INPUT, NONE
 from strategies.planner.activation_policy import (
     FULL,
@@ -256,8 +256,8 @@ def test_inputs_on_the_host_have_the_lowest_peak_of_all() -> None:
 def test_as_many_send_as_the_host_holds(senders: int) -> None:
     units = equal_blocks(Random(6), 6)
     ways = Line(units, HOSTED["free link"]).at(10**6)
-    spare = sum(places(way.hosted_bytes, len(way.hosted)) for way in ways[:senders])
-    for more, expected in ((0, senders), (places(10**6, 10), 4)):  # two of six never send
+    spare = sum(host_room(way.hosted_bytes, len(way.hosted)) for way in ways[:senders])
+    for more, expected in ((0, senders), (host_room(10**6, 10), 4)):  # two of six never send
         prices = within_host(units, HOSTED["free link"], spare + more)
         assert [bool(way.hosted) for way in Line(units, prices).at(10**6)] == [i < expected for i in range(6)]
     assert within_host(units, HERE, 0) == HERE

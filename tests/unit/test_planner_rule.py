@@ -35,7 +35,7 @@ def chosen(known: Facts, device_bytes: int = PLENTY, saved: int = 0, **changes: 
 
 
 def device_bytes(made: Layout) -> int:
-    return place(made).device_bytes
+    return place(made).num_bytes(Home.DEVICE)
 
 
 def every_budget(known: Facts, **changes: Any) -> list[Layout]:
@@ -251,7 +251,7 @@ def test_a_host_that_is_too_small() -> None:
     text = refusal(known, PLENTY, 5000, site="host")
     assert text.startswith("strategies.offload.host_memory = 5000: ")
     enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
-    assert place(choose(known, wishes(PLENTY, enough, site="host"), 0)).host_bytes <= enough
+    assert place(choose(known, wishes(PLENTY, enough, site="host"), 0)).num_bytes(Home.HOST) <= enough
 
 
 # Any model, any wish
@@ -279,7 +279,7 @@ def test_what_is_chosen_is_valid_and_within_the_budget(known: Facts, asked: dict
         made, budget = choose(known, wishes(least, **asked), saved), least
     addresses = place(made)
     assert validate(made, addresses, known.params) == []
-    assert addresses.device_bytes + saved <= budget
+    assert addresses.num_bytes(Home.DEVICE) + saved <= budget
     for b in made.buckets:
         assert b.site is not Site.DEVICE or b.resident or (asked["site"], asked["weights"]) == ("device", "streamed")
     assert made == choose(known, wishes(budget, **asked), saved)

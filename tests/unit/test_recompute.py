@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
+from strategies.core.layout import Item
 from strategies.core.plan import NONE, Home, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.engine.checkpointing import Names, Seen, checkpoint_blocks, checkpointed, draws
+from strategies.engine.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
 from strategies.planner.step_cost import price
 from strategies.report import recomputed, whole
-from strategies.report.plan_table import table
+from strategies.report.plan_table import rows, table
 from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
 from tests.unit.test_price import FAST
 
@@ -166,7 +167,9 @@ def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, 
 def test_the_host_must_hold_it() -> None:
     plan = planned(about(8, rates=FAST), policy="full", activation_offloading=True, offload={"host_memory": "1TiB"})
     assert plan.addresses is not None and plan.hosted_bytes() > 7 * MIB
-    assert plan.peak(Home.HOST) == plan.addresses.host_bytes + plan.hosted_bytes()
+    assert plan.peak(Home.HOST) == plan.addresses.num_bytes(Home.HOST)
+    assert plan.addresses.of("", Item.SAVED).num_bytes == plan.hosted_bytes()
+    assert sum(row.num_bytes for row in rows(plan) if row.home is Home.HOST) == plan.peak(Home.HOST)
     full = {"site": "host", "gpu_memory": "1GiB"}
     least = planned(about(8), policy="full", activation_offloading=True, offload={**full, "host_memory": "1TiB"})
     for host_memory in (least.peak(Home.HOST), least.peak(Home.HOST) - MIB):
@@ -278,7 +281,7 @@ class Watched(nn.Module):
 def names_in(block_: nn.Module, *inputs: Tensor) -> list[str]:
     found: list[str] = []
 
-    class Listing(Seen):
+    class Listing(OutputRecorder):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = self._names.of(func, args, kwargs or {})
             found.extend([name] if name else [])

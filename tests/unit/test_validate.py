@@ -46,6 +46,10 @@ def with_spot(addresses: Addresses, key: tuple[str, Item], **changes: Any) -> Ad
     return replace(addresses, spots={**addresses.spots, key: replace(addresses.spots[key], **changes)})
 
 
+def with_arena(addresses: Addresses, device_bytes: int) -> Addresses:
+    return replace(addresses, arena_bytes={**addresses.arena_bytes, Home.DEVICE: device_bytes})
+
+
 # One mistake each
 
 
@@ -68,26 +72,26 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
     ("index", "changes", "words"),
     [
         (1, {"name": "a"}, "bucket a: 2 have this name"),
-        (1, {"params": ("a.0",)}, "parameter a.0: lies in 2 places"),
+        (1, {"params": ("a.0",)}, "parameter a.0: is in 2 buckets"),
         (0, {"offsets": (0, 0)}, "a.0 overlaps what lies before it"),
         (0, {"offsets": (0, 100)}, "a.1 is not aligned"),
         (0, {"num_elements": 128}, "parameters reach beyond the end"),
         (0, {"num_elements": 257}, "its size is not aligned"),
-        (0, {"sizes": (100,)}, "not equally many"),
+        (0, {"sizes": (100,)}, "not equally long"),
         (0, {"dtype": "float16"}, "unknown dtype float16"),
         (0, {"units": ()}, "no unit that uses it"),
         (0, {"units": ("other",)}, "no unit other"),
-        (0, {"resident_ticks": ((0, 2), (2, 8))}, "stays from step 2 to 8, after 2, of 8"),
-        (0, {"resident_ticks": ((0, 9),)}, "stays from step 0 to 9, after -1, of 8"),
-        (0, {"resident_ticks": ((1, 1),)}, "stays from step 1 to 1"),
-        (0, {"resident_ticks": ((0, 8),)}, "travels, but never leaves"),
-        (0, {"resident_ticks": ((0, 7),)}, "is away at step 7, where layers.0 uses it"),
+        (0, {"resident_ticks": ((0, 2), (2, 8))}, "is resident from tick 2 to 8, after 2, of 8"),
+        (0, {"resident_ticks": ((0, 9),)}, "is resident from tick 0 to 9, after -1, of 8"),
+        (0, {"resident_ticks": ((1, 1),)}, "is resident from tick 1 to 1"),
+        (0, {"resident_ticks": ((0, 8),)}, "is never evicted"),
+        (0, {"resident_ticks": ((0, 7),)}, "is away at tick 7, when layers.0 uses it"),
         (0, {"group": None}, "if, and only if"),
         (0, {"group": -1}, "group -1"),
         (0, {"site": Site.NONE}, "if, and only if"),
         (4, {"group": 0}, "if, and only if"),
-        (3, {"grad_home": Home.HOST}, "cannot park on the host"),
-        (4, {"grad_home": Home.HOST}, "cannot park on the host"),
+        (3, {"grad_home": Home.HOST}, "cannot wait on the host"),
+        (4, {"grad_home": Home.HOST}, "cannot wait on the host"),
     ],
 )
 def test_buckets(index: int, changes: dict[str, Any], words: str) -> None:
@@ -105,7 +109,7 @@ def test_addresses_by_hand() -> None:
         ),
         "weight of a: lies on the host, not on the device": with_spot(right, ("a", Item.WEIGHT), home=Home.HOST),
         "weight of a: is not aligned": with_spot(right, ("a", Item.WEIGHT), offset=weight.offset + 4),
-        "weight of a: lies outside its arena": replace(right, device_bytes=weight.offset),
+        "weight of a: lies outside its arena": with_arena(right, weight.offset),
         "weight of d overlaps": with_spot(right, ("d", Item.WEIGHT), offset=weight.offset),
         "scratch: has an address and needs none": replace(
             right, spots={**right.spots, ("", Item.SCRATCH): Spot(Home.DEVICE, 0, 512)}
@@ -121,7 +125,7 @@ def test_weights_share_only_while_one_of_them_is_away() -> None:
     right = place(made)
     assert right.of("a", Item.WEIGHT).overlaps(right.of("c", Item.WEIGHT))
     longer = with_bucket(made, 0, resident_ticks=((0, 3), (6, 8)))
-    assert complaints(longer, right) == "a and c share an address, and both are there at step 2"
+    assert complaints(longer, right) == "a and c share an address, and both are resident at tick 2"
     resident = with_spot(right, ("d", Item.WEIGHT), offset=right.of("a", Item.WEIGHT).offset)
     assert "overlaps" in complaints(made, resident)
 
@@ -135,6 +139,14 @@ def test_an_overlap_behind_a_long_spot_is_found() -> None:
     )
     assert "weight of b overlaps" in complaints(made, inside)
     assert "weight of c overlaps" in complaints(made, inside)
+
+
+def test_saved_tensors_on_the_host_have_a_spot_of_their_size() -> None:
+    made = two()
+    assert validate(made, place(made, 5000), hosted_bytes=5000) == []
+    assert complaints(made, place(made, 5000)) == "saved tensors: has an address and needs none"
+    assert validate(made, place(made), hosted_bytes=5000) == ["saved tensors: has no address"]
+    assert validate(made, place(made, 4999), hosted_bytes=5000) == ["saved tensors: has 4999 bytes, needs 5000"]
 
 
 def test_check_raises_with_all_of_it() -> None:
@@ -202,7 +214,7 @@ def onto_another(made: Layout, addresses: Addresses, data: st.DataObject) -> Cas
 def smaller_arena(made: Layout, addresses: Addresses, data: st.DataObject) -> Case:
     """The last slot may be larger than who uses it, so not every byte less is one too few."""
     end = max(spot.end for spot in addresses.spots.values() if spot.home is Home.DEVICE)
-    return made, replace(addresses, device_bytes=end - 1)
+    return made, with_arena(addresses, end - 1)
 
 
 MUTATIONS: dict[str, Mutation] = {

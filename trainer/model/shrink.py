@@ -19,6 +19,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose
+from strategies.core.facts import Home
 from strategies.core.layout import ALIGN_BYTES, Bucket, Layout, Site
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.sizes import AUTO, parse_bytes, written
@@ -152,7 +153,7 @@ class _Search:
         most = self._plan(AMPLE)
         if most is None or most.addresses is None:
             return
-        high = most.addresses.device_bytes + most.saved_peak()
+        high = most.addresses.num_bytes(Home.DEVICE) + most.saved_peak()
         low, unfit = high, 0
         while low - unfit > high >> 6:
             middle = (low + unfit) // 2

@@ -129,8 +129,8 @@ def refuse_impossible(plan: Plan) -> None:
     """
     machine = plan.facts.machine
     for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
-        needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home)
-        waiting = plan.hosted_bytes() if home is Home.HOST else 0  # reserved
+        waiting = plan.hosted_bytes() if home is Home.HOST else 0  # reserved; in the arena where there is one
+        needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home) - waiting
         if needs + waiting > has:
             split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
             cures = f"use {split}training.bf16, or model.lora"

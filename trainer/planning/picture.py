@@ -75,7 +75,7 @@ def _memory(
 ) -> None:
     """Arena and saved tensors while the steps of the first pass run, and the line that they may not cross."""
     assert plan.addresses is not None
-    arena, has = plan.addresses.device_bytes, plan.facts.machine.device_bytes
+    arena, has = plan.addresses.num_bytes(Home.DEVICE), plan.facts.machine.device_bytes
     limit = has if plan.peak(Home.DEVICE) * 4 > has else plan.peak(Home.DEVICE)  # a far line would flatten the curve
     scale = (CURVE - 30) / (1.08 * max(limit, plan.peak(Home.DEVICE)))
     floor = top + CURVE

@@ -1,13 +1,13 @@
-"""The accelerator of this machine, whatever it is: what ``torch.accelerator`` does not say.
+"""What this machine's accelerator can do beyond ``torch.accelerator``, one row of a table per kind of device.
 
 Streams, events, memory statistics and waiting have calls that are the same for all accelerators (``torch.accelerator``,
-``torch.Stream``, ``torch.Event``), and everybody uses those. What has no such call is here, one row per kind of device.
-This is the only file that names ``torch.cuda``.
+``torch.Stream``, ``torch.Event``), and the project uses those. What has no such call is here, and this is the only file
+that names ``torch.cuda``. Example: ``row_of(torch.device("cuda"))`` has the driver that registers host memory.
 
-Invariant. A kind of device without a row trains with the same results: what is missing costs time, never bits.
-Registering host memory is such a thing: where it cannot be done, copies make the host wait.
+Invariant. A kind of device without a row trains with the same results and loses time only. If host memory cannot be
+registered, copies make the host wait.
 
-Refused: Apple's ``mps``, which has no streams: it is not seen, and the CPU is taken.
+Refused: Apple's ``mps``, which has no streams. It is ignored, and training runs on the CPU.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ WITHOUT_STREAMS = {"mps"}
 
 
 class Driver(Protocol):
-    """Who locks host memory for copies."""
+    """Registers host memory for copies: locks its pages and makes it known to the device."""
 
     def register(self, pointer: int, num_bytes: int) -> str | None:
-        """Lock it; what went wrong, by name, or None."""
+        """Register a range; returns the error as text, or None."""
 
     def unregister(self, pointer: int) -> None:
-        """The opposite."""
+        """Undo ``register`` for the range that begins at ``pointer``."""
 
 
 class CudaRuntime:
-    """CUDA's runtime, as far as torch shows it; in a ROCm build of torch the same names call HIP."""
+    """CUDA's runtime, as far as torch exposes it; in a ROCm build of torch the same names call HIP."""
 
     def register(self, pointer: int, num_bytes: int) -> str | None:
         """See ``Driver``."""
@@ -51,7 +51,7 @@ class CudaRuntime:
 
 
 def _clear_last_error() -> None:
-    """What failed is said; without this the next kernel would say it again. Torch clears it as it raises."""
+    """Clear the error that was reported, or the next kernel would report it again. Torch clears it as it raises."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
@@ -61,8 +61,8 @@ class Row:
     """One kind of device.
 
     Attributes:
-        driver: locks a mapping of host memory; None: torch shows no call for it.
-        software: what it runs on, with its version.
+        driver: registers host memory; None: torch exposes no call for it.
+        software: the name and version of what the device runs on.
     """
 
     driver: Driver | None = None
@@ -80,18 +80,18 @@ TABLE: dict[str, Row] = {
 
 
 def row_of(device: torch.device) -> Row:
-    """What is known of ``device``'s kind; an empty row for kinds that are not in the table."""
+    """The row of ``device``'s kind; an empty one for kinds that are not in the table."""
     return TABLE.get(device.type, Row())
 
 
 def kind() -> str | None:
-    """The kind of accelerator that this machine has, as torch names it; None where there is only the CPU."""
+    """The kind of accelerator that this machine has, as torch names it; None if there is only the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in WITHOUT_STREAMS else found.type
 
 
 def current() -> torch.device | None:
-    """The device that this process computes on, with its index; None where there is only the CPU."""
+    """The device that this process computes on, with its index; None if there is only the CPU."""
     found = kind()
     return None if found is None else torch.device(found, torch.accelerator.current_device_index())
 
@@ -106,7 +106,7 @@ def device_of(wanted: torch.device | str | None) -> torch.device:
     if device.type == "cpu":
         return device
     if device.type != kind() or (device.index or 0) >= torch.accelerator.device_count():
-        raise ValueError(f"device={str(wanted)!r}: here are {', '.join(_devices())}")
+        raise ValueError(f"device={str(wanted)!r}: this machine has {', '.join(_devices())}")
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
@@ -116,6 +116,6 @@ def _devices() -> list[str]:
 
 
 def name_of(device: torch.device) -> str:
-    """The product's name, as the driver says it; the kind of device where its module does not say it."""
+    """The product's name from the driver; the kind of device if its torch module has no such call."""
     module = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type

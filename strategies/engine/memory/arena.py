@@ -1,14 +1,19 @@
-"""The arenas: one stretch of device memory and one of host memory, reserved once. Nothing else here allocates.
+"""The arenas: one stretch of memory per home, reserved once. Nothing else in the engine allocates buffers.
 
 Problem. A caching allocator rounds up, fragments, and gives memory to whoever asks first; torch's pinned allocator
 rounds to powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
 
-Device: one ``torch.empty``. Host: one anonymous mapping of the exact size (huge pages where the kernel grants them),
-registered with the accelerator's driver in pieces (``pin``), because one registration of hundreds of gigabytes fails;
-no stretch of a plan lies in two of them. Without an accelerator both arenas are ordinary memory, the same code runs,
-and every rule about addresses is tested on any machine.
+How each home is reserved, pinned and released is one entry of ``RESERVE``:
 
-Invariant. ``device_bytes`` and ``host_bytes`` never change after construction; a region is a view, never a copy.
+    device   one ``torch.empty``
+    host     one anonymous mapping of the exact size (huge pages where the kernel grants them), registered with the
+             accelerator's driver in pieces, because one registration of hundreds of gigabytes fails
+
+Without an accelerator both are ordinary memory and the same code runs, so every rule about addresses is tested on any
+machine.
+
+Invariant. The arenas do not grow, shrink or move after construction; a region is a view, never a copy. The few places
+in ``strategies/engine`` that allocate something else are listed, with reasons, in ``tests/unit/test_one_allocator.py``.
 
 Refused: more bytes than there are, with the numbers, before the kernel ends the process.
 """
@@ -19,16 +24,16 @@ import logging
 import mmap
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
-from strategies.core.plan import Home
 from strategies.engine.memory.accelerator import Driver, row_of
 from strategies.report.plan_table import human
 
@@ -40,70 +45,98 @@ class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
 
 
-class Pages:
-    """One mapping of host memory of the exact size, zero as it comes; ``memory`` is all of it, flat.
+class Memory(Protocol):
+    """The memory of one arena: ``memory`` is all of it, as bytes; no copy may cross one of ``borders``."""
+
+    memory: Tensor
+    borders: list[int]
+
+    def pin(self, starts: Iterable[int]) -> None:
+        """Make copies to and from the device run beside compute; ``starts``: where a piece of memory may begin."""
+
+    def release(self) -> None:
+        """Undo ``pin``."""
+
+
+class DeviceMemory:
+    """One tensor on the device. There is nothing to pin.
 
     Raises:
-        OutOfMemoryError: the host has not that much; ``owner`` says who wanted it.
+        OutOfMemoryError: the device has not that much; the message names ``owner``.
     """
 
-    def __init__(self, num_bytes: int, owner: str) -> None:
-        self._owner = owner
-        self._mapping, self.memory = self._reserve(num_bytes, owner)
+    def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
+        self.borders: list[int] = []
+        try:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
+            raise OutOfMemoryError(f"{owner} needs {human(num_bytes)}: {error}") from None
+
+    def pin(self, starts: Iterable[int]) -> None:
+        """See ``Memory``."""
+
+    def release(self) -> None:
+        """See ``Memory``."""
+
+
+class HostMemory:
+    """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
+
+    Raises:
+        OutOfMemoryError: the host has not that much; the message names ``owner``.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
+        self._device, self._owner = device, owner
+        self._mapping: Any = None
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self.borders: list[int] = []  # offsets at which one registration ends and the next begins
+        if num_bytes:
+            try:
+                self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise OutOfMemoryError(f"{owner} needs {human(num_bytes)} of host memory: {error}") from None
+            self._advise("MADV_HUGEPAGE")
+            self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)  # keeps the mapping alive
         self._registered: list[tuple[Driver, int]] = []
         self._unpin = weakref.finalize(self, _unregister, self._registered)  # memory that is unmapped while it is
         self._unpin.atexit = False  # registered spoils the next registration there; the driver ends with the process
 
-    def pin(self, driver: Driver, starts: Sequence[int] = ()) -> None:
+    def pin(self, starts: Iterable[int]) -> None:
         """Lock the pages in memory, so that copies run beside compute, and keep them from forked processes.
 
-        Drivers refuse a copy whose range lies in two registrations. So registrations end where a stretch of ``starts``
-        begins, of which none is copied together with the one before it. Without ``starts`` whoever cuts the memory up
-        has to keep to ``borders``.
+        Drivers refuse a copy whose range lies in two registrations. So a registration begins only at an offset in
+        ``starts``, of which none is copied together with the bytes before it.
 
-        A process that is forked (a data loader's) would share these pages until somebody writes to them, whereupon the
-        device may go on with the copy that the writer has not. So it gets none of them.
+        A forked process (a data loader's) would share these pages until somebody writes to them, after which the
+        device may go on with the copy that the writer does not have. So a fork gets none of them.
 
         Raises:
             OutOfMemoryError: the driver refuses.
         """
-        total = self.memory.numel()
+        driver, total = row_of(self._device).driver, self.memory.numel()
+        if driver is None:
+            if self._device.type != "cpu":
+                kind = self._device.type
+                logger.warning("torch cannot register host memory with %s: copies make the host wait", kind)
+            return
         self.borders = list(_borders(total, starts))
-        if total and hasattr(mmap, "MADV_DONTFORK"):
-            self._mapping.madvise(mmap.MADV_DONTFORK)
+        self._advise("MADV_DONTFORK")
         for begin, end in pairwise([0, *self.borders, total] if total else []):
             complaint = driver.register(self.memory.data_ptr() + begin, end - begin)
             if complaint:
-                self.unpin()
+                self.release()
                 raise OutOfMemoryError(f"could not pin {human(total)} of host memory for {self._owner}: {complaint}")
             self._registered.append((driver, self.memory.data_ptr() + begin))
 
-    def pin_for(self, device: torch.device, starts: Sequence[int] = ()) -> None:
-        """Lock the pages for copies to and from ``device``, as far as torch shows a way to; see ``pin``."""
-        driver = row_of(device).driver
-        if driver is not None:
-            self.pin(driver, starts)
-        elif device.type != "cpu":
-            logger.warning("torch cannot register host memory with %s: copies make the host wait", device.type)
-
-    def unpin(self) -> None:
-        """Give the pages back to the system's care. Views stay valid."""
+    def release(self) -> None:
+        """Make the pages pageable again. Views stay valid."""
         _unregister(self._registered)
-        if self._mapping is not None and hasattr(mmap, "MADV_DOFORK"):
-            self._mapping.madvise(mmap.MADV_DOFORK)
+        self._advise("MADV_DOFORK")
 
-    @staticmethod
-    def _reserve(num_bytes: int, owner: str) -> tuple[Any, Tensor]:
-        if num_bytes == 0:
-            return None, torch.empty(0, dtype=torch.uint8)
-        try:
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise OutOfMemoryError(f"{owner} needs {human(num_bytes)} of host memory: {error}") from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        return pages, torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
+    def _advise(self, name: str) -> None:
+        if self._mapping is not None and hasattr(mmap, name):
+            self._mapping.madvise(getattr(mmap, name))
 
 
 def _unregister(registered: list[tuple[Driver, int]]) -> None:
@@ -112,64 +145,61 @@ def _unregister(registered: list[tuple[Driver, int]]) -> None:
         driver.unregister(pointer)
 
 
-def _borders(total: int, starts: Sequence[int]) -> Iterator[int]:
-    """Where registrations meet: at most PIECE_BYTES apart, unless one stretch alone is larger."""
+def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
+    """Where registrations meet: at most PIECE_BYTES apart, unless no start lies between."""
     begin, last = 0, 0
-    for start in [*sorted(start for start in set(starts) if start % PAGE_BYTES == 0), total] if starts else ():
+    for start in [*sorted(start for start in set(starts) if start % PAGE_BYTES == 0), total]:
         if start - begin > PIECE_BYTES and last > begin:
             yield last
             begin = last
         last = start
-    if not starts:
-        yield from range(PIECE_BYTES, total, PIECE_BYTES)
+
+
+RESERVE: Mapping[Home, Callable[[int, torch.device, str], Memory]] = {Home.DEVICE: DeviceMemory, Home.HOST: HostMemory}
 
 
 class Arena:
-    """Both arenas of one rank, cut up as ``addresses`` says.
+    """The arenas of one rank, one per home, cut up as ``addresses`` says.
 
     Raises:
-        OutOfMemoryError: the device or the host has not that much; the message says who wanted what.
+        OutOfMemoryError: a home has not that much; the message says what was to lie there.
     """
 
     def __init__(self, addresses: Addresses, device: torch.device) -> None:
-        self.addresses, self.device = addresses, device
-        self._device = self._reserve_device(addresses.device_bytes)
-        self._host = Pages(addresses.host_bytes, "the host arena")
+        self.addresses = addresses
+        self._memories = {
+            home: RESERVE[home](num_bytes, device, f"the {home.value} arena ({self._contents(home)})")
+            for home, num_bytes in addresses.arena_bytes.items()
+        }
 
-    @property
-    def device_bytes(self) -> int:
-        return self._device.numel()
-
-    @property
-    def host_bytes(self) -> int:
-        return self._host.memory.numel()
+    def num_bytes(self, home: Home) -> int:
+        """The size of the arena of one home."""
+        return self._memories[home].memory.numel() if home in self._memories else 0
 
     def region(self, spot: Spot, dtype: torch.dtype) -> Tensor:
         """The flat view of ``spot``; as many elements as fit."""
-        home = self._device if spot.home is Home.DEVICE else self._host.memory
-        return home[spot.offset : spot.end].view(dtype)
+        return self._memories[spot.home].memory[spot.offset : spot.end].view(dtype)
 
     def of(self, bucket: str, item: Item, dtype: torch.dtype) -> Tensor | None:
         """The region of one item of one bucket; None where the layout gives it none."""
         spot = self.addresses.spots.get((bucket, item))
         return None if spot is None else self.region(spot, dtype)
 
-    def owners(self) -> Iterator[str]:
-        """What each arena holds, by kind of memory, as lines for people. Shared slots count once."""
-        for home, total in ((Home.DEVICE, self.device_bytes), (Home.HOST, self.host_bytes)):
-            spots = {(item, spot) for (_, item), spot in self.addresses.spots.items() if spot.home is home}
-            held: Counter[str] = Counter()
-            for item, spot in spots:
-                held[item.value] += spot.num_bytes
-            parts = ", ".join(f"{name} {human(size)}" for name, size in held.most_common())
-            yield f"{home.value} arena {human(total)}: {parts or 'empty'}"
+    def borders(self, bucket: str, item: Item) -> list[int]:
+        """Offsets in the region of one item, none if the layout gives it none, that no copy may cross."""
+        spot = self.addresses.spots.get((bucket, item))
+        if spot is None:
+            return []
+        ends = self._memories[spot.home].borders
+        return [border - spot.offset for border in ends if spot.offset < border < spot.end]
 
-    def close(self) -> None:
-        """Give pinned pages back to the system. The views stay valid, the pages are pageable again."""
-        self._host.unpin()
+    def owners(self) -> Iterator[str]:
+        """What each arena holds, by kind of memory, as lines for people."""
+        for home in self._memories:
+            yield f"{home.value} arena {human(self.num_bytes(home))}: {self._contents(home)}"
 
     def pin(self) -> None:
-        """Lock the host arena in memory. Nothing to do where no driver does that.
+        """Pin the arenas where their homes and the driver need it.
 
         Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
         once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
@@ -177,14 +207,25 @@ class Arena:
         Raises:
             OutOfMemoryError: the driver refuses.
         """
-        starts = [spot.offset for spot in self.addresses.spots.values() if spot.home is Home.HOST]
-        self._host.pin_for(self.device, starts)
+        starts: dict[Home, set[int]] = {home: set() for home in self._memories}
+        for (_, item), spot in self.addresses.spots.items():
+            step = PIECE_BYTES if item is Item.SAVED else max(spot.num_bytes, 1)  # saved tensors keep to ``borders``
+            starts[spot.home].update(range(spot.offset, spot.end, step))
+        for home, memory in self._memories.items():
+            memory.pin(starts[home])
 
-    def _reserve_device(self, num_bytes: int) -> Tensor:
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
-            raise OutOfMemoryError(f"the device arena needs {human(num_bytes)}: {error}") from None
+    def close(self) -> None:
+        """Give pinned pages back to the system. The views stay valid, the pages are pageable again."""
+        for memory in self._memories.values():
+            memory.release()
+
+    def _contents(self, home: Home) -> str:
+        """The kinds of memory at one home with their sizes, largest first. Shared slots count once."""
+        spots = {(item, spot) for (_, item), spot in self.addresses.spots.items() if spot.home is home}
+        sizes: Counter[str] = Counter()
+        for item, spot in spots:
+            sizes[item.value] += spot.num_bytes
+        return ", ".join(f"{name} {human(size)}" for name, size in sizes.most_common()) or "empty"
 
 
 def alone(view: Tensor) -> Tensor:

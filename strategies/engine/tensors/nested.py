@@ -1,4 +1,4 @@
-"""The tensors in whatever a module is given or gives back, and whether two are the same."""
+"""Find the tensors in what a module takes or returns, and compare tensors bit by bit."""
 
 from __future__ import annotations
 

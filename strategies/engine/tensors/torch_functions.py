@@ -1,12 +1,13 @@
-"""What a torch function does with its arguments: asks about them, writes to them, hands out their memory.
+"""What a torch function does with its arguments: read their metadata, read or write their values, or return views.
 
-Tensors that stand for a parameter or a gradient (``parameters.py``, ``parked_gradient.py``) see every function that is
-called with them and answer by kind. What is in no table here is taken for a reader of values, which gets the right
-ones.
+Problem. Tensors that stand for a parameter or a gradient (``parameters.py``, ``pending_gradient.py``) intercept every
+torch function that is called with them, and must know what it does. Example: ``weight.shape`` needs no value,
+``weight + 1`` reads one, ``weight.add_(1)`` writes. A function that is in no table here is treated as a reader and
+gets the right values.
 
-[Note: several kinds] One function may be called with tensors of several such classes. Torch asks one class, which knows
-its own tensors only. It puts values in their place and calls the function again, so that the next class is asked. Those
-that put nothing in their place, because the memory is right as it is, wait until they are alone.
+[Note: several classes] A function may be called with tensors of several such classes. Torch calls the handler of one
+class, which knows its own tensors only. It replaces them with values and calls the function again, so that the next
+class is called. Classes that replace nothing, because the memory is right as it is, let the others go first.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ ABOUT = frozenset(
         "__len__",
     )
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
-GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # ask for the place in a graph
+GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # need the node in the graph
 HOOKS = frozenset([Tensor.register_hook, Tensor.retain_grad])
-NODES = frozenset([Tensor.expand_as, Tensor.view_as])  # of a tensor as itself: how torch looks for its node
+NODES = frozenset([Tensor.expand_as, Tensor.view_as])  # of a tensor as itself: how torch gets at its node
 VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes that are views of the value
 ADDRESSES = frozenset([Tensor.data_ptr])
 CONVERSIONS = frozenset(
     [Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type]
 )
-# What blocks do with their weights, mostly. The result is new memory, so that nobody has to look for a view.
+# What blocks mostly do with their weights. The result is new memory, so it need not be searched for views.
 NEW = frozenset(
     [
         nn.functional.linear, nn.functional.layer_norm, nn.functional.rms_norm, nn.functional.embedding,
@@ -49,25 +50,25 @@ NEW = frozenset(
 ARRAYS: Any = frozenset([Tensor.numpy, Tensor.__array__])  # type: ignore[list-item]
 
 
-def asks_about(func: Any) -> bool:
-    """Whether the answer does not depend on the value: shapes, dtypes, hooks, places in a graph."""
+def reads_no_value(func: Any) -> bool:
+    """Whether the result does not depend on the value: shapes, dtypes, hooks, nodes of a graph."""
     if type(func).__name__ == "method-wrapper":  # the getter or setter of an attribute
         return func.__self__.__name__ not in VALUES
     return func in ABOUT or func in GRAPH
 
 
-def asks_for_node(func: Any) -> bool:
-    """Whether the answer is, or hangs on, the tensor's place in a graph."""
+def needs_node(func: Any) -> bool:
+    """Whether the result is, or depends on, the tensor's node in a graph."""
     if type(func).__name__ == "method-wrapper":
         return bool(func.__self__.__name__ == "grad_fn")
     return func in GRAPH or func in HOOKS
 
 
-def converts_nothing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def is_no_conversion(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether ``func`` is a conversion that would return the tensor itself, as ``model.to(device)`` mostly does."""
     if func not in CONVERSIONS:
         return False
-    probe = args[0].detach().as_strided((), ())  # to convert one element shows it
+    probe = args[0].detach().as_strided((), ())  # converting one element tells
     return func(probe, *args[1:], **kwargs) is probe
 
 
@@ -81,30 +82,30 @@ def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def each(value: Any) -> list[Any]:
-    """A list of what ``value`` is or has."""
+    """``value`` as a list: its elements, itself, or nothing for None."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
-def others_stand(types: Sequence[type], *own: type) -> bool:
-    """Whether tensors of further classes that stand for something are in the call; see [Note: several kinds]."""
-    return len(types) > 1 and any(hasattr(kind, "_stands_for") and not issubclass(kind, own) for kind in types)
+def has_other_stand_ins(types: Sequence[type], *own: type) -> bool:
+    """Whether the call has tensors of further classes that stand for something; see [Note: several classes]."""
+    return len(types) > 1 and any(hasattr(kind, "_stand_in") and not issubclass(kind, own) for kind in types)
 
 
 def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
-    """``func``; ``ask``: other classes first, although the class that calls this is not asked again."""
+    """Call ``func``; ``ask``: with the handlers of other classes, which are switched off inside a handler."""
     if not ask:
         return func(*args, **kwargs)
     with torch._C._EnableTorchFunction():
         return func(*args, **kwargs)
 
 
-def looks_for_node(func: Any, args: Any) -> bool:
-    """Whether somebody wants the node of a graph at which the gradient of a leaf arrives."""
+def makes_node(func: Any, args: Any) -> bool:
+    """Whether the call is how torch gets at the node that accumulates the gradient of a leaf."""
     return func in NODES and args[0] is args[1]
 
 
-def for_aliases(out: Any, begin: int, end: int, do: Callable[[Tensor], Tensor]) -> Any:
-    """``out`` of a function; ``do`` with each of its tensors that begins between these addresses, in its place."""
+def replace_views(out: Any, begin: int, end: int, do: Callable[[Tensor], Tensor]) -> Any:
+    """``out`` with each of its tensors that begins between these addresses replaced by ``do`` of it."""
 
     def look(one: Tensor) -> Tensor:
         return do(one) if one.layout is torch.strided and begin <= one.data_ptr() < end else one
@@ -114,17 +115,17 @@ def for_aliases(out: Any, begin: int, end: int, do: Callable[[Tensor], Tensor]) 
     return tree_map_only(Tensor, look, out) if isinstance(out, list | tuple | dict) else out
 
 
-def only_read(func: Any, out: Any, copies: Sequence[Tensor], kind: type[Tensor]) -> Any:
-    """``out`` of a function of copies: what shares their memory becomes a ``kind``, an array refuses writes."""
+def read_only(func: Any, out: Any, copies: Sequence[Tensor], kind: type[Tensor]) -> Any:
+    """Make what shares memory with ``copies`` in ``out`` read-only: tensors become a ``kind``, arrays refuse writes."""
     if func in ARRAYS:
         out.setflags(write=False)
         return out
     for copy in copies:
         begin = copy.data_ptr()
-        out = for_aliases(out, begin, begin + copy.nbytes, partial(_as_kind, kind))
+        out = replace_views(out, begin, begin + copy.nbytes, partial(_as_kind, kind))
     return out
 
 
 def _as_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    tensor.__class__ = kind  # and not as_subclass, which would put a node into the graph
+    tensor.__class__ = kind  # not as_subclass, which would add a node to the graph
     return tensor

@@ -1,12 +1,12 @@
-"""A race detector: is every pair of accesses to the same bytes ordered by events? For tests, on any machine.
+"""A race detector: checks that events order every pair of accesses to the same bytes. For tests, on any machine.
 
-Each lane carries a vector clock: for each lane, how much of its work is known to be done. An event remembers the
-clock of its lane; a wait merges it into the waiting lane's. An access is safe if, of every earlier access of another
-lane to overlapping bytes (one of the two a write), the later lane's clock says that it is done. So a missing edge is
-found whatever the timing of the run, which no test of results can promise.
+Each lane has a vector clock: for each lane, how much of its work is known to be done. An event stores the clock of its
+lane; a wait merges it into the clock of the waiting lane. An access races with an earlier one if they are on different
+lanes, have bytes in common, one of them writes, and the clock of the later lane does not say that the earlier access is
+done. So a missing wait is found whatever the timing of the run, which no test of results can guarantee.
 
-What the main thread launches is known to a lane only through events, as on streams. Source of the method: Lamport,
-"Time, Clocks, and the Ordering of Events in a Distributed System", 1978.
+A lane learns of what the main thread launches only through events, as on streams. Source of the method: Lamport, "Time,
+Clocks, and the Ordering of Events in a Distributed System", 1978.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Clock = dict[Lane, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of a stretch of memory."""
+    """One read or write of a range of memory; ``what``: the line of code that did it."""
 
     lane: Lane
     time: int
@@ -38,7 +38,7 @@ class Access:
 class RaceDetector(Transfer):
     """Copies at once, as on a machine without streams, and checks the order that events alone would give.
 
-    ``races`` collects what is not ordered, one line each.
+    ``races`` has one line per pair of accesses that is not ordered.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class RaceDetector(Transfer):
 
 
 def _covered(old: Access, now: Access) -> bool:
-    """Whether ``now`` stands for ``old`` in every later check: same lane or ordered after it, at least its bytes."""
+    """Whether what races with ``old`` later races with ``now``, too: same lane, its bytes, a write if it was one."""
     same = old.lane is now.lane and (now.writes or not old.writes)
     return same and now.start <= old.start and old.stop <= now.stop
 

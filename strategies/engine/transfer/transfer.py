@@ -1,16 +1,19 @@
 """Copies between the homes, and the only streams and events of the project.
 
 Four lanes: the device computes (COMPUTE), copies up (UP), copies down (DOWN); the worker on the host computes (HOST).
-Within a lane work runs in the order in which it was issued. Between lanes nothing is ordered but by an event:
-``record`` marks a point of a lane, ``wait`` makes another lane wait for it. The host waits for nobody, except the
-worker for what it is about to read.
+Invariant. Within a lane work runs in the order in which it was issued. Between lanes only events give an order:
+``record`` marks a point of a lane, ``wait`` makes another lane wait for it. Example: ``wait(COMPUTE, record(UP))`` lets
+no kernel issued afterwards start before the copies up issued so far are done. The calling thread never waits, except
+where it says so (``host_wait``): the worker, for what it is about to read, and where values leave for the user.
 
 Without streams (a CPU machine) a copy is made when it is issued, and events are empty. ``Delayed`` makes each copy as
 late as its events allow, so that a forgotten wait shows as wrong numbers in a test on any machine.
 
-[Note: events that need no wait] An event of a lane says that everything before it in that lane is done. A lane that has
-waited for event 7 of UP need not wait for event 5 of UP. Each lane remembers the last event it waited for, by lane,
-which makes repeated waits free and lets callers wait for every event that could matter.
+Refused: a change of the stream on which a stowed model runs, since COMPUTE is one stream.
+
+[Note: redundant waits] An event of a lane says that everything before it in that lane is done. A lane that has waited
+for event 7 of UP need not wait for event 5 of UP. Each lane remembers the last event of each other lane that it waited
+for, which makes repeated waits free and lets callers wait for every event that could matter.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOOK_S = 1e-4  # an update on the host takes hundreds of times as long
+POLL_S = 1e-4  # an update on the host takes hundreds of times as long
 
 
 class Lane(Enum):
-    """Where work runs in order."""
+    """A queue whose work runs in order."""
 
     COMPUTE = "compute"
     UP = "up"
@@ -42,7 +45,7 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A point of a lane: everything issued there before it. ``number`` grows along the lane."""
+    """A point of a lane, after everything issued there before. ``number`` grows along the lane."""
 
     lane: Lane
     number: int
@@ -50,9 +53,9 @@ class Event:
 
 
 class Transfer:
-    """Copies made at once: for machines whose device is their memory. Also the interface of the others.
+    """Copies made at once, for machines whose device is their memory; also the interface of the other classes.
 
-    ``eager``: homes are given up as soon as they are left, not when somebody wants their address. For test doubles.
+    ``eager``: weights are evicted as soon as their scope is left, not when their address is needed. For test doubles.
     """
 
     eager = False
@@ -76,7 +79,7 @@ class Transfer:
         return Event(lane, self._count[lane], self._record(lane))
 
     def wait(self, lane: Lane, *events: Event | None) -> None:
-        """``lane`` does nothing issued from now on before ``events``. See [Note: events that need no wait]."""
+        """Nothing that is issued on ``lane`` from now on starts before ``events``. See [Note: redundant waits]."""
         for event in events:
             if event is None or event.lane is lane or self._seen[lane, event.lane] >= event.number:
                 continue
@@ -84,7 +87,7 @@ class Transfer:
             self._wait(lane, event)
 
     def poison(self, lane: Lane, region: Tensor) -> None:
-        """Fill ``region`` with NaN on ``lane``: who reads it before the copy that follows will notice."""
+        """Fill ``region`` with NaN on ``lane``, so that reading it before the copy that follows shows."""
         self._fill(lane, region)
 
     def done(self, event: Event | None) -> bool:
@@ -92,18 +95,18 @@ class Transfer:
         return event is None or event.handle is None or bool(event.handle.query())
 
     def host_wait(self, *events: Event | None) -> None:
-        """The calling thread waits for ``events``. For the worker, and where values leave for the user."""
+        """Make the calling thread wait for ``events``."""
         for event in events:
             if event is not None:
                 self._host_wait(event)
 
-    # What happened to which memory: nothing here; ``race_detector.py`` checks the order of every pair.
+    # The next three do nothing here. They tell test doubles who uses which memory; see ``race_detector.py``.
     def reads(self, lane: Lane, *regions: Tensor | None) -> None: ...
 
     def writes(self, lane: Lane, *regions: Tensor | None) -> None: ...
 
     def vacated(self, home: Tensor, *after: Event | None) -> None:
-        """Nobody uses this home any more, once these events have passed. For test doubles."""
+        """Say that ``home`` is not used any more once these events have passed."""
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -120,10 +123,10 @@ class Transfer:
 
 
 class AcceleratorTransfer(Transfer):
-    """One stream up, one down; compute is whatever stream the caller runs on.
+    """One stream up, one down; compute is the stream on which the caller runs.
 
-    A GPU has one copy engine per direction: more streams would add no bandwidth. Saved tensors have a transfer of their
-    own all the same (``activations.py``): they would queue behind weights that wait for their places.
+    A GPU has one copy engine per direction: more streams would add no bandwidth. Saved tensors nevertheless have a
+    transfer of their own (``activations.py``): they would queue behind weights that wait for their addresses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +140,7 @@ class AcceleratorTransfer(Transfer):
 
     @contextmanager
     def _on(self, lane: Lane) -> Iterator[None]:
-        """What is issued inside runs on ``lane``. (As a context a stream keeps the former one, for all threads.)"""
+        """What is issued inside runs on ``lane``. (``with stream:`` would share the former stream between threads.)"""
         former = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream(lane))
         try:
@@ -150,7 +153,7 @@ class AcceleratorTransfer(Transfer):
         current = torch.accelerator.current_stream(self._device)
         if self._compute is None:
             self._compute = current
-        elif self._compute != current:  # which waits were made is remembered by lane, and COMPUTE is one stream
+        elif self._compute != current:  # redundant waits are left out by lane, which is right for one stream only
             raise RuntimeError("a stowed model runs on the stream on which it first ran: do not change the stream")
         return current
 
@@ -174,18 +177,18 @@ class AcceleratorTransfer(Transfer):
             self._stream(lane).wait_event(event.handle)
 
     def _host_wait(self, event: Event) -> None:
-        """Sleeps between two looks: ``synchronize`` keeps a core busy, and the worker's kernels need it."""
+        """Poll and sleep: ``synchronize`` keeps a core busy, and the worker's kernels need it."""
         if event.handle is not None:
             while not event.handle.query():
-                time.sleep(LOOK_S)
-            event.handle.synchronize()  # raises what went wrong on the device
+                time.sleep(POLL_S)
+            event.handle.synchronize()  # raises errors of the device
 
 
 class Delayed(Transfer):
-    """Copies made as late as their events allow. For tests: whoever forgets to wait reads old bytes.
+    """Copies made as late as their events allow. For tests: code that forgets to wait reads old bytes.
 
-    Compute and the host are immediate, as on a machine without streams; each copy lane is a queue that is worked off
-    only as far as somebody waits for it.
+    Compute and the host are immediate, as on a machine without streams; each copy lane is a queue that runs only as far
+    as something waits for it.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,13 @@
-"""What ``param.grad`` of a trained parameter is between backward and step.
+"""``param.grad`` of a trained parameter between backward and step: a stand-in for the real gradient.
 
-Gradients leave the device as they land, so that ``param.grad`` can only stand for one. Its norm is the true norm, to
-multiply it by a factor is to clip, ``None`` is to forget it; any other reader gets a copy, which is to read. After
-``step`` it stands for a gradient that is gone, until ``zero_grad``.
+Problem. Gradients are moved off the device as they are accumulated, but training loops read ``param.grad`` and clip it.
 
-Refused: other writes, to it or to a copy of it.
+The stand-in gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update
+reads the gradient. Assigning ``None`` to ``param.grad`` discards it. Any other function gets a read-only copy. Example:
+``torch.nn.utils.clip_grad_norm_`` reads the norms and multiplies. After ``step`` the gradient is gone and reading the
+stand-in raises, until ``zero_grad``.
+
+Refused: other writes, to the stand-in or to a copy of it.
 """
 
 from __future__ import annotations
@@ -19,24 +22,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.engine.tensors.parameters import Keeper, ReadOnly
 from strategies.engine.tensors.torch_functions import (
-    asks_about,
     call,
-    converts_nothing,
     each,
-    only_read,
-    others_stand,
+    has_other_stand_ins,
+    is_no_conversion,
+    read_only,
+    reads_no_value,
     written,
 )
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
 SCALINGS = DIVISIONS | {Tensor.mul_, Tensor.multiply_, Tensor.__imul__, torch._foreach_mul_}
-ITSELF = frozenset([Tensor.detach, Tensor.detach_, Tensor.requires_grad_])  # a gradient is in no graph
+ITSELF = frozenset([Tensor.detach, Tensor.detach_, Tensor.requires_grad_])  # they change nothing: it has no graph
 Factor = Tensor | float
 
 
 class ReadOnlyGradient(ReadOnly):
-    """A copy of a gradient that waits. Writing to it would reach nobody."""
+    """A copy of a gradient that waits. Writing to it raises: the gradient would not change."""
 
     _refusal = (
         "on a copy of a gradient that waits for the step: it can be read, and param.grad multiplied by one factor, as "
@@ -44,17 +47,17 @@ class ReadOnlyGradient(ReadOnly):
     )
 
 
-class ParkedGradient(Tensor):
+class PendingGradient(Tensor):
     """Stands for a gradient that waits for the step; its own elements are NaN."""
 
-    _stands_for = "a gradient that waits"
+    _stand_in = True
     _keeper: Keeper
     _window: int
     __hash__: ClassVar[Any] = Tensor.__hash__
 
     @property
     def data(self) -> Tensor:
-        """Itself: to scale ``param.grad.data`` is to scale the gradient."""
+        """The stand-in itself: scaling ``param.grad.data`` scales the gradient."""
         return self
 
     @data.setter
@@ -67,14 +70,16 @@ class ParkedGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in ITSELF:
                 return args[0]
-            if asks_about(func) or converts_nothing(func, args, kwargs):
+            if reads_no_value(func) or is_no_conversion(func, args, kwargs):
                 return func(*args, **kwargs)
             for gradient in tree_leaves((args, kwargs)):
-                if isinstance(gradient, ParkedGradient) and gradient._window != gradient._keeper.window:
-                    raise RuntimeError(f"{gradient._keeper.name}: this gradient was of an earlier step, and is gone")
+                if isinstance(gradient, PendingGradient) and gradient._window != gradient._keeper.window:
+                    raise RuntimeError(f"{gradient._keeper.name}: this gradient belongs to an earlier step and is gone")
             if func in NORMS and _is_euclidean(func, args, kwargs):
                 norms = [
-                    grad._keeper.gradient_norm() if isinstance(grad, ParkedGradient) else torch.linalg.vector_norm(grad)
+                    grad._keeper.gradient_norm()
+                    if isinstance(grad, PendingGradient)
+                    else torch.linalg.vector_norm(grad)
                     for grad in each(args[0])
                 ]
                 return norms if isinstance(args[0], list | tuple) else norms[0]
@@ -82,48 +87,48 @@ class ParkedGradient(Tensor):
                 args[0]._keeper.zero_gradient()
                 return args[0]
             for target in written(func, args, kwargs):
-                if isinstance(target, ParkedGradient):
+                if isinstance(target, PendingGradient):
                     factor = _factor(func, args, kwargs)
                     if factor is None:
                         if func.__name__.startswith("_amp_"):
-                            raise RuntimeError("a stowed model takes no GradScaler: train in bf16 or fp32")
+                            raise RuntimeError("a stowed model does not support GradScaler: train in bf16 or fp32")
                         raise RuntimeError(
                             f"{func.__name__} on the gradient of {target._keeper.name}, which waits for the step: it "
                             f"can be read, and multiplied by one factor, as clip_grad_norm_ does"
                         )
                     target._keeper.scale_gradient(factor)
             if func in SCALINGS:
-                others = [grad for grad in each(args[0]) if not isinstance(grad, ParkedGradient)]
+                others = [grad for grad in each(args[0]) if not isinstance(grad, PendingGradient)]
                 if others:  # gradients of another model
                     func(others, *args[1:])
                 return args[0]
             copies: list[Tensor] = []
 
-            def copy(gradient: ParkedGradient) -> Tensor:
+            def copy(gradient: PendingGradient) -> Tensor:
                 copies.append(gradient._keeper.gradient_value())
                 return copies[-1]
 
-            args, kwargs = tree_map_only(ParkedGradient, copy, (args, kwargs))
-            out = call(func, args, kwargs, ask=others_stand(types, ParkedGradient))
-            return only_read(func, out, copies, ReadOnlyGradient)
+            args, kwargs = tree_map_only(PendingGradient, copy, (args, kwargs))
+            out = call(func, args, kwargs, ask=has_other_stand_ins(types, PendingGradient))
+            return read_only(func, out, copies, ReadOnlyGradient)
 
 
-def parked(keeper: Keeper, like: Tensor, window: int) -> ParkedGradient:
-    """What stands for the gradient of ``keeper``'s parameter until the next step, as a tensor like ``like``."""
-    gradient: ParkedGradient = like.as_subclass(ParkedGradient)
+def pending(keeper: Keeper, like: Tensor, window: int) -> PendingGradient:
+    """The stand-in for the gradient of ``keeper``'s parameter until the next step, with the shape of ``like``."""
+    gradient: PendingGradient = like.as_subclass(PendingGradient)
     gradient._keeper, gradient._window = keeper, window
     return gradient
 
 
 def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the norm over all elements of whole gradients is asked for, as clipping does."""
+    """Whether the call computes the 2-norm over all elements of whole gradients, as clipping does."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     rest = [value for name, value in kwargs.items() if name not in ("ord", "p") and value not in (None, False)]
     return order in (2, 2.0, "fro") and len(args) <= 2 and not rest
 
 
 def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Factor | None:
-    """The one number that gradients are multiplied with; None where it is something else."""
+    """The single number by which the call multiplies gradients; None if it does anything else."""
     factor = args[1] if func in SCALINGS and len(args) == 2 and not kwargs else None
     if func in DIVISIONS:
         return _inverse(factor)
@@ -133,7 +138,7 @@ def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Factor | None:
 
 
 def _inverse(divisor: Any) -> float | None:
-    """What to multiply with instead, to the same bits: for powers of two, whose inverse is exact."""
+    """The factor that gives the same bits as dividing; None unless the divisor is a power of two."""
     if not isinstance(divisor, float | int) and not (isinstance(divisor, Tensor) and divisor.dim() == 0):
         return None
     mantissa, exponent = math.frexp(float(divisor))

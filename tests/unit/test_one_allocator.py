@@ -1,0 +1,153 @@
+"""Memory of the engine comes from the arenas: by its syntax trees, and by what it maps and pins while it trains."""
+
+import ast
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.core.facts import Home
+from strategies.core.layout import Item
+from strategies.engine import stow
+from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.memory import accelerator
+from strategies.engine.memory import arena as module
+from tests.memory.test_engine import MODELS, model_of
+from trainer.planning.plan_for import plan_for
+
+ENGINE = Path(__file__).resolve().parents[2] / "strategies/engine"
+FUNCTIONS = {"empty_strided", "empty_permuted", "tensor", "arange", "linspace", "eye", "frombuffer", "from_numpy"}
+FUNCTIONS |= {name + like for name in ("empty", "zeros", "ones", "full", "rand", "randn") for like in ("", "_like")}
+FUNCTIONS |= {"Tensor", "FloatTensor", "UntypedStorage"}
+METHODS = {"pin_memory", "mmap", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"}
+
+# Who else makes memory, with what, and why. Results of operators (``clone``, ``stack``) belong to torch's allocator.
+ALLOWED: dict[str, dict[str, str]] = {
+    "memory/accelerator.py": {"zeros": "one number, whose failure clears CUDA's last error"},
+    "activations.py": {"empty_strided": "a saved tensor that is back: counted as saved on the device, as any other"},
+    "clipping.py": {
+        "empty": "two numbers per step that the worker reads",
+        "pin_memory": "of these two numbers; torch's pinned allocator uses the same block again",
+        "ones_like": "one number: no clipping",
+    },
+    "engine.py": {"full": "one NaN per dtype, which absent weights show"},
+    "gradients.py": {
+        "tensor": "one number per gradient, where ranks agree on who was touched",
+        "zeros": "one number: the norm of no gradients",
+        "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
+    },
+    "routed_linear.py": {"empty": "the transposed copy of a weight, which strategies.linear counts in the plan"},
+    "updates.py": {"empty": "the CPU update's scratch of fixed size, pageable, allocated once"},
+}
+
+
+def allocations(tree: ast.AST) -> set[str]:
+    """Names of functions that make memory, called or passed on, and pinning by keyword."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            names |= {node.attr} & FUNCTIONS - {"Tensor"}
+        elif isinstance(node, ast.keyword) and node.arg == "pin_memory":
+            names.add(node.arg)
+        elif isinstance(node, ast.Call):
+            is_method = isinstance(node.func, ast.Attribute)
+            names |= {getattr(node.func, "attr", "")} & METHODS if is_method else set()
+            names |= {getattr(node.func, "id", "")} & FUNCTIONS
+    return names
+
+
+def test_only_the_arena_allocates() -> None:
+    found = {
+        str(path.relative_to(ENGINE)): sorted(allocations(ast.parse(path.read_text())))
+        for path in sorted(ENGINE.rglob("*.py"))
+        if path.relative_to(ENGINE) != Path("memory/arena.py")
+    }
+    assert {name: used for name, used in found.items() if used} == {name: sorted(why) for name, why in ALLOWED.items()}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.empty(3)",
+        "make = torch.zeros",
+        "x.pin_memory()",
+        "f(3, pin_memory=True)",
+        "mmap.mmap(-1, 8)",
+        "Tensor(3)",
+    ],
+)
+def test_allocations_are_seen(code: str) -> None:
+    assert allocations(ast.parse(code))
+    assert not allocations(ast.parse("x: torch.Tensor = y.view(3).copy_(z)"))
+
+
+class Counting:
+    """Counts mappings and registrations of host memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mapped, self.pinned = list[int](), dict[int, int]()
+        real: Any = mmap.mmap
+
+        def mapping(number: int, size: int, **options: Any) -> Any:
+            self.mapped.append(size)
+            return real(number, size, **options)
+
+        monkeypatch.setattr(module.mmap, "mmap", mapping)
+        monkeypatch.setitem(accelerator.TABLE, "cpu", accelerator.Row(self))
+
+    def register(self, pointer: int, num_bytes: int) -> str | None:
+        self.pinned[pointer] = num_bytes
+        return None
+
+    def unregister(self, pointer: int) -> None:
+        del self.pinned[pointer]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_training_maps_and_pins_nothing_after_the_start(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(monkeypatch)
+    model, ids = model_of(MODELS["llama"]), torch.arange(16).view(2, 8)
+    options = {"policy": "selective", "activation_offloading": True}
+    plan: Any = plan_for(model, batch=(2, 8), max_grad_norm=1.0, site="host", recompute=options)
+    if not offload:
+        plan = type(plan)(
+            plan.facts, {slot: at for slot, at in plan.answers.items() if slot[0] not in ("Stow", "Place")}
+        )
+    recompute(model, plan)
+    optimizer: Any = stow(model, plan, device="cpu") if offload else torch.optim.AdamW(model.parameters())
+    room: Any = room_of(model)
+    planned = plan.addresses.num_bytes(Home.HOST) if offload else plan.hosted_bytes()
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert counting.mapped == list(counting.pinned.values()) == [planned]
+    assert min(room.traffic) > 0 and room.num_refused == 0
+    start = room._memory.data_ptr() - next(iter(counting.pinned))
+    assert start == (plan.addresses.of("", Item.SAVED).offset if offload else 0)
+    if offload:
+        optimizer.close()
+        assert counting.pinned == {} and room._memory is None
+        sent = room.traffic
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert room.traffic == sent
+
+
+def test_a_graph_outlives_the_arena_of_its_saved_tensors() -> None:
+    """Backward over a graph that was made before ``close``."""
+    torch.manual_seed(0)
+    grads = []
+    for closes in (False, True):
+        model, ids = model_of(MODELS["llama"]), torch.arange(16).view(2, 8)
+        options = {"policy": "full", "activation_offloading": True}
+        plan = plan_for(model, batch=(2, 8), max_grad_norm=None, recompute=options)
+        recompute(model, plan)
+        optimizer = stow(model, plan, device="cpu")
+        x = model.get_input_embeddings()(ids).detach().requires_grad_()
+        loss = model(inputs_embeds=x, labels=ids).loss
+        if closes:
+            optimizer.close()
+        grads.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*grads)
