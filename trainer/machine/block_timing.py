@@ -215,7 +215,7 @@ def measure(
     """
     import torch
 
-    from trainer.model.counting import find_blocks
+    from strategies.engine.blocks import find_blocks
 
     model: Any = make(BLOCKS)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts.run.precision.value, torch.float32)

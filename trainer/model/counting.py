@@ -14,7 +14,7 @@ operators (``prim.device``) at places where an error would end the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from strategies.core.facts import Choices, Operator, Unit, UnitKind, Work
+from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import Names, stream_in
 from strategies.engine.tensors.nested import tensors_in
 from trainer.model.outside_reads import Readers
@@ -32,25 +33,6 @@ from trainer.model.params import EMBEDDING, HEAD, units_by_name
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeating blocks by dotted path: children with parameters of every outermost ``nn.ModuleList``."""
-
-    def lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if isinstance(child, torch.nn.ModuleList):
-                yield path, child
-            else:
-                yield from lists(f"{path}.", child)
-
-    return {
-        f"{path}.{index}": block
-        for path, blocks in lists("", model)
-        for index, block in enumerate(blocks)
-        if any(True for _ in block.parameters())
-    }
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -284,7 +266,7 @@ class Counter:
     def units(self) -> tuple[Unit, ...]:
         """The embedding, the blocks and the head, in this order, with what was counted; empty ones left out."""
         paths = dict.fromkeys((EMBEDDING, *self._blocks, HEAD), (0, 0))
-        unit_of = units_by_name(self._model, self._blocks)
+        unit_of = units_by_name(self._model)
         for name, parameter in self._model.named_parameters():  # shared parameters come once
             params, trainable = paths[unit_of[name]]
             size = parameter.numel()

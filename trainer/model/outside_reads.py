@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from strategies.engine.module_hooks import block_names
+from strategies.engine.blocks import find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +27,7 @@ class Readers:
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         self._model = model
-        self._blocks = set(block_names(model))
+        self._blocks = set(find_blocks(model))
         self._running: Counter[str] = Counter()
         self._owners: dict[int, set[str]] = {}  # of a storage: where it may be read
         self._names: dict[int, str] = {}

@@ -5,8 +5,8 @@ decides what is saved for backward and how many floating-point operations there 
 and not a formula, and an architecture never seen before is counted like any other. A 70 B model takes about two
 seconds and a few hundred megabytes.
 
-Blocks are found by structure: the outermost ``nn.ModuleList`` children are blocks; parameters registered before the
-first block belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
+Blocks are found by structure (``strategies/engine/blocks.py``); parameters registered before the first block belong to
+the embedding, those after to the head. A tied parameter counts once, where it comes first.
 
 What is saved, and what it would cost to keep less, is counted in ``trainer/model/counting.py``.
 Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
@@ -144,7 +144,8 @@ def count_model(config: RunConfig) -> ModelCount:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    from trainer.model.counting import Counter, find_blocks, flop_formulas
+    from strategies.engine.blocks import find_blocks
+    from trainer.model.counting import Counter, flop_formulas
 
     precision = precision_of(config)
     offloads = "offload" in config.strategies
@@ -179,9 +180,7 @@ def count_model(config: RunConfig) -> ModelCount:
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
-        params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype, counter.elsewhere)
-        if offloads
-        else (),
+        params=list_params(model, decay_groups(model), lambda _: dtype, counter.elsewhere) if offloads else (),
         linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=products_again(config))
         if linears
         else (),
@@ -205,12 +204,12 @@ def describe(
     Raises:
         CountingError: forward fails on tensors without values.
     """
-    from trainer.model.counting import Counter, find_blocks
+    from trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     counter = Counter(model) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, find_blocks(model), group_of, dtype_of.__getitem__, counter.elsewhere)
+    params = list_params(model, group_of, dtype_of.__getitem__, counter.elsewhere)
     largest = max((param.num_elements for param in params), default=0)
     return Facts(counter.units(), replace(run, largest_param=largest), machine, params)
 
