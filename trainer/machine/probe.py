@@ -1,4 +1,4 @@
-"""What hardware a machine has, as one frozen value: probed here, or named (``profiles.py``) to plan for another machine.
+"""The hardware of a machine as one frozen value: probed here, or named (``profiles.py``) to plan for another machine.
 
 Offload fails when *host* memory runs out, and in a container the obvious number is wrong: ``psutil`` reports the memory
 and cores of the whole machine, while the kernel kills by the cgroup's limit. So every host number is the smaller of
