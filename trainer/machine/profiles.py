@@ -283,11 +283,12 @@ def known_rates(machine: Machine, path: Path | None = None) -> Stored:
 
 def one_line(rates: Rates) -> str:
     """The rates on one line."""
-    half = rates.gemm_bf16_flops_per_s
+    half, giga = rates.gemm_bf16_flops_per_s, 1e9
     return (
         f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{half / 1e12:.3g}' if half else 'none'} Tflop/s; "
-        f"link up {rates.up_bytes_per_s / 1e9:.3g}, down {rates.down_bytes_per_s / 1e9:.3g} GB/s, both at once "
+        f"link up {rates.up_bytes_per_s / giga:.3g}, down {rates.down_bytes_per_s / giga:.3g} GB/s, both at once "
         f"{rates.duplex_factor:.0%} of each, {rates.link_latency_s * 1e6:.3g} us; "
-        f"DRAM {rates.dram_bytes_per_s / 1e9:.3g}, device memory {rates.device_bytes_per_s / 1e9:.4g} GB/s; "
-        f"update fp32 {rates.update_fp32_params_per_s / 1e9:.3g}, bf16 {rates.update_bf16_params_per_s / 1e9:.3g} G parameters/s"
+        f"DRAM {rates.dram_bytes_per_s / giga:.3g}, device memory {rates.device_bytes_per_s / giga:.4g} GB/s; "
+        f"update fp32 {rates.update_fp32_params_per_s / giga:.3g}, "
+        f"bf16 {rates.update_bf16_params_per_s / giga:.3g} G parameters/s"
     )
