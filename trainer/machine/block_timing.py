@@ -107,11 +107,11 @@ class UnitClock:
         first, last = self.marks.get(start), self.marks.get(end)
         if first is None or last is None:
             return None
-        if self.device.type == "cpu":
-            return max(LEAST, last - first)
-        first.synchronize()
-        last.synchronize()
-        return max(LEAST, first.elapsed_time(last) / 1000)
+        if self.device.type != "cpu":
+            first.synchronize()
+            last.synchronize()
+        seconds: float = last - first if self.device.type == "cpu" else first.elapsed_time(last) / 1000
+        return max(LEAST, seconds)
 
 
 def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:
