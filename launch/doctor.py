@@ -355,7 +355,7 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
         yield from op_rows(build=build)
     yield from room_rows(folder)
     if loaded[0].status is Status.OK:
-        yield rates_row(known_rates(probe(folder)))
+        yield rates_row(known_rates(probe()))
 
 
 def verdict(rows: Iterable[Row]) -> list[str]:

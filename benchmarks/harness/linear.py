@@ -191,7 +191,7 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
 
 
 def _layers_of(model: Any, batch: Any) -> dict[str, Linear]:
-    from trainer.model.counting import find_blocks
+    from strategies.engine.blocks import find_blocks
     from trainer.model.linear_layers import LinearCounter
 
     counter = LinearCounter()

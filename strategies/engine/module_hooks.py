@@ -1,6 +1,6 @@
 """Where weights are used: the modules at whose borders buckets come and go, and in what order they are visited.
 
-A scope is a block (a child of an outermost ``nn.ModuleList``) or, outside of blocks, a module that owns parameters.
+A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters.
 Hooks stand at the borders of scopes only.
 
 [Note: order of sums] A hook that puts an autograd node inside a block changes the order in which gradient contributions
@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strategies.engine.blocks import find_blocks
 from strategies.engine.bucket_state import BucketState
 from strategies.engine.checkpointing import checkpointed
 from strategies.engine.tensors.guard import DOUBLE, guard, hooked, refuse_transforms
@@ -79,7 +80,7 @@ class Scope:
 
 def find_scopes(model: nn.Module, held_of: dict[int, BucketState]) -> list[Scope]:
     """All scopes of ``model`` in order of registration; ``held_of`` maps the id of a parameter to its bucket."""
-    blocks = set(block_names(model))
+    blocks = find_blocks(model)
     found: list[Scope] = []
     for name, module in model.named_modules():
         if any(_inside(name, block) for block in blocks):
@@ -90,15 +91,6 @@ def find_scopes(model: nn.Module, held_of: dict[int, BucketState]) -> list[Scope
             outer = frozenset(scope.name for scope in found if _inside(name, scope.name))
             found.append(Scope(name, module, held, outer, name in blocks))
     return found
-
-
-def block_names(model: nn.Module) -> Iterator[str]:
-    """Names of the children of outermost module lists."""
-    lists: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(_inside(name, other) for other in lists):
-            lists.append(name)
-            yield from (f"{name}.{child}" if name else child for child, _ in module.named_children())
 
 
 def _inside(name: str, outer: str) -> bool:

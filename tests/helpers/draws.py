@@ -26,7 +26,6 @@ from strategies.core.layout import (
     ticks_of,
     uses,
 )
-from strategies.engine.module_hooks import block_names
 from strategies.planner.addresses import place
 from strategies.planner.weight_schedule import ranges
 from tests.helpers.engine import groups_of
@@ -68,7 +67,7 @@ def params_of(model: nn.Module, groups: int) -> tuple[Param, ...]:
     """The parameters one by one, as the planner sees them."""
     group_of = {id(p): number for number, group in enumerate(groups_of(model, groups)) for p in group["params"]}
     numbers = {name: group_of[id(param)] for name, param in model.named_parameters() if id(param) in group_of}
-    return list_params(model, block_names(model), numbers, lambda param: str(param.dtype).removeprefix("torch."))
+    return list_params(model, numbers, lambda param: str(param.dtype).removeprefix("torch."))
 
 
 @st.composite

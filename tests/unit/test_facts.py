@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from strategies.core.facts import Facts, Precision, Unit, UnitKind
 from strategies.core.registry import find
+from strategies.engine.blocks import find_blocks
 from strategies.engine.memory import accelerator
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config
@@ -23,7 +24,7 @@ from trainer.data.collate import Collator
 from trainer.errors import ConfigError
 from trainer.machine.probe import probe
 from trainer.model import build as model_module
-from trainer.model.counting import Counter, find_blocks
+from trainer.model.counting import Counter
 from trainer.planning.facts import count_model, gather, machine_facts
 
 BATCH, LENGTH = 2, 16

@@ -90,11 +90,11 @@ def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert probe.disk_free_bytes(tmp_path / "a/b/c") > 0
 
 
-def test_probe_of_this_machine(tmp_path: Path) -> None:
-    here = probe.probe(tmp_path / "runs")
-    assert here.origin == "probed" and here.link_up_bytes_per_s is None
+def test_probe_of_this_machine() -> None:
+    here = probe.probe()
+    assert here.origin == "probed" and here.rates is None
     assert 0 < here.host_available_bytes <= here.host_total_bytes
-    assert here.usable_cores >= 1 and here.physical_cores >= 1 and here.disk_free_bytes > 0
+    assert here.usable_cores >= 1 and here.physical_cores >= 1
     if here.device_kind == "cpu":
         assert (here.name, here.num_devices, here.device_total_bytes, here.peak_flops) == ("cpu", 0, 0, None)
 
@@ -106,7 +106,7 @@ def test_an_accelerator_of_any_kind_is_probed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 + device.index, 7))  # free, total
     here = probe.probe()
     assert (here.device_kind, here.name, here.num_devices) == ("xpu", "card 1", 2)
-    assert (here.device_free_bytes, here.device_total_bytes) == (4, 7)
+    assert here.device_total_bytes == 7
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,14 @@ def test_cards_without_bf16_and_unknown_cards() -> None:
 def test_every_profile_is_complete(name: str) -> None:
     card = profiles.profile(name)
     assert card.origin == "profile" and card.peak_flops is not None and card.peak_flops.bf16
-    assert card.link_up_bytes_per_s and card.link_down_bytes_per_s
-    assert 0 < card.device_free_bytes < card.device_total_bytes < card.host_total_bytes
+    assert card.rates is not None
+    assert 0 < card.device_total_bytes < card.host_total_bytes
 
 
 def test_profiles_state_efficiency_of_the_link() -> None:
-    assert profiles.profile("h100-pcie5").link_up_bytes_per_s == pytest.approx(53.6e9, rel=0.01)
-    assert profiles.profile("rtx4090-pcie4").link_up_bytes_per_s == pytest.approx(26.8e9, rel=0.01)
+    for name, rate in (("h100-pcie5", 53.6e9), ("rtx4090-pcie4", 26.8e9), ("l4-pcie4", 13.4e9)):
+        known = profiles.profile(name).rates
+        assert known is not None and known.up_bytes_per_s == known.down_bytes_per_s == pytest.approx(rate, rel=0.01)
     assert profiles.profile("cpu").peak_flops is None
 
 

@@ -1,14 +1,14 @@
-"""How long each unit computes, measured: a few blocks before a run, or all of them in the second step of one.
+"""Measured compute time of each unit: of a few blocks before a run, or of all of them in its second step.
 
-Marks stand at the borders of blocks, behind the memory engine's own hooks, so that waiting for weights is in nobody's
-time: on an accelerator they are events in the stream of compute, on a CPU the clock. Forward of a block lies between
-its hooks; its backward between the node that made its output and the gradient of its input. What lies before the first
-block and after the last is embedding and head. What backward computes again is taken off as counted, since a plan may
-choose to compute less or more again.
+Marks are set at the borders of blocks, after the memory engine's own hooks, so that no unit's time includes waiting
+for weights. On an accelerator they are events in the compute stream, on a CPU clock readings. A block's forward lies
+between its hooks; its backward between the node that made its output and the gradient of its input. What lies before
+the first block and after the last is embedding and head. Recomputation in backward is subtracted as counted, since a
+plan may choose to recompute less or more.
 
-What was measured is in ``facts.json`` of the run folder, under ``measured``, and holds for the same units, micro-batch,
-sequence, precision and device. The next fresh run is planned with it. A plan never changes inside a run, so a resumed
-one takes what its plan was made with: ``unit_times`` in the same file.
+The times are in ``facts.json`` of the run folder, under ``measured``. They are valid for the same units, micro-batch,
+sequence, precision and device, and the next fresh run is planned with them. A plan never changes inside a run, so a
+resumed one uses the times that its plan was made with: ``unit_times`` in the same file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from strategies.planner.step_cost import unit_seconds
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
 FILE = "facts.json"
-BLOCKS, ROUNDS = 3, 3  # how many blocks are run by themselves, and how often
+BLOCKS, ROUNDS = 3, 3  # how many blocks ``measure`` runs, and how often
 LEAST = 1e-9  # seconds; a unit that takes no time would divide by zero
-Mark = Any  # seconds, or a torch.Event
 
 
 @dataclass(slots=True)
@@ -41,103 +40,82 @@ class UnitClock:
 
     Attributes:
         device: where the blocks compute.
+        marks: seconds on a CPU, otherwise a ``torch.Event``, which may be far ahead of the device.
     """
 
     blocks: Mapping[str, nn.Module]
     device: torch.device
-    marks: dict[tuple[str, str], Mark] = field(default_factory=dict)
-    _in_forward: bool = False
-
-    @property
-    def accelerated(self) -> bool:
-        """Marks are events of the device, which may be far behind the host."""
-        return self.device.type != "cpu"
+    marks: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def mark(self, what: str, name: str = "") -> None:
-        """Now; the first of its name counts, a recomputed forward does not."""
-        if self.accelerated:
-            import torch
-
-            event = torch.Event(device=self.device, enable_timing=True)
-            event.record()
-            self.marks.setdefault((what, name), event)
-        else:
+        """Set a mark now, unless there is one of this name already."""
+        if self.device.type == "cpu":
             self.marks.setdefault((what, name), time.perf_counter())
+            return
+        import torch
+
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record()
+        self.marks.setdefault((what, name), event)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The forward of one micro-batch runs inside."""
+        """Context manager around the forward of one micro-batch; its backward runs later, outside."""
         self.marks.clear()
-        handles = [
-            hook
-            for name, block in self.blocks.items()
-            for hook in (
-                block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
-                block.register_forward_hook(partial(self._leave, name)),
-            )
-        ]
-        self._in_forward = True
+        handles = []
+        for name, block in self.blocks.items():
+            handles.append(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(block.register_forward_hook(partial(self._leave, name)))
         self.mark("start")
         try:
             yield
         finally:
             self.mark("end")
-            self._in_forward = False
             for handle in handles:
                 handle.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         from strategies.engine.tensors.nested import tensors_in
 
-        if self._in_forward:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.requires_grad and tensor.is_floating_point():
-                    tensor.register_hook(partial(self._reached, "done", name))
-                    break
-            self.mark("in", name)
+        inputs = (each for each in tensors_in((args, kwargs)) if each.requires_grad and each.is_floating_point())
+        if (first := next(inputs, None)) is not None:
+            first.register_hook(lambda grad: self.mark("done", name))
+        self.mark("in", name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         from strategies.engine.tensors.nested import tensors_in
 
-        if self._in_forward:
-            self.mark("out", name)
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda grads, name=name: self.mark("back", name))
-                    break
-
-    def _reached(self, what: str, name: str, grad: Tensor) -> None:
-        self.mark(what, name)
+        self.mark("out", name)
+        nodes = (tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None)
+        if (first := next(nodes, None)) is not None:
+            first.register_prehook(lambda grads: self.mark("back", name))
 
     def seconds(self) -> UnitTimes | None:
-        """What the marks say; None, where backward did not pass all of them."""
-        names = list(self.blocks)
-        between = self._between
-        if self.accelerated:
-            for event in self.marks.values():
-                event.synchronize()
-        forward = [between(("in", name), ("out", name)) for name in names]
-        backward = [between(("back", name), ("done", name)) for name in names]
-        head = (between(("out", names[-1]), ("end", "")), between(("end", ""), ("back", names[-1])))
-        first = between(("start", ""), ("in", names[0]))
-        if None in forward or None in head or first is None:
+        """The times between the marks; None if backward did not set the marks that are needed."""
+        names, end = list(self.blocks), ("end", "")
+        forward = [self._between(("in", name), ("out", name)) for name in names]
+        backward = [self._between(("back", name), ("done", name)) for name in names]
+        first = self._between(("start", ""), ("in", names[0]))
+        head = self._between(("out", names[-1]), end), self._between(end, ("back", names[-1]))
+        passed = [each for each in backward if each is not None]  # a frozen embedding's output needs no gradient
+        if None in (*forward, *head, first) or not passed:
             return None
-        passed = [seconds for seconds in backward if seconds is not None]  # nothing asks for the first block's input,
-        if not passed:  # where the embedding is frozen
-            return None
-        block = (sum(s for s in forward if s) / len(names), sum(passed) / len(passed))
-        return UnitTimes((first, LEAST), block, (head[0] or LEAST, head[1] or LEAST), "")
+        block = sum(filter(None, forward)) / len(names), sum(passed) / len(passed)
+        return UnitTimes((first or LEAST, LEAST), block, (head[0] or LEAST, head[1] or LEAST), "")
 
     def _between(self, start: tuple[str, str], end: tuple[str, str]) -> float | None:
         first, last = self.marks.get(start), self.marks.get(end)
         if first is None or last is None:
             return None
-        seconds: float = first.elapsed_time(last) / 1000 if self.accelerated else last - first
+        if self.device.type != "cpu":
+            first.synchronize()
+            last.synchronize()
+        seconds: float = last - first if self.device.type == "cpu" else first.elapsed_time(last) / 1000
         return max(LEAST, seconds)
 
 
 def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:
-    """``found`` without what backward computed again under ``facts``."""
+    """``found`` without the recomputation in backward, as counted in ``facts``."""
     rates = facts.machine.rates
     blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]
     if rates is None or not blocks:
@@ -149,10 +127,10 @@ def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:
 
 
 def key_of(facts: Facts) -> dict[str, Any]:
-    """What timings hold for."""
+    """What the times are valid for."""
     run = facts.run
     return {
-        # Another attention kernel saves other tensors.
+        # The saved bytes tell attention kernels apart.
         "units": [[unit.name, unit.num_params, unit.num_trainable, unit.saved_bytes] for unit in facts.units],
         "micro_batch": run.micro_batch,
         "sequence": run.sequence,
@@ -162,7 +140,7 @@ def key_of(facts: Facts) -> dict[str, Any]:
 
 
 def store(folder: Path, facts: Facts, found: UnitTimes | None = None) -> None:
-    """Write ``facts`` and what was ``found`` for them; None keeps what was found before, if it holds for them."""
+    """Write ``facts`` and the times ``found``; with None those in the file are kept if they are valid for ``facts``."""
     folder.mkdir(parents=True, exist_ok=True)
     measured = found or read(folder, facts)
     content = {**facts.to_json(), "for": key_of(facts), "measured": asdict(measured) if measured else None}
@@ -172,7 +150,7 @@ def store(folder: Path, facts: Facts, found: UnitTimes | None = None) -> None:
 
 
 def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | None:
-    """Times in ``folder`` that hold for ``facts``: those ``measured``, or the ``unit_times`` a plan was made with."""
+    """Times in ``folder`` valid for ``facts``: those ``measured``, or the ``unit_times`` that a plan was made with."""
     try:
         content = json.loads((folder / FILE).read_text())
         values = content[entry]
@@ -185,22 +163,20 @@ def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | Non
 
 
 def lines(facts: Facts, found: UnitTimes) -> Iterator[str]:
-    """Measured against counted, for people."""
+    """Measured times next to counted ones, one line for each kind of unit."""
     rates = facts.machine.rates
-    counted = unit_seconds(replace(facts, unit_times=None), rates) if rates else []
-    measured = unit_seconds(replace(facts, unit_times=found), rates) if rates else []
     for kind in UnitKind:
         index = next((i for i, unit in enumerate(facts.units) if unit.kind is kind), None)
         if index is None:
             continue
-        if not counted:
-            forward, backward = found.of(kind)
-            yield f"  {kind.value:<9}  forward {1e3 * forward:.3g} ms, backward {1e3 * backward:.3g} ms"
-            continue
-        (forward, backward), (would, would_back) = measured[index], counted[index]
+        times, counted = found.of(kind), ("", "")
+        if rates is not None:
+            times = unit_seconds(replace(facts, unit_times=found), rates)[index]
+            by_rates = unit_seconds(replace(facts, unit_times=None), rates)[index]
+            counted = f" (counted {1e3 * by_rates[0]:.3g})", f" (counted {1e3 * by_rates[1]:.3g})"
         yield (
-            f"  {kind.value:<9}  forward {1e3 * forward:.3g} ms (counted {1e3 * would:.3g}), "
-            f"backward {1e3 * backward:.3g} ms (counted {1e3 * would_back:.3g})"
+            f"  {kind.value:<9}  forward {1e3 * times[0]:.3g} ms{counted[0]}, "
+            f"backward {1e3 * times[1]:.3g} ms{counted[1]}"
         )
 
 
@@ -210,12 +186,12 @@ def measure(
     """Run a few blocks of the model forward and backward on ``device``, in the dtype of compute; the fastest of each.
 
     Args:
-        make: builds the model with so many blocks, on the CPU.
-        say: called with a line of progress.
+        make: builds the model with this many blocks, on the CPU.
+        say: called with each line of progress.
     """
     import torch
 
-    from trainer.model.counting import find_blocks
+    from strategies.engine.blocks import find_blocks
 
     model: Any = make(BLOCKS)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts.run.precision.value, torch.float32)
@@ -231,7 +207,7 @@ def measure(
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         model.zero_grad(set_to_none=True)
-        if clock.accelerated:
+        if clock.device.type != "cpu":
             torch.accelerator.synchronize(device)
         say(f"measuring {BLOCKS} blocks, round {number} of {ROUNDS}: {time.perf_counter() - began:.2f} s")
         seconds = clock.seconds()
@@ -239,8 +215,9 @@ def measure(
             found.append(seconds)
     if not found:
         return None
-    best = {
-        name: (min(getattr(one, name)[0] for one in found), min(getattr(one, name)[1] for one in found))
-        for name in ("embedding", "block", "head")
-    }
-    return UnitTimes(**best, origin=f"measured, {BLOCKS} blocks by themselves")
+
+    def fastest(kind: UnitKind) -> tuple[float, float]:
+        return min(each.of(kind)[0] for each in found), min(each.of(kind)[1] for each in found)
+
+    times = fastest(UnitKind.EMBEDDING), fastest(UnitKind.BLOCK), fastest(UnitKind.HEAD)
+    return UnitTimes(*times, origin=f"measured, {BLOCKS} blocks by themselves")

@@ -1,15 +1,12 @@
-"""What a machine has, as one frozen value: probed here, or named so that plans can be made for a machine elsewhere.
+"""The hardware of a machine as one frozen value: probed here, or named (``profiles.py``) to plan for another machine.
 
-Why this is a module of its own: offload fails on the *host*, and the obvious number is wrong there. In a container
-``psutil`` reports the memory and cores of the whole box, while the kernel kills by the cgroup's limit. So every
-host number is the smaller of what the box has and what the cgroup leaves, over all its ancestors (a limit on any of
-them binds). Cache that the kernel can drop at once (``inactive_file``) does not count as used; the model file
-just read would otherwise look like memory that is gone.
+Offload fails when *host* memory runs out, and in a container the obvious number is wrong: ``psutil`` reports the memory
+and cores of the whole machine, while the kernel kills by the cgroup's limit. So every host number is the smaller of
+what the machine has and what the cgroup leaves, over all its ancestors (a limit on any of them applies). Page cache
+that the kernel can drop at once (``inactive_file``) does not count as used; otherwise the model file that was just read
+would look like memory that is gone.
 
-Directions are seen from the device: *up* is host to device (weights), *down* is device to host (gradients). Link
-rates are for one direction alone; both at once also share the host's memory bandwidth. A probe does not time
-anything, so its link rates are None; ``origin`` says which numbers are assumptions. ``profiles.py`` has the named
-machines, and what was measured on this one.
+A probe does not time anything: ``rates.py`` measures how fast the machine is.
 """
 
 from __future__ import annotations
@@ -49,25 +46,22 @@ class PeakFlops:
 class Machine:
     """One machine as seen by one process. Device numbers are per device, 0 where there is none.
 
-    ``device_kind`` is torch's type of device: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``.
+    Args:
+        device_kind: torch's type of device: ``cpu``, or that of the accelerator, as ``cuda`` or ``xpu``.
+        rates: of a named card. What was measured on this machine is in a file, see ``profiles.known_rates``.
     """
 
     name: str
     origin: Literal["probed", "profile"]
     device_kind: str
-    num_devices: int
-    device_total_bytes: int
-    device_free_bytes: int
-    peak_flops: PeakFlops | None
-    link_up_bytes_per_s: float | None
-    link_down_bytes_per_s: float | None
+    num_devices: int = 0
+    device_total_bytes: int = 0
+    peak_flops: PeakFlops | None = None
     host_total_bytes: int
     host_available_bytes: int
     physical_cores: int
     usable_cores: int
-    shm_free_bytes: int
-    disk_free_bytes: int
-    rates: Rates | None = None  # of a named card; what was measured here is in a file, see ``profiles.known_rates``
+    rates: Rates | None = None
 
 
 def _peak(bf16: float | None, fp32: float, fp16: float | None = None) -> PeakFlops:
@@ -106,75 +100,50 @@ def peak_flops(device_name: str) -> PeakFlops | None:
 
 
 class Memory(NamedTuple):
-    """Bytes in all, and free for a new program."""
+    """Total bytes, and those that a new program can have."""
 
     total_bytes: int
     available_bytes: int
 
 
-class Device(NamedTuple):
-    """The kind of device a run trains on, how many there are, and one's memory."""
+def probe(root: Path = ROOT) -> Machine:
+    """Probe this machine; with an accelerator this creates a context on the current device.
 
-    name: str
-    kind: str
-    num_devices: int
-    memory: Memory
-
-
-def probe(folder: Path = Path(), root: Path = ROOT) -> Machine:
-    """This machine, with the disk that holds ``folder`` (which need not exist yet).
-
-    Where there is an accelerator this creates a context on the current device. ``root`` is where ``proc``, ``sys`` and
-    ``dev`` lie.
+    Args:
+        root: the folder with ``proc`` and ``sys``.
     """
-    device = _device()
-    host = host_memory(root)
-    physical, usable = cores(root)
-    return Machine(
-        name=device.name,
-        origin="probed",
-        device_kind=device.kind,
-        num_devices=device.num_devices,
-        device_total_bytes=device.memory.total_bytes,
-        device_free_bytes=device.memory.available_bytes,
-        peak_flops=peak_flops(device.name),
-        link_up_bytes_per_s=None,
-        link_down_bytes_per_s=None,
-        host_total_bytes=host.total_bytes,
-        host_available_bytes=host.available_bytes,
-        physical_cores=physical,
-        usable_cores=usable,
-        shm_free_bytes=disk_free_bytes(root / "dev/shm") if (root / "dev/shm").is_dir() else 0,
-        disk_free_bytes=disk_free_bytes(folder),
-    )
-
-
-def _device() -> Device:
     import torch
 
     from strategies.engine.memory import accelerator
 
-    device = accelerator.current()
-    if device is None:
-        return Device("cpu", "cpu", 0, Memory(0, 0))
-    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
-    count = torch.accelerator.device_count()
-    return Device(accelerator.name_of(device), device.type, count, Memory(total_bytes, free_bytes))
+    device, host = accelerator.current(), host_memory(root)
+    name = "cpu" if device is None else accelerator.name_of(device)
+    physical, usable = cores(root)
+    return Machine(
+        name=name,
+        origin="probed",
+        device_kind="cpu" if device is None else device.type,
+        num_devices=0 if device is None else torch.accelerator.device_count(),
+        device_total_bytes=0 if device is None else torch.accelerator.get_memory_info(device)[1],
+        peak_flops=peak_flops(name),
+        host_total_bytes=host.total_bytes,
+        host_available_bytes=host.available_bytes,
+        physical_cores=physical,
+        usable_cores=usable,
+    )
 
 
 def host_memory(root: Path = ROOT) -> Memory:
-    """Host memory that this process may use: the box's, cut down to what its cgroup leaves."""
+    """Host memory that this process may use: the machine's, or what its cgroup leaves if that is less."""
     import psutil
 
-    box = psutil.virtual_memory()
-    group = cgroup_memory(root)
-    if group is None:
-        return Memory(box.total, box.available)
-    return Memory(min(box.total, group.total_bytes), min(box.available, group.available_bytes))
+    whole = psutil.virtual_memory()
+    group = cgroup_memory(root) or Memory(whole.total, whole.available)
+    return Memory(min(whole.total, group.total_bytes), min(whole.available, group.available_bytes))
 
 
 def cores(root: Path = ROOT) -> tuple[int, int]:
-    """(physical cores of the box, cores this process may keep busy: affinity cut down to the cgroup's quota)."""
+    """Physical cores of the machine, and cores this process may use: its affinity, or the cgroup's quota if less."""
     import psutil
 
     allowed = len(os.sched_getaffinity(0))
@@ -190,16 +159,16 @@ def disk_free_bytes(folder: Path) -> int:
 
 
 def status_bytes(name: str) -> int:
-    """``VmHWM`` (peak) or ``VmRSS`` (now) of this process.
+    """Resident memory of this process: ``VmHWM`` (peak) or ``VmRSS`` (now).
 
-    Not ``ru_maxrss``, which begins with what the parent held when it started this process.
+    ``ru_maxrss`` would not do: it starts at what the parent process had when it started this one.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def others_cpu_s() -> float:
-    """Processor seconds that this machine has spent on anybody else, its host included: who shares it disturbs."""
+    """CPU seconds that this machine has spent on other processes, virtual machines on the same host included."""
     import psutil
 
     spent = psutil.cpu_times()
@@ -213,9 +182,7 @@ def others_cpu_s() -> float:
 def cgroup_memory(root: Path = ROOT) -> Memory | None:
     """The tightest memory limit and the least memory left, over this process's cgroup and its ancestors."""
     limits = [memory for folder in _cgroup_folders("memory", root) if (memory := _memory_of(folder))]
-    if not limits:
-        return None
-    return Memory(min(each.total_bytes for each in limits), min(each.available_bytes for each in limits))
+    return Memory(*map(min, zip(*limits, strict=True))) if limits else None
 
 
 def cgroup_cores(root: Path = ROOT) -> float | None:
@@ -227,8 +194,8 @@ def cgroup_cores(root: Path = ROOT) -> float | None:
 def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
     """Folders of this process's cgroup for ``controller``, from its own up to the mount.
 
-    ``/proc/self/cgroup`` has lines ``id:controllers:path``; version 2 leaves the controllers empty. Inside a
-    container the path is often the host's and does not exist: then the mount itself is the container's group.
+    ``/proc/self/cgroup`` has lines ``id:controllers:path``; version 2 leaves the controllers empty. Inside a container
+    the path is often the host's and does not exist: then the mount itself is the container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -249,7 +216,7 @@ def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _memory_of(folder: Path) -> Memory | None:
-    """Limit and what is left of it in one cgroup folder, version 2 or 1; None without a limit."""
+    """The memory limit in one cgroup folder (version 2 or 1) and what is left of it; None without a limit."""
     limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
     if limit is None or limit >= 2**60:  # version 1 writes "no limit" as the largest page-aligned integer
         return None
@@ -260,7 +227,7 @@ def _memory_of(folder: Path) -> Memory | None:
 
 
 def _cores_of(folder: Path) -> float | None:
-    """Quota over period in one cgroup folder, version 2 or 1; None without a quota."""
+    """CPU quota over period in one cgroup folder (version 2 or 1); None without a quota."""
     words = _text(folder / "cpu.max").split()
     if not words:
         words = [_text(folder / f"cpu.cfs_{word}_us").strip() for word in ("quota", "period")]

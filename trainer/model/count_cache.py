@@ -1,10 +1,10 @@
-"""Counts of models, remembered: a second plan of the same model loads neither torch nor Transformers.
+"""A cache of model counts, so that a second plan of the same model loads neither torch nor Transformers.
 
-Loading them takes longer than counting and planning together, and budgets and sites are tried again and again on one
-model. What is counted follows from the model section, a few keys of ``training`` and ``data``, the versions of the
-packages and this project's own code that counts; a hash of all of these is the name of a file in
-``~/.cache/deepstow/counts``. A model by name on the hub is always counted anew, since a name may come to mean something
-else; a folder is known by what its config.json says. Whatever is wrong with a file, the model is counted.
+Loading them takes longer than counting and planning together, and people plan one model many times with other budgets.
+The counts follow from the model section, a few keys of ``training`` and ``data``, the versions of the packages and the
+project's own code that counts; a hash of all of these is the name of a file in ``~/.cache/deepstow/counts``. A folder
+is identified by its config.json. A model by name on the hub is always counted anew, since the name may come to mean
+another model. A file that cannot be read is replaced.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     ROOT / "trainer/planning/facts.py",
     *(ROOT / f"trainer/model/{name}.py" for name in ("counting", "outside_reads", "linear_layers", "params", "build")),
-    ROOT / "strategies/engine/checkpointing.py",
+    *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing")),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
 )
 PACKAGES = ("torch", "transformers", "peft")
 TRAINING = ("per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
-COUNTED = ("zero", "offload", "linear")  # strategies that change what is counted by being on
+COUNTED = ("zero", "offload", "linear")  # strategies that change the counts when they are on
 
 
 def stored_at() -> Path:
-    """Where counts are kept unless somebody says otherwise."""
+    """The default folder of the cache."""
     return Path.home() / ".cache/deepstow/counts"
 
 
-def remembered(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None) -> T:
-    """What ``count`` says of the configured model, from the file of an earlier call where there is one."""
+def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None) -> T:
+    """The result of ``count`` for the configured model, from the file of an earlier call if there is one."""
     name = name_of(config)
     if name is None:
         return count()
@@ -59,7 +59,7 @@ def remembered(config: RunConfig, kind: type[T], count: Callable[[], T], folder:
 
 
 def name_of(config: RunConfig) -> str | None:
-    """A name for all that the counts follow from; None, where nobody can know all of it."""
+    """A name for everything that the counts follow from; None if not all of it is known."""
     model: dict[str, Any] = config.model.model_dump(mode="json")
     if config.model.name_or_path is not None:
         try:

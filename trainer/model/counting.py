@@ -1,60 +1,71 @@
-"""Counting one forward: what autograd keeps of each unit, and what keeping less of a block would cost.
+"""Count one forward of a model: what autograd saves for backward in each unit, and what saving less would cost.
 
-Saved bytes are storages that autograd keeps, each once, in the unit that was running when it was saved first, without
-parameters. Where Hugging Face's checkpointing is on, that is each block's input.
+Saved bytes are the bytes of storages that autograd saves, parameters excluded. A storage counts once, in the unit that
+was running when it was first saved. With Hugging Face's checkpointing that is each block's input.
 
-Operators are counted by torch's dispatcher while a block runs. Those that have a name (``strategies/engine``) may be
-kept one by one; all others would run again together. A replay ends as soon as the last tensor is saved, so operators
-after that are not counted: they never run again. An operator costs its floating-point operations; one that has none,
-the bytes that it reads and writes. Views cost nothing.
+Operators are counted by torch's dispatcher while a block runs. Those with a name (``strategies/engine/checkpointing``)
+may be kept one by one; all others would be recomputed together. A replay ends as soon as the last tensor is saved, so
+operators after that are not counted. An operator costs its floating-point operations; one without any costs the bytes
+that it reads and writes. Views cost nothing.
 
-Sparse tensors are not counted: a forward that uses them ends with an error. It is raised at the end, since torch calls
-operators (``prim.device``) at places where an error would end the process.
+Sparse tensors are refused, since their memory is not counted. The error is raised after the forward, because torch
+calls some operators (``prim.device``) at places where an exception would end the process.
+
+The forward may run on fake tensors (``fake_tensors``). Two things need an answer there that torch lacks:
+
+[Note: layer drop] Some models draw a number before each block and skip the block if it is small. A fake number has no
+value to compare; here it is 1, so that no block is skipped, which is the most expensive case.
+
+[Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take any
+float dtype, its fake version takes bf16 only and its flop counter does not know the operation. So both answers are
+given here: the output's shape, and two flop per row of tokens, column and summed element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from strategies.core.facts import Choices, Operator, Unit, UnitKind, Work
+from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import Names, stream_in
 from strategies.engine.tensors.nested import tensors_in
-from trainer.model.outside_reads import Readers
+from trainer.model.outside_reads import OutsideReads
 from trainer.model.params import EMBEDDING, HEAD, units_by_name
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeating blocks by dotted path: children with parameters of every outermost ``nn.ModuleList``."""
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """A mode in which tensors have shapes and dtypes but no values; see the notes in the module's docstring."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Answers():
+        yield mode
 
-    def lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if isinstance(child, torch.nn.ModuleList):
-                yield path, child
-            else:
-                yield from lists(f"{path}.", child)
 
-    return {
-        f"{path}.{index}": block
-        for path, blocks in lists("", model)
-        for index, block in enumerate(blocks)
-        if any(True for _ in block.parameters())
-    }
+class _Answers(TorchDispatchMode):
+    """Answers operators for which fake tensors have none; below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            rows, weight = args[:2]
+            return rows.new_empty(rows.shape[0], weight.shape[2])
+        if func is torch.ops.aten.rand.default and list(args[0]) == []:
+            return torch.tensor(1.0)  # a fake tensor that knows its value
+        return func(*args, **(kwargs or {}))
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """What torch's counter lacks: the CPU's fused attention, which a fake run meets, and the grouped matmul."""
+    """Flop of operators that torch's counter lacks: the CPU's fused attention, which fake runs use, and grouped_mm."""
 
     def attention(query: Any, key: Any, value: Any, *_: object, out_shape: object = None, **__: object) -> int:
         batch, heads, queries, width = query
@@ -71,20 +82,28 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 @dataclass(slots=True)
-class Forward:
-    """One forward of a block. ``last_saved`` counts the operators that had run when the last tensor was saved."""
+class BlockForward:
+    """One forward of a block.
+
+    Args:
+        inputs: bytes by storage of the tensors that no earlier block was given.
+        hidden: the hidden states among them.
+        calls: each operator's name, work, and its outputs with their versions, if it has a name.
+        last_saved: how many operators had run when the last tensor was saved.
+    """
 
     names: Names
-    inputs: Mapping[int, int]  # bytes of tensors that no block before was given, by storage
-    stream: Tensor | None = None  # the hidden states
+    inputs: Mapping[int, int]
+    hidden: Tensor | None = None
     calls: list[tuple[str | None, Work, list[Tensor], list[int]]] = field(default_factory=list)
     last_saved: int = 0
 
     def choices(self, saved_bytes: int, saved: Container[int]) -> Choices:
-        """What may be kept of it. An output that was written to after it was made may not.
+        """What may be kept of this forward. Outputs that were modified in place afterwards may not.
 
         Args:
-            saved_bytes: of this forward; ``saved`` are all storages that are.
+            saved_bytes: what this forward saves.
+            saved: all storages that were saved.
         """
         operators, rest = [], Work()
         for name, work, outputs, versions in self.calls[: self.last_saved]:
@@ -93,30 +112,24 @@ class Forward:
             else:
                 sizes = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
                 operators.append(Operator(name, sum(sizes.values()), work))
-        besides = sum(size for storage, size in self.inputs.items() if storage not in saved)
-        return Choices(
-            sum(self.inputs.values()), saved_bytes + besides, tuple(operators), rest, stream_bytes=self._stream_bytes()
-        )
+        not_saved = sum(size for storage, size in self.inputs.items() if storage not in saved)
+        total = sum(self.inputs.values())
+        return Choices(total, saved_bytes + not_saved, tuple(operators), rest, stream_bytes=self._hidden_bytes())
 
-    def _stream_bytes(self) -> int:
-        """Of the hidden states, where they are a tensor of their own that no block before was given."""
-        if self.stream is None:
+    def _hidden_bytes(self) -> int:
+        """Bytes of the hidden states; 0 if they are a view or an earlier block was given them."""
+        if self.hidden is None:
             return 0
-        storage = self.stream.untyped_storage()
-        return storage.nbytes() if storage._cdata in self.inputs and storage.nbytes() == self.stream.nbytes else 0
+        storage = self.hidden.untyped_storage()
+        return storage.nbytes() if storage._cdata in self.inputs and storage.nbytes() == self.hidden.nbytes else 0
 
 
 class _Operators(TorchDispatchMode):
-    """Adds every operator to the block that is running, and shows what it reads; or that there are sparse tensors."""
+    """Reports every operator to ``counter``."""
 
-    def __init__(
-        self,
-        running: Callable[[], Forward | None],
-        look: Callable[[Iterable[Tensor]], None],
-        sparse: Callable[[], None],
-    ) -> None:
+    def __init__(self, counter: Counter) -> None:
         super().__init__()
-        self._running, self._look, self._sparse = running, look, sparse
+        self._counter = counter
         self._flops = {**flop_registry}
         for packet, formula in flop_formulas().items():
             self._flops[packet] = _on_shapes(formula)
@@ -125,10 +138,10 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not all(map(_is_dense, tensors_in((args, kwargs, out)))):
-            self._sparse()
+            self._counter.sparse = True
             return out
-        self._look(tensors_in((args, kwargs)))
-        forward = self._running()
+        self._counter.outside.look(tensors_in((args, kwargs)))
+        forward = self._counter.running_forward()
         if forward is not None:
             name = forward.names.of(func, args, kwargs)
             outputs = list(tensors_in(out))
@@ -165,97 +178,94 @@ def _refuse_backward(nothing: None) -> Tensor:
 
 
 class Counter:
-    """Context manager around one forward of ``model``: counts what is saved, and the operators of blocks."""
+    """Context manager around one forward of ``model``: counts what is saved, and the operators of blocks.
+
+    Attributes:
+        outside: watches which parameters are read outside of the modules that own them.
+        sparse: the forward uses sparse tensors.
+    """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
-        """``weights`` stand in for the model's own tensors of these names in the run."""
+        """``weights`` replace the model's own tensors of these names in the forward."""
+        self.outside = OutsideReads(model, weights)
+        self.sparse = False
         self._model = model
         self._blocks = find_blocks(model)
         self._parameters = {p.untyped_storage()._cdata for p in (weights or dict(model.named_parameters())).values()}
-        self._readers = Readers(model, weights)
-        self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address comes twice
+        self._seen: dict[int, object] = {}  # keeps the storages alive, so that no address is used again
         self._saved_in: dict[int, str] = {}  # the unit, by storage
         self._inputs: dict[int, object] = {}
         self._bytes: dict[str, int] = {}
         self._running: list[str] = []
-        self._outside = EMBEDDING
-        self._forwards: dict[str, Forward] = {}
-        self._called: set[str] = set()  # blocks that ran more than once
+        self._outer_unit = EMBEDDING  # what is saved while no block runs belongs to it
+        self._forwards: dict[str, BlockForward] = {}
+        self._repeated: set[str] = set()  # blocks that ran more than once
         self._choices: dict[str, Choices] = {}
-        self._sparse = False
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
     def __enter__(self) -> None:
-        self._hooks = [
-            hook
-            for name, block in self._blocks.items()
+        self._within = ExitStack()
+        for name, block in self._blocks.items():
             for hook in (
                 block.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                block.register_forward_hook(self._leaving),
-            )
-        ]
+                block.register_forward_hook(self._leave),
+            ):
+                self._within.callback(hook.remove)
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
-        self._within = ExitStack()
-        saving = torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward)
-        self._within.enter_context(saving)
-        self._within.enter_context(self._readers.watching())
-        self._within.enter_context(_Operators(self._forward, self._readers.look, self._see_sparse))
+        self._within.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward))
+        self._within.enter_context(self.outside.watching())
+        self._within.enter_context(_Operators(self))
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Sum up.
 
         Raises:
-            NotImplementedError: forward uses sparse tensors.
+            NotImplementedError: the forward uses sparse tensors.
         """
         self._within.close()
-        for hook in self._hooks:
-            hook.remove()
-        # Outputs and the graph that made them would hold each other for ever.
-        forwards, self._forwards = self._forwards, {}
+        forwards, self._forwards = self._forwards, {}  # outputs and their graph are a reference cycle that would leak
         if error is not None:
             return
-        if self._sparse:
+        if self.sparse:
             raise NotImplementedError("forward uses sparse tensors, whose memory is not counted")
-        # Of blocks that save something, ran once, and are not recomputed already.
+        # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
             name: run.choices(self._bytes.get(name, 0), self._seen)
             for name, run in forwards.items()
-            if run.last_saved and name not in self._called and not self._checkpointed
+            if run.last_saved and name not in self._repeated and not self._checkpointed
         }
-
-    def _see_sparse(self) -> None:
-        self._sparse = True
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._running.append(name)
-            self._outside = HEAD
+            self._outer_unit = HEAD
             if name in self._forwards:
-                self._called.add(name)
-            stream = stream_in(args)
-            self._forwards[name] = Forward(Names(module), self._new([args, kwargs]), stream)
-            hidden = stream if args else kwargs.get("hidden_states")
+                self._repeated.add(name)
+            first = stream_in(args)
+            self._forwards[name] = BlockForward(Names(module), self._new([args, kwargs]), first)
+            hidden = first if args else kwargs.get("hidden_states")
             if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
                 self._keep_input(hidden)
 
         return enter
 
+    def _leave(self, *_: object) -> None:
+        self._running.pop()
+
     def _new(self, values: Any) -> dict[int, int]:
-        """Bytes of the tensors that no block before was given, by storage."""
-        dense = filter(_is_dense, tensors_in(values))  # a sparse one is seen by the operator that reads it
+        """Bytes by storage of the tensors that no earlier block was given."""
+        dense = filter(_is_dense, tensors_in(values))  # a sparse one is reported by the operator that reads it
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in dense}
         new = {key: storage for key, storage in storages.items() if key not in self._inputs}
         self._inputs.update(new)
         return {key: storage.nbytes() for key, storage in new.items()}
 
-    def _leaving(self, *_: object) -> None:
-        self._running.pop()
-
-    def _forward(self) -> Forward | None:
+    def running_forward(self) -> BlockForward | None:
+        """The forward of the block that is running; None outside of blocks."""
         return self._forwards[self._running[-1]] if self._running else None
 
     def _keep_input(self, hidden: Tensor) -> None:
-        """A checkpointed block's input is the block's, where torch (up to 2.12) saved it just before the block ran."""
+        """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""
         storage = hidden.untyped_storage()
         if self._saved_in.get(storage._cdata) in (EMBEDDING, HEAD):
             self._bytes[self._saved_in[storage._cdata]] -= storage.nbytes()
@@ -264,42 +274,29 @@ class Counter:
 
     def _save(self, tensor: Tensor) -> None:
         if not _is_dense(tensor):
-            self._see_sparse()
+            self.sparse = True
             return
         storage = tensor.untyped_storage()
-        forward = self._forward()
+        forward = self.running_forward()
         if forward is not None:
             forward.last_saved = len(forward.calls)
         if storage._cdata not in self._parameters and storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
-            unit = self._running[-1] if self._running else self._outside
+            unit = self._running[-1] if self._running else self._outer_unit
             self._saved_in[storage._cdata] = unit
             self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
 
-    @property
-    def elsewhere(self) -> frozenset[str]:
-        """Names of parameters that were read outside of the modules that own them."""
-        return frozenset(self._readers.elsewhere)
-
     def units(self) -> tuple[Unit, ...]:
-        """The embedding, the blocks and the head, in this order, with what was counted; empty ones left out."""
-        paths = dict.fromkeys((EMBEDDING, *self._blocks, HEAD), (0, 0))
-        unit_of = units_by_name(self._model, self._blocks)
+        """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out."""
+        kinds = {EMBEDDING: UnitKind.EMBEDDING, **dict.fromkeys(self._blocks, UnitKind.BLOCK), HEAD: UnitKind.HEAD}
+        unit_of = units_by_name(self._model)
+        params, trainable = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
         for name, parameter in self._model.named_parameters():  # shared parameters come once
-            params, trainable = paths[unit_of[name]]
-            size = parameter.numel()
-            paths[unit_of[name]] = (params + size, trainable + size * parameter.requires_grad)
-        kinds = {EMBEDDING: UnitKind.EMBEDDING, HEAD: UnitKind.HEAD}
+            params[unit_of[name]] += parameter.numel()
+            trainable[unit_of[name]] += parameter.numel() * parameter.requires_grad
         used = set(unit_of.values())  # a tied head has no parameter of its own
         return tuple(
-            Unit(
-                path,
-                kinds.get(path, UnitKind.BLOCK),
-                params,
-                trainable,
-                self._bytes.get(path, 0),
-                self._choices.get(path),
-            )
-            for path, (params, trainable) in paths.items()
+            Unit(path, kind, params[path], trainable[path], self._bytes.get(path, 0), self._choices.get(path))
+            for path, kind in kinds.items()
             if path in used or self._bytes.get(path)
         )

@@ -1,12 +1,12 @@
-"""Call other people's code in a forked copy of this process: whatever it uses up is used up in the copy.
+"""Call other people's code in a forked copy of this process, so that its side effects stay in the copy.
 
-A dataset may count what it gave, draw random numbers and cache, anywhere within it and in ways that nobody could list
-and undo: a generator in a closure, a queue, a compiled library's own state. In a fork all of it is a copy, large
-tensors and tables share their memory until somebody writes to them, and only the answer comes back. A ``DataLoader``
-with workers calls datasets and collators in the same way.
+A dataset may count its calls, draw random numbers and cache, in places that nobody could list and undo: a generator in
+a closure, a queue, the state of a compiled library. In a fork all of it is a copy (large tensors and tables share
+memory until somebody writes to them), and only the result comes back. A ``DataLoader`` with workers calls datasets and
+collators in the same way.
 
-A fork shares the places in open files; they are put back, in files that are open for reading. Not undone: what is
-written to files, to shared memory, and over connections. Accelerators cannot be used.
+A fork shares file offsets; those of files open for reading are restored. Not undone: writes to files, to shared memory
+and over connections. Accelerators cannot be used.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ T = TypeVar("T")
 SECONDS = 60.0
 
 
-class AsideError(RuntimeError):
-    """What was called has failed in the fork; the message is its exception's type and first line."""
+class ForkError(RuntimeError):
+    """The call failed in the fork; the message is the type and the first line of its exception."""
 
 
-def aside(work: Callable[[], T], seconds: float = SECONDS) -> T:
-    """What ``work()`` returns, by pickle.
+def in_fork(work: Callable[[], T], seconds: float = SECONDS) -> T:
+    """The result of ``work()`` in a fork, which must be possible to pickle.
 
     Raises:
-        AsideError: it failed, took longer than ``seconds``, or the process ended.
+        ForkError: it failed, took longer than ``seconds``, or the process ended.
     """
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(work, send), daemon=True)
-    with receive, _places_in_files():
+    with receive, _restored_offsets():
         process.start()
         send.close()
         try:
-            if not receive.poll(seconds):  # a lock that a thread of this process held is never given back in a fork
-                raise AsideError(f"no answer within {seconds:g} seconds")
+            if not receive.poll(seconds):  # a lock that another thread held when forking is never released
+                raise ForkError(f"no answer within {seconds:g} seconds")
             fine, answer = pickle.loads(receive.recv_bytes())
         except EOFError:
-            raise AsideError("the process that was forked for it has ended") from None
+            raise ForkError("the process that was forked for it has ended") from None
         finally:
             process.kill()
             process.join()
     if not fine:
-        raise AsideError(answer)
+        raise ForkError(answer)
     found: T = answer
     return found
 
 
 def _answer(work: Callable[[], Any], send: Any) -> None:
-    """In the fork."""
-    torch.set_num_threads(1)  # the threads of the pool are not there
+    """Run ``work`` in the fork and send its result."""
+    torch.set_num_threads(1)  # a fork has no thread pool
     answer = io.BytesIO()
     try:
         _Pickler(answer).dump((True, work()))
@@ -73,7 +73,7 @@ def _answer(work: Callable[[], Any], send: Any) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Of a small view of a large tensor only the view."""
+    """Pickles small views of large tensors without the rest of their storage."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
@@ -84,17 +84,17 @@ class _Pickler(pickle.Pickler):
 
 
 @contextmanager
-def _places_in_files() -> Iterator[None]:
-    """Where this process reads on in files is the same afterwards."""
-    places: dict[int, int] = {}
+def _restored_offsets() -> Iterator[None]:
+    """Restore the offsets of files that are open for reading."""
+    offsets: dict[int, int] = {}
     for number in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
-        with suppress(OSError):  # the one that listed the folder is closed again
+        with suppress(OSError):  # the descriptor that listed the folder is closed by now
             reads = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             if reads and stat.S_ISREG(os.fstat(number).st_mode):
-                places[number] = os.lseek(number, 0, os.SEEK_CUR)
+                offsets[number] = os.lseek(number, 0, os.SEEK_CUR)
     try:
         yield
     finally:
-        for number, place in places.items():
+        for number, offset in offsets.items():
             with suppress(OSError):
-                os.lseek(number, place, os.SEEK_SET)
+                os.lseek(number, offset, os.SEEK_SET)

@@ -1,41 +1,44 @@
-"""Which parameters are read outside of the modules that own them, found in one forward.
+"""Find the parameters that are read outside of the modules that own them, in one forward.
 
-The engine brings weights when the module that owns them is called (outside of blocks), or the block around it. A loss
-that multiplies by ``lm_head.weight`` itself, an adapter on an embedding, a ``ParameterList`` read them at another time.
-What is seen doing so is not let travel; the engine settles it where it is read.
+The engine brings weights when the module that owns them is called, or the block around that module. Some are read at
+other times: by a loss that multiplies by ``lm_head.weight`` itself, by an adapter on an embedding, from a
+``ParameterList``. The planner keeps such parameters on the device, and the engine copes with them where it must.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from strategies.engine.module_hooks import block_names
+from strategies.engine.blocks import find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Readers:
+class OutsideReads:
     """Watches one forward.
 
     Args:
-        weights: the tensors that stand for the parameters in it, by name; the model's own, where none are given.
+        weights: tensors that replace the parameters of these names in the forward.
+
+    Attributes:
+        found: names of the parameters that were read outside of their modules.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
+        self.found: set[str] = set()
         self._model = model
-        self._blocks = set(block_names(model))
+        self._blocks = set(find_blocks(model))
         self._running: Counter[str] = Counter()
-        self._owners: dict[int, set[str]] = {}  # of a storage: where it may be read
+        self._owners: dict[int, set[str]] = {}  # the modules in which a storage may be read
         self._names: dict[int, str] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             storage = (weights or {}).get(name, param).untyped_storage()._cdata
             self._names.setdefault(storage, name)
             self._owners.setdefault(storage, set()).add(self._owner(name))
-        self.elsewhere: set[str] = set()
 
     def _owner(self, param: str) -> str:
         parts = param.split(".")[:-1]
@@ -44,28 +47,22 @@ class Readers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While the forward runs."""
+        """Context manager around the forward."""
 
         def count(name: str, by: int) -> Any:
             return lambda *_: self._running.update({name: by})
 
-        handles: list[Any] = []
-        for name in {name for names in self._owners.values() for name in names}:
-            module = self._model.get_submodule(name)
-            handles += [
-                module.register_forward_pre_hook(count(name, 1)),
-                module.register_forward_hook(count(name, -1), always_call=True),
-            ]
-        try:
+        with ExitStack() as hooks:
+            for name in {name for names in self._owners.values() for name in names}:
+                module = self._model.get_submodule(name)
+                hooks.callback(module.register_forward_pre_hook(count(name, 1)).remove)
+                hooks.callback(module.register_forward_hook(count(name, -1), always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def look(self, inputs: Iterable[Tensor]) -> None:
-        """An operator reads these."""
+        """Check the tensors that an operator reads."""
         for tensor in inputs:
             storage = tensor.untyped_storage()._cdata
             owners = self._owners.get(storage)
             if owners is not None and not any(self._running[name] for name in owners):
-                self.elsewhere.add(self._names[storage])
+                self.found.add(self._names[storage])

@@ -1,12 +1,13 @@
 """The parameters of a model one by one: the unit that uses each first, its dtype, and the optimizer's group.
 
-Parameters registered before the first block belong to the embedding, those in a block to it, all others to the head. A
-parameter with several names is tied: it is listed under the first, with the units of the others as further users.
+Parameters in a block (``strategies/engine/blocks.py``) belong to it, those registered before the first block to the
+embedding, all others to the head. A parameter with several names is tied: it is listed under the first name, with the
+units of its other names as further users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING
 
 from strategies.core.facts import Param
@@ -17,22 +18,24 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "embedding", "head"
 
 
-def units_by_name(model: nn.Module, blocks: Iterable[str]) -> dict[str, str]:
-    """The unit of every parameter name, tied ones included. ``blocks`` are dotted paths."""
-    blocks = set(blocks)
+def units_by_name(model: nn.Module) -> dict[str, str]:
+    """The unit of every parameter name, further names of tied parameters and of blocks included."""
+    from strategies.engine.blocks import find_blocks
+
+    paths = {block: path for path, block in find_blocks(model).items()}
+    blocks = {name: paths[module] for name, module in model.named_modules(remove_duplicate=False) if module in paths}
     found: dict[str, str] = {}
     outside = EMBEDDING
     for name, _ in model.named_parameters(remove_duplicate=False):
         parts = name.split(".")
-        path = next((path for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in blocks), None)
-        outside = HEAD if path is not None else outside
-        found[name] = path or outside
+        block = next((blocks[path] for end in range(1, len(parts)) if (path := ".".join(parts[:end])) in blocks), None)
+        outside = HEAD if block is not None else outside
+        found[name] = block or outside
     return found
 
 
 def list_params(
     model: nn.Module,
-    blocks: Iterable[str],
     group_of: Mapping[str, int],
     dtype_of: Callable[[nn.Parameter], str],
     elsewhere: Container[str] = (),
@@ -40,10 +43,10 @@ def list_params(
     """All parameters in order of registration.
 
     Args:
-        group_of: the optimizer's group by name; frozen ones, and those without a group, are in none.
-        elsewhere: names of those that are read outside of the modules that own them.
+        group_of: index of the optimizer's group by parameter name; frozen parameters have none.
+        elsewhere: names of the parameters that are read outside of the modules that own them.
     """
-    unit_of = units_by_name(model, blocks)
+    unit_of = units_by_name(model)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

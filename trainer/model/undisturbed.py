@@ -1,15 +1,15 @@
-"""Run other people's Python once more than they expect, and leave no trace.
+"""Run other people's Python once more than they expect and undo its side effects.
 
 To plan, a model's forward runs on fake tensors, and a Trainer makes its first call of the model before training does.
-Either may count its calls, draw random numbers, cache what it has computed or initialise itself the first time.
-Afterwards attributes are the objects that they were, containers have what they had, and random generators are where
-they were: those of torch, numpy and Python, and those that the objects hold. That goes for what the objects hold at
-any depth, through attributes, containers and closures. Objects of libraries, but for modules, are not looked into:
-threads of their own may be at work there.
+Either may count its calls, draw random numbers, cache what it computed or initialise itself on the first call.
+Afterwards attributes are the same objects as before, containers have the same items, and random generators have the
+same state: those of torch, numpy and Python, and those that the objects hold. That applies to everything the objects
+hold at any depth, through attributes, containers and closures. Objects of libraries, except modules, are not looked
+into: they may have threads of their own.
 
-Not undone: what happens outside of the objects that are given (files, global variables), iterators, attributes in
-``__slots__``, items of containers with more than ``LARGE``, and in-place writes to tensors and arrays of more than
-``COPIED_BYTES`` (a forward on fake tensors cannot write to tensors). Datasets, which hold anything, are called in
+Not undone: effects outside of the given objects (files, global variables), iterators, attributes in ``__slots__``,
+items of containers with more than ``LARGE`` items, and in-place writes to tensors and arrays of more than
+``COPIED_BYTES`` (a forward on fake tensors cannot write to tensors). Datasets may hold anything and are called in
 another process (``forked.py``).
 """
 
@@ -41,31 +41,31 @@ LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", 
 
 @contextmanager
 def undisturbed(*objects: Any) -> Iterator[None]:
-    """What happens inside to ``objects`` (modules: to all within) and to random numbers is undone."""
-    everyone = [inner for one in objects for inner in (one.modules() if isinstance(one, nn.Module) else (one,))]
+    """Undo what happens inside to ``objects`` (submodules included) and to the state of random generators."""
+    everyone = [inner for each in objects for inner in (each.modules() if isinstance(each, nn.Module) else (each,))]
     with ExitStack() as undo, torch.random.fork_rng():
         undo.callback(random.setstate, random.getstate())
         undo.callback(numpy.random.set_state, numpy.random.get_state())
-        _remember([vars(one) for one in everyone if hasattr(one, "__dict__")], undo)
+        _record([vars(each) for each in everyone if hasattr(each, "__dict__")], undo)
         yield
 
 
-def _remember(given: Iterable[Any], undo: ExitStack) -> None:
-    """The nearest first."""
+def _record(given: Iterable[Any], undo: ExitStack) -> None:
+    """Record the content of what ``given`` holds, breadth first, for ``undo`` to restore."""
     waiting, seen = deque(given), dict[int, Any]()
     while waiting and len(seen) < MOST_OBJECTS:
         value = waiting.popleft()
         if value is None or isinstance(value, ATOMS) or id(value) in seen:
             continue
-        seen[id(value)] = value  # which keeps it alive, so that no address comes twice
-        back = _back(value)
-        if back is not None:
-            undo.callback(back)
+        seen[id(value)] = value  # keeps it alive, so that no id is used again
+        restore = _restorer(value)
+        if restore is not None:
+            undo.callback(restore)
         waiting.extend(_within(value))
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """What ``value`` holds."""
+    """The objects that ``value`` holds."""
     if isinstance(value, CONTAINERS) and len(value) <= LARGE:
         yield from value.values() if isinstance(value, dict) else value
     if isinstance(value, types.CellType):
@@ -82,13 +82,13 @@ def _within(value: Any) -> Iterator[Any]:
 
 @functools.cache
 def _of_a_library(module: str) -> bool:
-    """Whether what is defined in ``module`` was installed, or belongs to Python."""
+    """Whether ``module`` is an installed package or belongs to Python."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return module in sys.builtin_module_names or file.startswith(LIBRARIES)
 
 
-def _back(value: Any) -> Callable[[], Any] | None:
-    """What gives ``value`` its present content back, where it is of a kind that changes in place."""
+def _restorer(value: Any) -> Callable[[], Any] | None:
+    """A function that restores the present content of ``value``; None if it cannot change in place."""
     if isinstance(value, dict | list | set | deque):
         return partial(_fill, value, dict(value) if isinstance(value, dict) else list(value))
     if isinstance(value, types.CellType):
@@ -99,25 +99,25 @@ def _back(value: Any) -> Callable[[], Any] | None:
     if type(value) is numpy.ndarray and value.nbytes <= COPIED_BYTES and value.flags.writeable:
         return partial(numpy.copyto, value, value.copy())
     if type(value) is Tensor and value.is_cpu and not value.requires_grad and not value.is_inference():
-        return _tensor_back(value)
+        return _tensor_restorer(value)
     return None
 
 
-def _tensor_back(value: Tensor) -> Callable[[], Any] | None:
-    """Only if it was written to: torch counts the writes, and a graph may want it as it is."""
+def _tensor_restorer(value: Tensor) -> Callable[[], Any] | None:
+    """Writes only if the tensor was written to: torch counts writes, and a graph may have saved the tensor."""
     if value.layout is not torch.strided or value.nbytes > COPIED_BYTES:
         return None
     content, version = value.clone(), value._version
 
-    def back() -> None:
+    def restore() -> None:
         if value._version != version:
             value.detach().copy_(content)
 
-    return back
+    return restore
 
 
 def _content(cell: types.CellType) -> tuple[Any, ...]:
-    """Of a variable that a closure has: nothing, before it is assigned."""
+    """The value of a closure's variable; empty before the variable is assigned."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -132,7 +132,7 @@ def _fill_cell(cell: types.CellType, content: tuple[Any, ...]) -> None:
 
 
 def _fill(value: Any, content: Any) -> None:
-    """Containers that have not changed are left alone: some would refuse."""
+    """Restore the items of a container, unless they are the same: some containers refuse to be changed."""
     if isinstance(value, dict):
         same = [*map(id, value), *map(id, value.values())] == [*map(id, content), *map(id, content.values())]
     else:

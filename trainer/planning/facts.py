@@ -1,65 +1,54 @@
-"""Facts of a run, without weights and without an accelerator: what the planner may look at.
+"""The facts of a run that the planner may look at, without weights and without an accelerator.
 
-The model is built without storage, given fake tensors (shapes and dtypes) and run forward once. Torch's own dispatch
-decides what is saved for backward and how many floating-point operations there are, so the numbers follow the model
-and not a formula, and an architecture never seen before is counted like any other. A 70 B model takes about two
-seconds and a few hundred megabytes.
+``gather`` builds the configured model without storage, gives it fake tensors (shapes and dtypes) and runs it forward
+once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are, so the
+numbers come from the model and not from a formula, and an architecture never seen before is counted like any other. A
+70 B model takes about two seconds and a few hundred megabytes. The counts are cached
+(``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.
 
-Blocks are found by structure: the outermost ``nn.ModuleList`` children are blocks; parameters registered before the
-first block belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
+Blocks are found by structure (``strategies/engine/blocks.py``); parameters registered before the first block belong to
+the embedding, those after to the head. A tied parameter counts once, where it comes first.
 
-What is saved, and what it would cost to keep less, is counted in ``trainer/model/counting.py``.
 Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
-padded or packed, which most are. Full rows keep somewhat less.
-
-``gather`` describes a run of a config, ``describe`` a live model of any kind. What was counted for a config is
-remembered (``trainer/model/count_cache.py``).
-
-[Note: layer drop] Some models draw a number before each block and skip the block where it is small. A fake number has
-no value to compare; here it is 1, so that no block is skipped, which costs the most.
-
-[Note: grouped matmul] Transformers runs the experts of a mixture through one grouped matmul. Torch's kernels take
-any float dtype, its fake version takes bf16 only and its flop counter does not know the operation, so both answers
-are given here: the output's shape, and two flop per row of tokens, column and summed element.
+padded or packed, which most are. Full rows save slightly less.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
 from strategies.core.linears import Linear
 from strategies.recompute import Recompute
-from trainer.errors import ConfigError, CountingError, first_line
+from trainer.errors import ConfigError
 from trainer.machine.profiles import known_rates
 from trainer.model.build import load_config, with_lora
-from trainer.model.count_cache import remembered
+from trainer.model.count_cache import cached
 from trainer.model.linear_layers import LinearCounter, no_copies
 from trainer.model.params import decay_groups, list_params
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
     from trainer.config.sections import RunConfig
     from trainer.machine.probe import Machine
-    from trainer.model.counting import Counter
 
-# Resident besides tensors. On CPU with torch, Transformers and datasets: 600 to 632 MiB in small runs, a few kernels'
-# workspace included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
+# Resident memory besides tensors. On CPU with torch, Transformers and datasets: 600 to 632 MiB in small runs, workspace
+# of a few kernels included; DeepSpeed's engine and a CUDA context need more, 0.6 to 1.0 GiB.
 RUNTIME_HOST_BYTES, ENGINE_HOST_BYTES = 624 << 20, 1 << 30
 MOMENTS = {"sgd": 0, "adagrad": 1, "adafactor": 0, "lion": 1}  # others keep two fp32 numbers per parameter
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCount:
-    """Counts of one fake run: units in order, forward flop of one micro-batch, the largest tensor's elements.
+    """Counts of one forward on fake tensors.
 
-    ``params`` are listed where a strategy places single parameters.
+    Args:
+        forward_flops: of one micro-batch; 0: not counted.
+        largest_param: elements of the largest parameter tensor.
+        params: listed if a strategy places single parameters.
     """
 
     units: tuple[Unit, ...]
@@ -68,6 +57,13 @@ class ModelCount:
     hidden_size: int
     params: tuple[Param, ...] = ()
     linears: tuple[Linear, ...] = ()
+
+    def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
+        """The facts of a ``run`` of this model."""
+        counted = replace(
+            run, hidden_size=self.hidden_size, largest_param=self.largest_param, forward_flops=self.forward_flops
+        )
+        return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -78,7 +74,7 @@ def precision_of(config: RunConfig) -> Precision:
 
 
 def vocab_size_of(config: RunConfig) -> int | None:
-    """Rows of the embedding where only the tokenizer to be trained knows them; None where the model says."""
+    """Rows of the embedding if they follow from a tokenizer that is yet to be trained; None if the model has them."""
     tokenizer = config.model.tokenizer
     return None if tokenizer is None or isinstance(tokenizer, str) else tokenizer.vocab_size
 
@@ -89,26 +85,21 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     Raises:
         ConfigError: the model cannot be described.
     """
-    count = remembered(config, ModelCount, lambda: count_model(config))
-    run = replace(
-        run_facts(config, world_size, accelerated=machine.device_kind != "cpu"),
-        hidden_size=count.hidden_size,
-        largest_param=count.largest_param,
-        forward_flops=count.forward_flops,
-    )
+    count = cached(config, ModelCount, lambda: count_model(config))
+    run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
     here = machine_facts(machine, local_world_size, engine="zero" in config.strategies)
-    return Facts(count.units, run, here, count.params, count.linears, no_copies=no_copies(config))
+    return count.facts(run, here, no_copies(config))
 
 
 def products_again(config: RunConfig) -> bool:
-    """Whether backward takes the products of every block's forward once more; selective recomputation keeps them."""
+    """Whether backward repeats the matrix products of every block's forward; selective recomputation keeps them."""
     recompute = config.strategies.get("recompute")
     all_of_it = isinstance(recompute, Recompute) and recompute.policy == "full" and recompute.every == 1
     return run_facts(config, 1).recomputes or all_of_it
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
-    """What the config alone says about the work."""
+    """The facts that follow from the config alone."""
     training = config.training
     return RunFacts(
         micro_batch=training.per_device_train_batch_size,
@@ -124,13 +115,13 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
 
 
 def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = False) -> MachineFacts:
-    """One rank's part of ``machine``. Without an accelerator the ranks share its memory as their device.
+    """One rank's share of ``machine``. Without an accelerator its part of host memory is also its device.
 
     Args:
-        engine: DeepSpeed's is used.
+        engine: DeepSpeed's engine is used.
     """
     host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
-    if rates is not None:  # of what the ranks of a machine share, each has its part; each has a link of its own
+    if rates is not None:
         rates = rates.shared_by(local_world_size)
     if machine.device_kind == "cpu":
         runtime = ENGINE_HOST_BYTES if engine else RUNTIME_HOST_BYTES
@@ -139,12 +130,16 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
 
 
 def count_model(config: RunConfig) -> ModelCount:
-    """Build the configured model from fake tensors, run it forward once, and count."""
+    """Build the configured model from fake tensors, run it forward once, and count.
+
+    Raises:
+        ConfigError: Transformers cannot build the model.
+    """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    from trainer.model.counting import Counter, find_blocks, flop_formulas
+    from strategies.engine.blocks import find_blocks
+    from trainer.model.counting import Counter, fake_tensors, flop_formulas
 
     precision = precision_of(config)
     offloads = "offload" in config.strategies
@@ -156,9 +151,9 @@ def count_model(config: RunConfig) -> ModelCount:
     if casts:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
-    with FakeTensorMode(allow_non_fake_inputs=True), _grouped_matmul():
+    with fake_tensors():
         model.to_empty(device="cpu")
-        model.tie_weights()  # to_empty has given each name a tensor of its own
+        model.tie_weights()  # to_empty gave each name a tensor of its own
         recomputes = run_facts(config, 1).recomputes
         if recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
@@ -179,95 +174,11 @@ def count_model(config: RunConfig) -> ModelCount:
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
-        params=list_params(model, find_blocks(model), decay_groups(model), lambda _: dtype, counter.elsewhere)
-        if offloads
-        else (),
+        params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found) if offloads else (),
         linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=products_again(config))
         if linears
         else (),
     )
-
-
-def describe(
-    model: nn.Module,
-    batch: tuple[int, int] | Mapping[str, Any] | None,
-    groups: Sequence[Sequence[str]],
-    run: RunFacts,
-    machine: MachineFacts,
-) -> Facts:
-    """Facts of a live model, which is left as it is. Every parameter is computed in the dtype that it has.
-
-    Args:
-        batch: keyword arguments of its forward; (rows, tokens) stands for ids and labels. With None nothing is run, and
-            what backward needs counts as nothing.
-        groups: names of the optimizer's parameters, group by group; the others are frozen.
-
-    Raises:
-        CountingError: forward fails on tensors without values.
-    """
-    from trainer.model.counting import Counter, find_blocks
-
-    group_of = {name: index for index, names in enumerate(groups) for name in names}
-    counter = Counter(model) if batch is None else _counted(model, batch)
-    dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, find_blocks(model), group_of, dtype_of.__getitem__, counter.elsewhere)
-    largest = max((param.num_elements for param in params), default=0)
-    return Facts(counter.units(), replace(run, largest_param=largest), machine, params)
-
-
-def _counted(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any]) -> Counter:
-    """After one forward on fake tensors.
-
-    Raises:
-        CountingError: it failed.
-    """
-    try:
-        return _count_fake(model, batch)
-    except Exception as error:  # whatever a model does that it cannot do here, or nowhere
-        raise CountingError(
-            f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
-            f"otherwise, leave out batch=: what backward keeps then counts as nothing"
-        ) from error
-
-
-def _count_fake(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any]) -> Counter:
-    import torch
-    from torch.func import functional_call
-    from torch.utils._pytree import tree_map_only
-
-    from trainer.model.counting import Counter
-    from trainer.model.undisturbed import undisturbed
-
-    with undisturbed(model), _fake_run(model) as mode:
-        fakes = {name: mode.from_tensor(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        counter = Counter(model, fakes)
-        inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
-        with counter:
-            functional_call(model, fakes, kwargs=inputs)
-    return counter
-
-
-@contextlib.contextmanager
-def _fake_run(model: nn.Module) -> Iterator[Any]:
-    """A mode for fake tensors, in which ``model`` trains."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _grouped_matmul():
-        model.train()
-        yield mode
-
-
-def _inputs(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any]) -> dict[str, Any]:
-    """What forward is called with: tensors of the batch; each on the model's device."""
-    import torch
-
-    device = next(model.parameters()).device
-    if isinstance(batch, tuple):
-        batch = dict.fromkeys(("input_ids", "labels"), torch.empty(batch, dtype=torch.long, device="meta"))
-    return {
-        name: torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
 
 
 def _meta_model(config: RunConfig) -> PreTrainedModel:
@@ -284,7 +195,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
-    # A flash kernel that is not installed here keeps what torch's fused attention keeps.
+    # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"
     with torch.device("meta"):
         try:
@@ -304,20 +215,3 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
         except KeyError as error:  # looked up in a table of Transformers, as activation functions are
             raise ConfigError(f"model.config: Transformers knows no {error}") from None
         return with_lora(model, section.lora) if section.lora is not None else model
-
-
-def _grouped_matmul() -> AbstractContextManager[object]:
-    """A mode of answers that fake tensors lack; see [Note: grouped matmul] and [Note: layer drop]; below autograd."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class AnyDtype(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._grouped_mm.default:
-                rows, weight = args[:2]
-                return rows.new_empty(rows.shape[0], weight.shape[2])
-            if func is torch.ops.aten.rand.default and list(args[0]) == []:
-                return torch.tensor(1.0)  # a fake tensor that knows its value
-            return func(*args, **(kwargs or {}))
-
-    return AnyDtype()

@@ -1,15 +1,17 @@
-"""Plans for a live PyTorch model, without a config file: what ``stow`` takes.
+"""Plans for live PyTorch models, without a config file: what ``stow`` takes.
 
-plan = plan_for(model, gpu_memory="20GiB", batch=(4, 2048), max_grad_norm=1.0)
-optimizer = stow(model, plan)
+    plan = plan_for(model, gpu_memory="20GiB", batch=(4, 2048), max_grad_norm=1.0)
+    optimizer = stow(model, plan)
 
-How large gradients may be has no default: it decides when updates may begin, and a loop that clips where the plan does
-not, or the other way round, would train otherwise than it says.
+Backward's needs are counted in one forward on fake tensors, which leaves the model unchanged.
+
+``max_grad_norm`` has no default, because it decides when updates may begin: a loop that clips although the plan does
+not, or the other way round, would not train as it says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose
@@ -18,12 +20,17 @@ from strategies.core.layout import ITEM_BYTES
 from strategies.core.plan import Plan
 from strategies.core.registry import find
 from trainer.dist.ranks import from_environment
+from trainer.errors import CountingError, first_line
 from trainer.machine.probe import Machine, probe
-from trainer.planning.facts import describe, machine_facts
+from trainer.model.params import list_params
+from trainer.planning.facts import ModelCount, machine_facts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from trainer.model.counting import Counter
+
+    Batch = tuple[int, int] | Mapping[str, Any]
     Groups = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
 
 
@@ -34,7 +41,7 @@ def plan_for(
     max_grad_norm: float | None,
     gpu_memory: str | float = "auto",
     host_memory: str | float = "auto",
-    batch: tuple[int, int] | Mapping[str, Any] | None = None,
+    batch: Batch | None = None,
     accumulation: int = 1,
     world_size: int | None = None,
     moments: int = 2,
@@ -43,24 +50,26 @@ def plan_for(
     recompute: Mapping[str, Any] | None = None,
     **offload: Any,
 ) -> Plan:
-    """Where everything rests that training ``model`` needs, and how it moves.
+    """Plan where each tensor of training ``model`` is stored and when it is moved.
 
     Args:
         params: what a torch optimizer takes: parameters, with or without names, or groups of them. None: all that
-            require a gradient. An iterator is used up; one within a group becomes a list, as torch's optimizers do.
-        max_grad_norm: what gradients are clipped to in each step; None or 0: they are not.
+            require a gradient. An iterator is consumed; one within a group becomes a list, as in torch's optimizers.
+        max_grad_norm: the norm to which the loop clips gradients in each step; None or 0: it does not clip.
         gpu_memory: "20GiB", a share such as 0.8, bytes, or "auto".
-        batch: keyword arguments of forward, or (rows, tokens): counts what backward keeps. None counts nothing.
+        batch: keyword arguments of forward, or (rows, tokens), to count what is saved for backward. With None that
+            counts as nothing.
         accumulation: micro-batches per update.
         world_size: ranks that train together; by default those of the default process group.
         moments: fp32 numbers of optimizer state per parameter; AdamW keeps two.
-        debug: the runtime checks every use of a shared place.
-        recompute: options of ``strategies.recompute``; the model then goes through ``recompute(model, plan)``, too.
+        debug: the engine checks every use of memory that buckets share.
+        recompute: options of ``strategies.recompute``. Pass the model to ``recompute(model, plan)``, too.
         offload: further options of ``strategies.offload``.
 
     Raises:
-        ValueError: an option that cannot be, a model that the engine cannot hold, or (CountingError) a forward that
-            does not run on tensors without values. Refusal: it does not fit.
+        ValueError: an invalid option, a model that the engine cannot train, or (CountingError) a forward that fails on
+            tensors without values.
+        Refusal: it does not fit.
     """
     groups = _group_names(model, params)
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
@@ -80,7 +89,7 @@ def plan_for(
         moments=moments,
     )
     here = min(ranks, from_environment().local_world_size) if ranks > 1 else 1
-    facts = describe(model, batch, groups, run, machine_facts(machine or probe(), here))
+    facts = count_live(model, batch, groups).facts(run, machine_facts(machine or probe(), here))
     options = {"gpu_memory": gpu_memory, "host_memory": host_memory, **offload}
     strategies: dict[str, Mapping[str, Any]] = {"offload": options, "buffers": {"debug": debug}}
     if recompute is not None:
@@ -89,7 +98,7 @@ def plan_for(
 
 
 def _ranks() -> int:
-    """Of the default process group; 1 where there is none."""
+    """Ranks of the default process group; 1 without one."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -122,7 +131,7 @@ def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
 
 
 def _of_group(group: Any) -> list[Tensor]:
-    """Its parameters. What can be read only once is kept in the group: ``stow`` reads it again."""
+    """The parameters of a group. An iterator becomes a list in the group, since ``stow`` reads it again."""
     params = group["params"]
     if hasattr(params, "requires_grad"):
         return [params]
@@ -132,12 +141,75 @@ def _of_group(group: Any) -> list[Tensor]:
 
 
 def _unnamed(params: Iterable[Any]) -> list[Tensor]:
-    """Torch's optimizers also take pairs of name and parameter, since 2.6."""
+    """Parameters without their names, which torch's optimizers also take since 2.6."""
     return [param[1] if isinstance(param, tuple) else param for param in params]
 
 
-def _shape(batch: tuple[int, int] | Mapping[str, Any] | None) -> tuple[int, int]:
-    """Rows and tokens of a batch, for the table."""
+def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[str]]) -> ModelCount:
+    """Count a live model, which is left unchanged. Every parameter is computed in its own dtype.
+
+    Args:
+        batch: keyword arguments of its forward; (rows, tokens) stands for ids and labels. With None nothing is run.
+        groups: names of the optimizer's parameters, group by group; the others are frozen.
+
+    Raises:
+        CountingError: the forward fails on tensors without values.
+    """
+    from trainer.model.counting import Counter
+
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
+    counter = Counter(model) if batch is None else _counted(model, batch)
+    dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
+    params = list_params(model, group_of, dtype_of.__getitem__, counter.outside.found)
+    largest = max((param.num_elements for param in params), default=0)
+    return ModelCount(counter.units(), 0, largest, 0, params)
+
+
+def _counted(model: nn.Module, batch: Batch) -> Counter:
+    """Count one forward on fake tensors.
+
+    Raises:
+        CountingError: it failed.
+    """
+    import torch
+    from torch.func import functional_call
+    from torch.utils._pytree import tree_map_only
+
+    from trainer.model.counting import Counter, fake_tensors
+    from trainer.model.undisturbed import undisturbed
+
+    try:
+        with undisturbed(model), fake_tensors() as mode:
+            model.train()
+            tensors = dict([*model.named_parameters(), *model.named_buffers()])
+            fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+            counter = Counter(model, fakes)
+            inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
+            with counter:
+                functional_call(model, fakes, kwargs=inputs)
+    except Exception as error:  # a forward may fail in any way, here only or everywhere
+        raise CountingError(
+            f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
+            f"otherwise, leave out batch=: what backward keeps then counts as nothing"
+        ) from error
+    return counter
+
+
+def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """The keyword arguments of forward, with tensors on the model's device."""
+    import torch
+
+    device = next(model.parameters()).device
+    if isinstance(batch, tuple):
+        batch = dict.fromkeys(("input_ids", "labels"), torch.empty(batch, dtype=torch.long, device="meta"))
+    return {
+        name: torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+def _shape(batch: Batch | None) -> tuple[int, int]:
+    """Rows and tokens of a batch, as the plan prints them."""
     if batch is None:
         return (1, 1)
     if isinstance(batch, tuple):

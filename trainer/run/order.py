@@ -67,7 +67,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     refuse_folder(folder)
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
-    machine = probe(folder if folder.is_dir() else Path())
+    machine = probe()
     plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
     check_packing(config)
     if plan.layout is not None:

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from strategies.core.plan import Home, Plan
+from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import room_of
 from strategies.planner.step_cost import empty, price, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.plan_table import human
 from trainer.machine import block_timing
 from trainer.machine.block_timing import UnitClock
-from trainer.model.counting import find_blocks
 from trainer.run import ds_config
 from trainer.run.callbacks import device_peak_bytes, host_peak_bytes, write_line
 

@@ -27,7 +27,7 @@ from strategies.core.protocol import Refusal
 from strategies.engine import StowOptimizer, stow, stowed_by
 from strategies.engine.checkpointing import recompute
 from trainer.errors import CountingError, first_line
-from trainer.model.forked import AsideError, aside
+from trainer.model.forked import ForkError, in_fork
 from trainer.model.undisturbed import undisturbed
 from trainer.planning.plan_for import plan_for
 from trainer.run.accelerator import StowAccelerator
@@ -158,10 +158,10 @@ class StowedTrainer:
         handle = self.model.register_forward_pre_hook(_stop_at_call, with_kwargs=True)
         try:
             with undisturbed(self, self.model):
-                self.compute_loss(self.model, self._prepare_inputs(aside(self._first_rows)))  # type: ignore[attr-defined]
+                self.compute_loss(self.model, self._prepare_inputs(in_fork(self._first_rows)))  # type: ignore[attr-defined]
         except _Called as call:
             packed = call.packed
-        except AsideError as error:
+        except ForkError as error:
             self._not_counted(f"{error}; say it with batch=")
         except Exception as error:  # whatever a loss does: planning goes on without
             self._not_counted(f"{first_line(error)}; say it with batch=")

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from trainer.model.forked import AsideError, aside
+from trainer.model.forked import ForkError, in_fork
 
 
 def test_nothing_is_used_up() -> None:
@@ -23,20 +23,20 @@ def test_nothing_is_used_up() -> None:
         last.append(next(calls))
         return [numbers.random(), torch.rand(()).item(), float(counts[0]), *last]
 
-    assert aside(draw) == draw()
+    assert in_fork(draw) == draw()
 
 
 def test_files_are_read_on_where_they_were(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("\n".join(map(str, range(9_000))))
     with (tmp_path / "rows").open() as lines:
         assert [next(lines), next(lines)] == ["0\n", "1\n"]
-        ahead = aside(lines.readlines)
+        ahead = in_fork(lines.readlines)
         assert lines.readlines() == ahead and len(ahead) == 8_998
 
 
 def test_of_a_view_the_view() -> None:
     large = torch.arange(1 << 16)
-    view = aside(lambda: large[3:5])
+    view = in_fork(lambda: large[3:5])
     assert view.tolist() == [3, 4] and view.untyped_storage().nbytes() == 16
 
 
@@ -50,5 +50,5 @@ def test_of_a_view_the_view() -> None:
     ],
 )
 def test_one_line(work: Callable[[], Any], line: str) -> None:
-    with pytest.raises(AsideError, match=f"^{line}$"):
-        aside(work, seconds=0.2 if "no answer" in line else 60.0)
+    with pytest.raises(ForkError, match=f"^{line}$"):
+        in_fork(work, seconds=0.2 if "no answer" in line else 60.0)

@@ -10,13 +10,13 @@ import torch
 
 from launch.plan import main
 from strategies.core.facts import UnitKind, UnitTimes
+from strategies.engine.blocks import find_blocks
 from strategies.planner.step_cost import price, unit_seconds
 from tests.helpers.models import build, tokens
 from tests.helpers.tiny import LLAMA
 from tests.unit.test_price import FAST, known, planned
 from trainer.machine import block_timing
 from trainer.machine.block_timing import UnitClock
-from trainer.model.counting import find_blocks
 
 TIMES = UnitTimes((1.0, 0.0), (2.0, 3.0), (4.0, 5.0), "measured by hand")
 

@@ -1,4 +1,4 @@
-"""Counts that are remembered: for what they hold, and that a second plan loads no torch."""
+"""The cache of counts: what a file is valid for, and that a second plan loads no torch."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from strategies.core.registry import find
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
-from trainer.model.count_cache import name_of, remembered
+from trainer.model.count_cache import cached, name_of
 from trainer.planning.facts import ModelCount, count_model, products_again
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,17 +24,17 @@ def config_of(config: Any = LLAMA, strategies: Any = None, **more: Any) -> RunCo
 
 def test_counted_once_and_read_back_as_it_was(tmp_path: Path) -> None:
     config = config_of(strategies={"offload": {}, "linear": {}})
-    first = remembered(config, ModelCount, lambda: count_model(config), tmp_path)
+    first = cached(config, ModelCount, lambda: count_model(config), tmp_path)
     assert first.params and first.linears and first.units[1].choices is not None
 
     def never() -> ModelCount:
         raise AssertionError("counted again")
 
-    assert remembered(config, ModelCount, never, tmp_path) == first
+    assert cached(config, ModelCount, never, tmp_path) == first
     (file,) = tmp_path.iterdir()
     file.write_text("broken")
-    assert remembered(config, ModelCount, lambda: NOTHING, tmp_path) == NOTHING
-    assert remembered(config, ModelCount, never, tmp_path) == NOTHING
+    assert cached(config, ModelCount, lambda: NOTHING, tmp_path) == NOTHING
+    assert cached(config, ModelCount, never, tmp_path) == NOTHING
 
 
 @pytest.mark.parametrize(

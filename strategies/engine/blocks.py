@@ -1,0 +1,34 @@
+"""Which modules of a model are its blocks: the one definition for counting, hooks, recomputation and timing.
+
+A block is a module with parameters and a forward of its own that stands in an ``nn.ModuleList``. Containers in a list
+(another list, an ``nn.ModuleDict``, a bare ``nn.Module`` that only groups others) are never called, so their members
+stand in the list in their place. Of nested blocks the outermost counts: the experts of a mixture belong to their layer.
+A module that is registered under several names is one block, under the first of its names in a list.
+
+Example: ``model.layers.0``, ``model.layers.1``, ... of a Llama; the layers of encoder and decoder of a T5.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of ``model`` by dotted path, in order of registration."""
+    found: dict[nn.Module, str] = {}
+    seen: set[tuple[nn.Module, bool]] = set()
+
+    def look(path: str, module: nn.Module, listed: bool) -> None:
+        if module in found or (module, listed) in seen:
+            return
+        seen.add((module, listed))
+        if listed and type(module).forward is not nn.Module.forward:
+            if any(True for _ in module.parameters()):
+                found[module] = path
+            return
+        for name, child in module.named_children():
+            look(f"{path}.{name}" if path else name, child, listed or isinstance(module, nn.ModuleList))
+
+    look("", model, False)
+    inner = {module for block in found for module in block.modules() if module is not block}
+    return {path: block for block, path in found.items() if block not in inner}
