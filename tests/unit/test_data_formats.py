@@ -321,16 +321,6 @@ def test_damaged_prepared_data_is_refused(file: str, size: int, tokenizer: Any) 
         prepare(tokenizer, "d.jsonl", eval_fraction=0.5)
 
 
-def test_two_ranks_at_once(tokenizer: Any) -> None:
-    """The second finds the first one's folder in place when it is about to rename its own."""
-    folder = Path("prepared")
-    with preparing._draft(folder, "key") as mine:
-        (mine / "train.arrow").write_text("same")
-        with preparing._draft(folder, "key") as theirs:
-            (theirs / "train.arrow").write_text("same")
-    assert [p.name for p in folder.iterdir()] == ["key"]
-
-
 def test_fingerprint_changes_with_data_options_and_tokenizer(tokenizer: Any) -> None:
     path = write("a/d.jsonl", documents(5))
     options: list[dict[str, Any]] = [{}, {"seed": 1}, {"max_length": 100}, {"packing": True}, {"streaming": True}]

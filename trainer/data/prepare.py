@@ -19,13 +19,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +34,7 @@ import pyarrow.compute
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from strategies.core.commit import added_folder
 from trainer.data import packing
 from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
 from trainer.data.packing import MASKED, Span, Tokens
@@ -100,7 +98,7 @@ def prepare(
     if (folder / key).is_dir():
         say(f"data: {train.name} is prepared already ({key})")
     elif held_out or not section.streaming:
-        with _draft(folder, key) as draft:
+        with added_folder(folder / key) as draft:
             job = _Job(section, draft, say)
             num_held = job.evaluation(held_out, eval_encoder) if held_out and eval_encoder else 0
             if not section.streaming:
@@ -178,25 +176,6 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     if backend is not None:
         return [backend.to_str(), special]
     return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
-
-
-# Saving: everything is written into a draft folder, which then takes its name.
-
-
-@contextmanager
-def _draft(folder: Path, key: str) -> Iterator[Path]:
-    """A folder that is renamed to ``folder/key`` if the block succeeds, and removed if not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=folder))
-    try:
-        yield draft
-        try:
-            draft.rename(folder / key)
-        except OSError:
-            if not (folder / key).is_dir():  # it is there: another rank was faster, with the same bytes
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 class _Documents:

@@ -13,7 +13,6 @@ A tokenizer without a pad token gets eos for it. Where labels are derived from i
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +20,7 @@ from typing import Protocol
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from strategies.core.commit import added_folder
 from trainer.errors import ConfigError, DataError
 
 PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
@@ -89,7 +89,12 @@ def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTo
         raise ConfigError(f"model.tokenizer: vocab_size {vocab_size} must be at least {SMALLEST_VOCAB}")
     home = folder / "tokenizer"
     if _asked_for(home) != vocab_size:
-        _replace(home, _train(vocab_size, texts), vocab_size)
+        made = _train(vocab_size, texts)
+        if home.exists() and _asked_for(home) != vocab_size:  # another rank may have finished meanwhile
+            shutil.rmtree(home)
+        with added_folder(home) as draft:
+            made.save_pretrained(draft)
+            (draft / "trained.json").write_text(json.dumps({"vocab_size": vocab_size}))
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
     return tokenizer
 
@@ -124,19 +129,3 @@ def _asked_for(home: Path) -> int | None:
         return int(json.loads((home / "trained.json").read_text())["vocab_size"])
     except FileNotFoundError:
         return None
-
-
-def _replace(home: Path, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
-    """Write beside and rename, so that ``home`` is never half a tokenizer; a rank that comes second yields."""
-    home.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=home.parent))
-    tokenizer.save_pretrained(temporary)
-    (temporary / "trained.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    if home.exists() and _asked_for(home) != vocab_size:
-        shutil.rmtree(home)
-    try:
-        temporary.rename(home)
-    except OSError:
-        shutil.rmtree(temporary)
-        if _asked_for(home) != vocab_size:
-            raise

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import textwrap
 import time
@@ -36,6 +35,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from strategies.core.commit import replace_file
 from trainer.machine.probe import status_bytes
 from trainer.run import metrics
 
@@ -244,12 +244,7 @@ def rewind(path: Path, step: int) -> None:
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if step > 0 else []
     kept = [line for line in lines if _step_of(line) <= step]
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    replace_file(path, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> float:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
+from strategies.core.commit import replace_file
 from trainer.errors import ConfigError
 
 MARK = "complete.json"
@@ -29,13 +29,7 @@ def mark_complete(output_dir: Path, step: int, *, is_first: bool) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if is_first:
-        folder = output_dir / f"checkpoint-{step}"
-        partial = folder / f"{MARK}.tmp"
-        with partial.open("w") as file:
-            json.dump({"step": step}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(folder / MARK)
+        replace_file(output_dir / f"checkpoint-{step}" / MARK, json.dumps({"step": step}))
 
 
 def unmark(output_dir: Path, step: int, *, is_first: bool) -> None:

@@ -18,7 +18,6 @@ Refused: calling an export done that does not reload; exporting weights that are
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.core.commit import replaced_folder
 from trainer.model.build import set_use_cache
 
 if TYPE_CHECKING:
@@ -94,19 +94,16 @@ def export(
             model = model.merge_and_unload()
             expected, state = shapes(model), model.state_dict()
     refuse_not_finite(model, state)
-    draft = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    with config_as_it_came(model):
-        model.save_pretrained(draft, state_dict=dict(state))  # it empties what it is given
-    tokenizer.save_pretrained(draft)
-    if card is not None:
-        card.save(draft / "README.md")
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
-    with as_a_user(trainer):
-        receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    with replaced_folder(folder) as draft:
+        with config_as_it_came(model):
+            model.save_pretrained(draft, state_dict=dict(state))  # it empties what it is given
+        tokenizer.save_pretrained(draft)
+        if card is not None:
+            card.save(draft / "README.md")
+        with as_a_user(trainer):
+            receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
     return replace(receipt, folder=folder)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import price
@@ -158,7 +159,7 @@ def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
         "ds_config.json": json.dumps(ds_config.ds_config(run.plan), indent=1),
     }
     for name, text in written.items():
-        (run.folder / name).write_text(text)
+        replace_file(run.folder / name, text)
     block_timing.store(run.folder, run.plan.facts)
 
 

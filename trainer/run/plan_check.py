@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from strategies.core.commit import replace_file
 from strategies.core.plan import Home, Plan
 from strategies.engine.checkpointing import room_of
 from strategies.planner.step_cost import empty, price, traffic, unit_seconds
@@ -153,9 +154,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         file = self._folder / "plan.json"
         written = json.loads(file.read_text())
         written["measured"] = [{**asdict(entry), "error": entry.error} for entry in entries]
-        unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(written, indent=1))
-        unfinished.rename(file)
+        replace_file(file, json.dumps(written, indent=1))
         if timings is not None:
             block_timing.store(self._folder, self._plan.facts, timings)
             write_line(
