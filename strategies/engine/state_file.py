@@ -9,8 +9,8 @@ a flipped bit: safetensors has no hash, nor has ``torch.load``.
 A file is written straight from where the state rests and hashed on the way; from the device it comes in pieces. It
 holds one bucket, at most ``FILE_BYTES`` or one parameter. Read files are mapped, one at a time. Nothing is pickled.
 
-A save goes into ``<folder>.writing``; when all of it is on the disk, it takes the place of an earlier one. A kill between the
-two renames leaves the earlier one in ``<folder>.earlier``, where ``load`` finds it (``strategies/core/commit.py``).
+A save goes into ``<folder>.writing``, which takes the place of an earlier one once it is on the disk. A kill between
+both renames leaves the earlier one in ``<folder>.earlier``, where ``load`` finds it (``strategies/core/commit.py``).
 
 Invariant. ``load`` checks everything, hashes included, before it changes anything.
 

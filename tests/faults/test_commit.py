@@ -88,6 +88,13 @@ def killed(work: Callable[[], None], number: int) -> bool:
 WRITERS = [write_file, write_folder, add_folder]
 
 
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the disk, which is not turned off here."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.mark.usefixtures("unsynced")
 @pytest.mark.parametrize("had", [True, False], ids=["replaces", "first"])
 @pytest.mark.parametrize("write", WRITERS)
 def test_an_error_at_any_step(write: Any, had: bool, tmp_path: Path) -> None:
@@ -111,6 +118,7 @@ def test_an_error_at_any_step(write: Any, had: bool, tmp_path: Path) -> None:
     assert seen == {"old" if had else None, "new"} if write is not add_folder or not had else seen == {"old"}
 
 
+@pytest.mark.usefixtures("unsynced")
 @pytest.mark.parametrize("had", [True, False], ids=["replaces", "first"])
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_kill_at_any_step(write: Any, had: bool, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from strategies.core.applied import shown_by
 from strategies.engine.memory import accelerator
 from strategies.report.plan_table import human
 from strategies.zero import Zero
@@ -53,7 +55,8 @@ def run(config: RunConfig, ranks: Ranks) -> int:
     quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
     on_cpu = bool(config.training.use_cpu)
-    with process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
+    shown = shown_by(write_line) if ranks.is_first else nullcontext()
+    with shown, process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
         return _guarded(config, ranks)
 
 
