@@ -237,7 +237,7 @@ def make_trainer(run: Run) -> Trainer:
     packing = run.config.data.packing
     plan_file = run.folder / "plan.json"
     recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
-    ledger = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
+    plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
     trainer = Trainer(
         model=make_model(run),
         args=run.arguments,
@@ -248,18 +248,16 @@ def make_trainer(run: Run) -> Trainer:
         meter=meter,
         plan=run.plan,
         own_clipping=run.config.training.max_grad_norm if ds_config.clips_itself(run.plan) else None,
-        ledger=ledger,
+        plan_check=plan_check,
         callbacks=[
             ProgressLine(),
             MetricsFile(run.folder / "metrics.jsonl"),
             *sample,
-            *([ledger] if ledger else []),
+            *([plan_check] if plan_check else []),
             StepSeen(),
             meter,
         ],
     )
-    if ledger is not None:
-        ledger.stowed = lambda: trainer.stowed
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer
 

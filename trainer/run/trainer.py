@@ -43,7 +43,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
             ``trainer/run/accelerator.py``); ``args.max_grad_norm`` is then 0, so that nobody clips twice.
         plan: of the run; with a layout the memory engine trains.
-        ledger: counts what forward saves, once; also one of ``callbacks``.
+        plan_check: compares the plan with the run; also one of ``callbacks``.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Trainer(StowedTrainer, transformers.Trainer):
         meter: Meter,
         own_clipping: float | None,
         plan: Plan,
-        ledger: PlanCheck | None = None,
+        plan_check: PlanCheck | None = None,
         **kwargs: Any,
     ) -> None:
-        self.meter, self.ledger, self.plan = meter, ledger, plan
+        self.meter, self.plan_check, self.plan = meter, plan_check, plan
         self._own_clipping = own_clipping
         self.last_inputs: dict[str, Any] = {}
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
@@ -108,7 +108,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         return float(self._last_loss)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
-        with self.ledger.counting(model, self.state.global_step) if self.ledger else nullcontext():
+        with self.plan_check.counting(model, self.state.global_step) if self.plan_check else nullcontext():
             return super().compute_loss(model, inputs, *rest, **more)
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
