@@ -69,7 +69,7 @@ class Comparison:
 
 @contextmanager
 def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes that autograd and recomputed blocks save inside, by address; each storage once, weights left out."""
+    """Yield by address the bytes that autograd and recomputed blocks save; each storage once, without weights."""
     import torch
 
     from strategies.engine.checkpointing import checkpointed
