@@ -154,7 +154,7 @@ def config_as_it_came(model: Any) -> Iterator[None]:
 
 @contextmanager
 def as_a_user(trainer: Trainer) -> Iterator[None]:
-    """Inside, Transformers does not know of ZeRO stage 3; otherwise it would split the reloaded model over ranks.
+    """Inside, Transformers does not know of ZeRO stage 3; otherwise it would split the reloaded model over ranks."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
     config = getattr(trainer.args, "hf_deepspeed_config", None)  # only there with DeepSpeed
