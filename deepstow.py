@@ -1,16 +1,42 @@
-"""DeepStow for Python programs: everything that a training loop or a Trainer needs, in one place.
+"""DeepStow for Python programs: train a model that is larger than the GPU, with the same bits as without.
 
-from deepstow import AdamW, plan_for, stow                       # an ordinary PyTorch loop
-plan = plan_for(model, gpu_memory="20GiB", batch=(2, 2048), max_grad_norm=1.0)
-optimizer = stow(model, plan, rule=AdamW(lr=1e-5))
+An ordinary PyTorch loop::
 
-from deepstow import stowed                                      # any Hugging Face Trainer, TRL's too
-trainer = stowed(SFTTrainer, gpu_memory="20GiB")(model, args=args, train_dataset=rows)
+    from deepstow import AdamW, plan_for, recompute, stow
+
+    plan = plan_for(model, gpu_memory="20GiB", batch=(2, 2048), max_grad_norm=1.0, recompute={"policy": "auto"})
+    recompute(model, plan)                             # only if the plan was asked for it
+    optimizer = stow(model, plan, rule=AdamW(lr=1e-5))
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Any Hugging Face Trainer, TRL's as well::
+
+    from deepstow import stowed
+
+    trainer = stowed(SFTTrainer, gpu_memory="20GiB")(model, args=args, train_dataset=rows)
+    trainer.train()
+
+``stowed`` makes a subclass of the Trainer with the mixin ``StowedTrainer``. ``NonFiniteError`` is raised by training
+whose gradients are not finite three steps in a row; ``StowOptimizer`` is the type that ``stow`` returns.
 """
 
 from strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, stow
 from strategies.engine.checkpointing import recompute
 from trainer.planning.plan_for import plan_for
-from trainer.run.stowed_trainer import stowed
+from trainer.run.stowed_trainer import StowedTrainer, stowed
 
-__all__ = ["SGD", "AdamW", "NonFiniteError", "StowOptimizer", "plan_for", "recompute", "stow", "stowed"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "NonFiniteError",
+    "StowOptimizer",
+    "StowedTrainer",
+    "plan_for",
+    "recompute",
+    "stow",
+    "stowed",
+]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.linears import Linear as Layer
 from strategies.core.linears import Routes
@@ -95,6 +96,7 @@ class Linear(Strategy):
             from strategies.engine.routed_linear import route
 
             route(model, chosen)
+            log_applied("linear", ((path, str(routes)) for path, routes in chosen.items() if not routes.native))
 
     def _routes(self, facts: Facts, layer: Layer) -> Routes:
         if self.transpose == "minimal":

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, RunFacts, Unit, UnitKind
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share, When
 from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
@@ -84,7 +85,9 @@ class Zero(Strategy):
             return
         from deepspeed.utils import set_z3_leaf_modules_by_name
 
-        set_z3_leaf_modules_by_name(model, [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK])
+        blocks = [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
+        set_z3_leaf_modules_by_name(model, blocks)
+        log_applied("zero", ((block, "weights are gathered for the whole block") for block in blocks))
         self._let_gradients_through(model)
 
     def _let_gradients_through(self, model: Any) -> None:

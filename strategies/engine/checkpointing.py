@@ -45,8 +45,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from strategies.core.applied import log_applied
 from strategies.core.facts import UnitKind
-from strategies.core.plan import INPUT
+from strategies.core.plan import INPUT, Keep
 from strategies.engine.activations import HostRoom, Sent, arena_of_saved, unwritten
 from strategies.engine.effects import Effects
 from strategies.engine.memory.accelerator import device_of
@@ -329,6 +330,12 @@ def recompute(
         room = HostRoom([model.get_submodule(keep.unit) for keep in keeps], arena, transfer)
     kept = {keep.unit: keep.kept for keep in keeps if keep.recomputes}
     checkpoint_blocks(model, kept, {keep.unit: keep.hosted for keep in keeps}, room)
+    log_applied("recompute", ((keep.unit, _effect(keep)) for keep in keeps if keep.recomputes))
+
+
+def _effect(keep: Keep) -> str:
+    hosted = f"; waiting on the host: {', '.join(keep.hosted)}" if keep.hosted else ""
+    return f"{keep.policy}, keeps {', '.join(('its input', *keep.kept))}{hosted}"
 
 
 def room_of(model: nn.Module) -> HostRoom | None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from strategies.core.applied import log_stowed
 from strategies.core.facts import Home
 from strategies.core.validate import check
 from strategies.engine import state_file
@@ -167,6 +168,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self._first_look = model.register_forward_pre_hook(self._look_once)
         self._planned = self._members()
         self._ready = True
+        log_stowed(layout)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 

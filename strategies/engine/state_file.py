@@ -9,8 +9,8 @@ a flipped bit: safetensors has no hash, nor has ``torch.load``.
 A file is written straight from where the state rests and hashed on the way; from the device it comes in pieces. It
 holds one bucket, at most ``FILE_BYTES`` or one parameter. Read files are mapped, one at a time. Nothing is pickled.
 
-A save goes into ``<folder>.writing``; when all of it is on the disk, an earlier save is renamed to ``<folder>.earlier``
-and the new one takes its name. A kill at any moment leaves one of the two, and ``load`` finds it.
+A save goes into ``<folder>.writing``, which takes the place of an earlier one once it is on the disk. A kill between
+both renames leaves the earlier one in ``<folder>.earlier``, where ``load`` finds it (``strategies/core/commit.py``).
 
 Invariant. ``load`` checks everything, hashes included, before it changes anything.
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from strategies.core import commit
 from strategies.report.plan_table import human
 
 VERSION = 1
@@ -71,27 +71,17 @@ def write(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) -> No
         OSError: the disk would not have it, or ``folder`` holds other files. What was in ``folder`` is still there.
     """
     _refuse_foreign(folder)
-    writing, earlier = _beside(folder)
     need = sum(entry.num_bytes for entry in entries)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove(writing)
-        free = shutil.disk_usage(folder.parent).free
-        if need > free:
-            raise OSError(f"it needs {human(need)}, the disk has {human(free)}")
-        writing.mkdir()
-        _write_all(writing, entries, head)
+        with commit.replaced_folder(folder) as draft:
+            free = shutil.disk_usage(draft).free
+            if need > free:
+                raise OSError(f"it needs {human(need)}, the disk has {human(free)}")
+            _write_all(draft, entries, head)
     except OSError as error:
-        shutil.rmtree(writing, ignore_errors=True)
         reason = error.strerror or str(error)
         kept = "; the earlier save in it is intact" if folder.exists() else ""
         raise OSError(f"{folder}: the optimizer state ({human(need)}) was not saved: {reason}{kept}") from error
-    if folder.exists():
-        _remove(earlier)
-        folder.rename(earlier)
-    writing.rename(folder)
-    _sync_folder(folder.parent)
-    _remove(earlier)
 
 
 def _write_all(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) -> None:
@@ -107,10 +97,7 @@ def _write_all(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) 
             params[entry.name] = shown
     content = {"version": VERSION, **head, "parameters": params, "files": files}
     text = json.dumps({"sha256": _digest_of(content), "content": content}, indent=1, allow_nan=False)
-    with (folder / INDEX).open("wb") as file:
-        file.write(text.encode())
-        _sync(file)
-    _sync_folder(folder)
+    (folder / INDEX).write_text(text)
 
 
 def _parts(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
@@ -141,7 +128,6 @@ def _write_file(path: Path, part: Sequence[Entry]) -> tuple[int, str]:
         for piece in itertools.chain([start], (piece for _, tensor in tensors for piece in _pieces(tensor))):
             digest.update(piece)
             _write_whole(file, piece)
-        _sync(file)
         return file.tell(), digest.hexdigest()
 
 
@@ -155,28 +141,6 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 def _write_whole(file: BinaryIO | Any, piece: memoryview) -> None:
     while len(piece):
         piece = piece[file.write(piece) :]
-
-
-def _sync(file: BinaryIO | Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _beside(folder: Path) -> tuple[Path, Path]:
-    return folder.with_name(f"{folder.name}.writing"), folder.with_name(f"{folder.name}.earlier")
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -218,7 +182,7 @@ def read_index(folder: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    places = [place for place in (folder, _beside(folder)[1]) if (place / INDEX).is_file()]
+    places = [place for place in (folder, commit.earlier(folder)) if (place / INDEX).is_file()]
     if not places:
         raise ValueError(f"{folder}: no {INDEX} in it; name a folder that optimizer.save() has written")
     path = places[0] / INDEX

@@ -92,7 +92,7 @@ def test_killed_and_resumed(
 
 
 def predicted_is_measured(folder: Path) -> None:
-    """The ledger of step 2: bytes over the link are those of the plan; blocks have been timed for the next run."""
+    """The plan check of step 2: bytes over the link are those of the plan; blocks have been timed for the next run."""
     plan = json.loads((folder / "plan.json").read_text())
     rows = {row["owner"]: row for row in plan["measured"]}
     assert rows.keys() >= {"saved for backward", "process, peak", "link up, step 2", "link down, step 2"}

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from strategies.core import commit
 from strategies.engine import SGD, AdamW, StowOptimizer, state_file, stow
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
@@ -216,9 +217,9 @@ def test_what_cannot_be_written_leaves_the_earlier_save(tmp_path: Path, monkeypa
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for step in ("_write_file", "_sync", "_sync_folder"):
+    for owner, step in ((state_file, "_write_file"), (commit, "_sync"), (Path, "rename")):
         with monkeypatch.context() as patch:
-            patch.setattr(state_file, step, fail)
+            patch.setattr(owner, step, fail)
             with pytest.raises(OSError, match=r"was not saved: No space left.*earlier save in it is intact"):
                 optimizer.save(tmp_path / "optimizer")
         assert [path.name for path in tmp_path.iterdir()] == ["optimizer"]

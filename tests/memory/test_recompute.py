@@ -112,7 +112,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
 
 
 @pytest.mark.parametrize("policy", OPTIONS)
-def test_the_ledger_counts_the_same(policy: str) -> None:
+def test_the_plan_check_counts_the_same(policy: str) -> None:
     model = model_of("llama", "sdpa")
     plan = plan_of(model, policy)
     find("recompute")(**OPTIONS[policy]).apply(model, plan)

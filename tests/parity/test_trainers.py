@@ -216,6 +216,6 @@ def test_what_is_no_trainer() -> None:
         stowed(dict)
     import transformers
 
-    with pytest.raises(TypeError, match="max_grad_norm: that is said by the Trainer's own arguments"):
+    with pytest.raises(TypeError, match="max_grad_norm: the Trainer's own arguments decide that"):
         stowed(transformers.Trainer, max_grad_norm=1.0)
     assert STEPS > 2

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
@@ -49,15 +50,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_progress_line_is_exact() -> None:
-    lines: list[str] = []
-    line = ProgressLine(lines.append)
+def test_progress_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine()
     fire(line, "on_log", state(40), logs=RECORD)
     fire(line, "on_log", state(41), logs={"loss": math.nan, "grad_norm": torch.tensor(2.5)})
     fire(line, "on_log", state(200), logs={"eval_loss": 3.91, "eval_runtime": 2.0})
     fire(line, "on_log", state(200), logs={"train_loss": 4.1, "train_runtime": 192.0})
     fire(line, "on_log", state(40, rank_zero=False), logs=RECORD)
-    assert lines == [
+    assert capsys.readouterr().out.splitlines() == [
         "step 40/200  20%  loss 4.812  lr 9.2e-04  grad 1.35  5,210 tok/s  mfu 41.2%  "
         "device 3.1 GiB  host 1.9 GiB  eta 1m12s",
         "step 41/200  20%  loss nan  grad 2.50",
@@ -110,9 +110,10 @@ def test_meter_adds_perplexity_and_leaves_the_unknown_out() -> None:
     assert set(logs) - {"device_peak_bytes"} == {"loss", "tokens", "host_peak_bytes"}
 
 
-def test_metrics_file_stays_json_on_nan_and_tensors(tmp_path: Path) -> None:
+def test_metrics_file_stays_json_on_nan_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run/metrics.jsonl"
-    file = MetricsFile(path, clock=lambda: 12.3456)
+    monkeypatch.setattr(callbacks.time, "time", lambda: 12.3456)
+    file = MetricsFile(path)
     fire(file, "on_train_begin", state(0))
     fire(file, "on_log", state(1), logs={"loss": math.nan, "grad_norm": torch.tensor(math.inf), "x": -math.inf})
     fire(file, "on_log", state(2), logs={"loss": 1.5, "grad_norm": torch.tensor(0.5), "note": "a\nb"})
@@ -146,27 +147,31 @@ def test_a_fresh_run_starts_an_empty_file_and_other_ranks_touch_nothing(tmp_path
     assert path.read_text() == ""
 
 
-def test_sample_runs_on_every_rank_and_is_shown_by_one() -> None:
-    lines: list[str] = []
+def test_sample_runs_on_every_rank_and_is_shown_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     called: list[int] = []
 
-    def generate() -> str:
+    def continuation(*_: object) -> str:
         called.append(1)
         return " a time\n\nThe end.\n"
 
-    sample = SampleText("Once upon", generate=generate, at_evaluations=True, write=lines.append)
-    fire(sample, "on_evaluate", state(5, rank_zero=False), model=None, processing_class=None)
+    monkeypatch.setattr(callbacks, "continuation", continuation)
+    sample = SampleText("Once upon")
+    fire(sample, "on_train_end", state(9, rank_zero=False), model=None, processing_class=None)
+    assert capsys.readouterr().out == ""
     fire(sample, "on_train_end", state(9), model=None, processing_class=None)
-    fire(SampleText("x", generate=generate, write=lines.append), "on_evaluate", state(5))
-    assert lines == ["sample at step 9, the prompt in brackets:\n    [Once upon] a time\n\n    The end."]
+    assert (
+        capsys.readouterr().out == "sample at step 9, the prompt in brackets:\n    [Once upon] a time\n\n    The end.\n"
+    )
     assert len(called) == 2
 
 
-def test_a_model_that_cannot_generate_ends_nothing() -> None:
-    lines: list[str] = []
+def test_a_model_that_cannot_generate_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     tokens = type("Tokens", (), {"__call__": lambda *_, **__: {}})()
-    fire(SampleText("Once upon", write=lines.append), "on_train_end", state(9), model=None, processing_class=tokens)
-    assert len(lines) == 1 and lines[0].startswith("no sample: the model cannot generate (AttributeError: ")
+    fire(SampleText("Once upon"), "on_train_end", state(9), model=None, processing_class=tokens)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("no sample: the model cannot generate (AttributeError: ")
 
 
 def test_continuation_is_greedy_without_the_prompt_and_restores_the_mode() -> None:

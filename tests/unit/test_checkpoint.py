@@ -40,7 +40,7 @@ def test_only_marked_checkpoints_count(tmp_path: Path) -> None:
     make(tmp_path, 10)
     make(tmp_path, 20, marked=False)
     make(tmp_path, 30, marked=False)
-    (tmp_path / "checkpoint-30" / f"{MARK}.tmp").write_text("{}")  # killed between writing and renaming the mark
+    (tmp_path / "checkpoint-30" / f".{MARK}-0").write_text("{}")  # killed between writing and renaming the mark
     for name in ("checkpoint-best", "checkpoint-", "checkpoint-40.partial", "my-checkpoint-50"):
         (tmp_path / name).mkdir()
         (tmp_path / name / MARK).write_text("{}")

@@ -103,8 +103,9 @@ def test_every_format_from_every_file(name: str, suffix: str, tokenizer: Any) ->
     elif name == "input_ids":
         assert prepared.train[0] == {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
         assert prepared.train[1] == {"input_ids": [8, 9], "labels": [-100, 9]}
-    assert prepared.num_tokens == sum(len(row["input_ids"]) for row in prepared.train)
-    assert prepared.num_trained_tokens == sum(label != MASKED for row in prepared.train for label in row["labels"])
+    facts = json.loads(Path("prepared", prepared.fingerprint, "facts.json").read_text())
+    assert facts["tokens"] == sum(len(row["input_ids"]) for row in prepared.train)
+    assert facts["trained"] == sum(label != MASKED for row in prepared.train for label in row["labels"])
 
 
 def test_text_file_is_one_document_and_a_folder_is_many(tokenizer: Any) -> None:
@@ -147,7 +148,7 @@ def test_saved_and_hub_data_sets(streaming: bool, tokenizer: Any, monkeypatch: p
 
 def test_pydoc(tokenizer: Any) -> None:
     prepared = prepare(tokenizer, "pydoc", max_length=128)
-    assert prepared.num_tokens is not None and prepared.num_tokens > 100_000
+    assert sum(len(row["input_ids"]) for row in prepared.train) > 100_000
     texts = decoded(tokenizer, prepare(tokenizer, "pydoc", name="pairs", max_length=4096).train)
     prompts = [whole.removesuffix(trained) for whole, trained in texts]
     assert "Explain Python's `while` statement.\n" in prompts
@@ -271,7 +272,7 @@ def test_streaming_gives_the_same_rows(packing: bool, tokenizer: Any) -> None:
     options: dict[str, Any] = {"packing": packing, "max_length": 32, "eval_path": "d.jsonl"}
     path = write("d.jsonl", documents(300))
     plain, streamed = prepare(tokenizer, path, **options), prepare(tokenizer, path, streaming=True, **options)
-    assert isinstance(streamed.train, IterableDataset) and streamed.num_tokens is None
+    assert isinstance(streamed.train, IterableDataset)
     assert list(streamed.train) == list(plain.train) == list(streamed.train)
     assert streamed.eval is not None and list(streamed.eval) == list(plain.eval)
 
@@ -307,7 +308,7 @@ def test_second_call_opens_what_the_first_one_saved(tokenizer: Any, monkeypatch:
     opened = preparing.open_prepared(Path("prepared"), first.fingerprint)
     for other in (again, opened):
         assert list(other.train) == list(first.train) and list(other.eval) == list(first.eval)
-        assert (other.num_tokens, other.format) == (first.num_tokens, "text")
+        assert other.format == "text"
     assert [p.name for p in Path("prepared").iterdir()] == [first.fingerprint]
 
 
@@ -319,16 +320,6 @@ def test_damaged_prepared_data_is_refused(file: str, size: int, tokenizer: Any) 
     saved.write_bytes(saved.read_bytes()[:size])
     with pytest.raises(DataError, match=r"^prepared/\w+: the prepared data is .*damaged; remove the folder$"):
         prepare(tokenizer, "d.jsonl", eval_fraction=0.5)
-
-
-def test_two_ranks_at_once(tokenizer: Any) -> None:
-    """The second finds the first one's folder in place when it is about to rename its own."""
-    folder = Path("prepared")
-    with preparing._draft(folder, "key") as mine:
-        (mine / "train.arrow").write_text("same")
-        with preparing._draft(folder, "key") as theirs:
-            (theirs / "train.arrow").write_text("same")
-    assert [p.name for p in folder.iterdir()] == ["key"]
 
 
 def test_fingerprint_changes_with_data_options_and_tokenizer(tokenizer: Any) -> None:

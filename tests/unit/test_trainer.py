@@ -48,7 +48,7 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
     from trainer.verify.verify import _tokenizer
 
     held_out = Dataset.from_list([dict(row) for row in evaluation]) if evaluation else None
-    data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids", None, None)
+    data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids")
     machine = probe()
     plan = order.plan_of(config, ranks, machine)
     return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), data, machine, plan, None)

@@ -1,16 +1,16 @@
-"""Rows to batches, and whether a model can take packed ones.
+"""Make batches of rows, and test whether a model can be trained on packed ones.
 
-Unpacked batches carry an ``attention_mask`` and are padded on the right. Packed batches carry ``position_ids``
-and *no* ``attention_mask``: by that Transformers knows them, and builds the block-diagonal causal mask from the
-places where positions restart (masking_utils.py; eager, sdpa and flex, any batch size). Two conditions:
-``use_cache`` is off (a cache switches the detection off; TrainingArguments turns it off), and for flash attention
-the batch is a single row (modeling_flash_attention_utils.py), so there ``flatten`` lays the rows end to end.
+Unpacked batches have an ``attention_mask`` and are padded on the right. Packed batches have ``position_ids`` and *no*
+``attention_mask``: Transformers then builds the block-diagonal causal mask from the positions that restart
+(masking_utils.py; eager, sdpa and flex, any batch size). Two conditions: ``use_cache`` is off, since a cache switches
+that detection off (TrainingArguments does so), and for flash attention the batch is a single row
+(modeling_flash_attention_utils.py), so ``flatten`` concatenates the rows.
 
-Padding of a packed row is a document of its own: positions restart, labels are masked. It attends to nothing
-and nothing attends to it.
+The padding of a packed row is a document of its own: positions restart, labels are masked, and no other document
+attends to it.
 
-[Rounding] Packed equals unpacked up to rounding, not bitwise. Masked scores contribute exact zeros, but a row of
-another length is multiplied and summed in blocks of another shape, in another order.
+[Rounding] Packed equals unpacked up to rounding, not bitwise. Masked scores are exact zeros, but the kernels multiply
+and sum rows of another length in another order.
 """
 
 import copy
@@ -23,15 +23,17 @@ import torch
 
 from trainer.data.packing import MASKED
 
-_TOLERANCE = 1e-3  # of the largest logit; rounding is a thousand times smaller, a leak a hundred times larger
+_TOLERANCE = (
+    1e-3  # of the largest logit; rounding errors are a thousand times smaller, a leak is a hundred times larger
+)
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows as a dict of int64 tensors [rows, length], length a multiple of ``pad_to_multiple_of``.
+    """Makes a dict of int64 tensors [rows, length] of rows; length is a multiple of ``pad_to_multiple_of``.
 
     Args:
-        packing: rows carry ``position_ids``; no ``attention_mask`` is made.
+        packing: rows have ``position_ids``; no ``attention_mask`` is made.
         flatten: one row [1, rows * length]; for packing with flash attention.
     """
 
@@ -65,8 +67,8 @@ class Collator:
 def packing_supported(model: torch.nn.Module) -> str | None:
     """Why the model cannot be trained on packed rows, or None if it can.
 
-    A real probe on a float32 copy: two packed rows against their four documents run one by one. Call it on a
-    small model of the same architecture.
+    Runs a float32 copy on two packed rows and on their four documents one by one, and compares the logits. To be
+    called with a small model of the same architecture.
     """
     name = type(model).__name__
     if "position_ids" not in inspect.signature(model.forward).parameters:

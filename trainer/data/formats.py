@@ -1,21 +1,20 @@
-"""One row of data into (input ids, labels): what the model reads, and which tokens it is trained on.
+"""Tokenise rows: input ids, and labels that say which tokens are trained on.
 
 Five formats, recognised by their columns: ``text``; ``prompt`` + ``completion``; ``messages``; ``instruction``
-[+ ``input``] + ``output``; ``input_ids`` [+ ``labels``]. ``data.columns`` maps our names to theirs. Where two
-formats fit, the row says nothing about which was meant: that is an error, not a preference.
+[+ ``input``] + ``output``; ``input_ids`` [+ ``labels``]. ``data.columns`` maps these names to the columns of the data.
+Data that fits two formats is refused.
 
-A row of strings is a list of segments, each trained on or not, and each segment is tokenised *alone*. The
-boundary between prompt and completion is then a token boundary by construction: no token straddles it, the mask
-is exact, and the model sees a prompt cut exactly as generation will cut it. (With a SentencePiece tokenizer a
-completion starts a new word; write completions without a leading space.) Long text is cut into segments too, at
-line ends, only to bound the tokenizer's memory: it needs a hundred bytes per token.
+A row of strings is a list of segments, trained on or not, and each segment is tokenised *alone*. So no token straddles
+the boundary between prompt and completion, the mask is exact, and a prompt has the tokens that it has in generation.
+(With a SentencePiece tokenizer a completion starts a new word; write completions without a leading space.) Long text is
+also cut into segments, at line ends, to bound the memory of the tokenizer, which needs a hundred bytes per token.
 
-A label is the token itself, or -100 where nothing is learnt; the model shifts. Label 0 is never a target, here
-as in a packed row, so that both count the same number of trained tokens. Ends: ``eos`` follows text and
-completions (and is trained on, or generation would never stop); a chat template writes its own. A beginning of
-sequence token is put first if the tokenizer does so itself.
+A label is the token itself, or -100 if it is not trained on; the model shifts labels. The first label is always -100,
+as in a packed row, so that both count the same number of trained tokens. ``eos`` follows text and completions and is
+trained on, or generation would not stop; a chat template writes its own. The row begins with a bos token if the
+tokenizer adds one itself.
 
-Bad rows come back as finished lines instead of exceptions: several can be reported, from any process.
+A bad row gives a line of text instead of an exception, so that several can be reported, from any process.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SEGMENT_CHARACTERS = 1 << 20
 
 
 class Format(NamedTuple):
-    """A name, the fields a row must have, and those it may have."""
+    """A name, the fields that a row must have, and those that it may have."""
 
     name: str
     required: tuple[str, ...]
@@ -61,7 +60,7 @@ FIELDS = tuple(name for format in FORMATS for name in format.required + format.o
 
 
 class Document(NamedTuple):
-    """A tokenised row: ids and labels of equal length, and how many tokens truncation cost."""
+    """A tokenised row: ids and labels of equal length, and the number of tokens that were cut off."""
 
     ids: list[int]
     labels: list[int]
@@ -75,15 +74,15 @@ class Segment(NamedTuple):
     trained: bool
 
 
-# A row of data after each step: a Document, None (an empty text: nothing to learn), or a line saying what is wrong.
+# A row after each step: a Document, None for an empty text, or a line about what is wrong.
 Encoded = Document | str | None
 
 
 def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]]:
-    """The format of a source and the column of each field it uses.
+    """The format of a source and the column of each of its fields.
 
     Raises:
-        DataError: no format fits, or several do, or ``columns`` names what is not there, or files disagree.
+        DataError: no format fits, or several do, or ``columns`` names a missing column, or files have other fields.
     """
     first = source.tables[0]
     given: dict[str, str] = {str(name): column for name, column in options.columns.items()}
@@ -128,9 +127,9 @@ def _check_columns(columns: Mapping[str, str], file: str, present: Sequence[str]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns rows of one source into Documents. Picklable, so that worker processes can hold one.
+    """Turns rows of one source into Documents. It can be pickled for worker processes.
 
-    ``template`` is the chat template in use, or None; ``template_name`` says where it came from.
+    ``template`` is the chat template, or None; ``template_name`` says where it comes from.
     """
 
     format: Format
@@ -144,7 +143,7 @@ class Encoder:
     template_name: str
 
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
-        """One result per row. Strings of all rows are tokenised in one call, which uses every core."""
+        """One result per row. The strings of all rows are tokenised in one call, which uses all cores."""
         fields = [self._fields(row) for row in rows]
         good = [index for index, values in enumerate(fields) if not isinstance(values, str)]
         parts = self._tokenise([values for values in fields if not isinstance(values, str)])
@@ -154,7 +153,7 @@ class Encoder:
         return [f"{r.place}: {x}" if isinstance(x, str) else x for r, x in zip(rows, results, strict=True)]
 
     def _fields(self, row: Row) -> dict[str, Any] | str:
-        """Our fields of a row with their types checked, or what is wrong with it."""
+        """The fields of a row with their types checked, or a line about what is wrong."""
         if row.problem is not None:
             return row.problem
         values = {}
@@ -209,9 +208,9 @@ class Encoder:
                 return_assistant_tokens_mask=self.assistant_only,
                 tokenizer_kwargs={"verbose": False},
             )
-        except jinja2.TemplateSyntaxError as error:  # not this row's fault
+        except jinja2.TemplateSyntaxError as error:  # not an error of this row
             raise DataError(f"{self.template_name}:{error.lineno}: {error.message}") from None
-        except Exception as error:  # a template is a program of the user's: it can raise anything
+        except Exception as error:  # a template can raise anything
             return f"field 'messages': the chat template refuses it: {error}"
         ids = list(out["input_ids"])
         if not self.assistant_only:
@@ -220,7 +219,7 @@ class Encoder:
         return Document(ids, [token if mark else MASKED for token, mark in marks])
 
     def _finish(self, document: Document) -> Document | str:
-        """Truncate, and refuse a row that teaches nothing or that the model has no embedding for."""
+        """Truncate; refuse a row without trained tokens, or with a token that the model has no embedding for."""
         ids, labels = document.ids, [MASKED, *document.labels[1:]]
         if max(ids, default=0) >= self.vocab_size:
             worst = max(ids)
@@ -246,7 +245,7 @@ _SURROGATE = "holds half a surrogate pair (\\ud800 to \\udfff), which is no char
 
 
 def _is_text(value: str) -> bool:
-    """JSON can spell strings that are not Unicode; a tokenizer cannot take them."""
+    """Whether a string can be encoded. JSON can contain half a surrogate pair, which tokenizers refuse."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -317,7 +316,11 @@ def _ids_fault(row: Mapping[str, list[Any]]) -> str | None:
 
 
 def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Encoder:
-    """The encoder for a source; everything that is wrong with the section as a whole is refused here."""
+    """The encoder for a source.
+
+    Raises:
+        DataError: options do not fit the format, or there is no usable chat template.
+    """
     format, columns = detect(options, source)
     prompted = format.name in ("prompt/completion", "instruction")
     name = format.name
@@ -332,7 +335,7 @@ def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedToke
         if options.assistant_only_loss and not _GENERATION.search(template):
             marks = "{% generation %} ... {% endgeneration %}"
             cure = f"put {marks} around them in a copy and name it in data.chat_template_path"
-            raise DataError(f"data.assistant_only_loss: {template_name} does not mark the assistant's words; {cure}")
+            raise DataError(f"data.assistant_only_loss: {template_name} does not mark what the assistant says; {cure}")
     return Encoder(
         format=format,
         columns=columns,

@@ -1,17 +1,14 @@
-"""Documents into rows of at most ``max_length`` tokens. Pure functions on integers.
+"""Pack documents into rows of at most ``max_length`` tokens. Pure functions on integers.
 
-A *span* is a piece of one document. Long text becomes several spans and loses nothing; a packed row is several
-spans one behind the other. What a row must keep, whatever it holds:
+A *span* is a piece of one document. Long text becomes several spans; a packed row is several spans in sequence.
 
-- every token of every span exactly once, and never more than ``max_length`` of them;
-- ``position_ids`` start at 0 with each span, by which attention knows where documents end;
-- the first token of a span is never a target: nothing that could predict it is in sight.
+Invariant. A row has every token of its spans once, and at most ``max_length`` tokens. ``position_ids`` start at 0 with
+each span, which tells attention where documents end. The first token of a span is not a target, since nothing before it
+predicts it. So a packed row trains on the same tokens in the same contexts as the unpacked spans.
 
-So a packed row trains on exactly the tokens, in exactly the contexts, of the unpacked spans.
-
-Which spans share a row is best-fit decreasing: longest first, each into the fullest row it fits. It never
-needs more than 11/9 of the least possible rows (plus one), and on text, where short pieces fill the gaps, in
-practice wastes well under one per cent. Ties are broken by index: the same lengths always give the same rows.
+Spans are packed by best-fit decreasing: longest first, each into the fullest row that it fits into. That needs at most
+11/9 of the fewest possible rows (plus one); on text, where short pieces fill the gaps, it wastes well under one per
+cent. Ties are broken by index, so the same lengths always give the same rows.
 """
 
 import bisect
@@ -40,10 +37,9 @@ def whole(lengths: Sequence[int]) -> list[Span]:
 
 
 def chunk(spans: Sequence[Span], max_length: int) -> list[Span]:
-    """Cut spans so that none is longer than ``max_length`` (at least 3), and none is one token long.
+    """Cut spans so that none is longer than ``max_length`` (at least 3) and none has a single token.
 
-    A lone token has no target: a row of it has nothing to train on. Where one would be left over, the piece
-    before it gives one up.
+    A single token has no target to train on, so the piece before it is cut one token shorter.
     """
     assert max_length >= 3, "two pieces of at least two tokens must fit into max_length + 1"
     pieces = []
@@ -57,16 +53,16 @@ def chunk(spans: Sequence[Span], max_length: int) -> list[Span]:
 
 
 def split(spans: Sequence[Span], fraction: float, seed: int) -> tuple[list[Span], list[Span]]:
-    """Documents for training and for evaluation, each in order; which ones follows from ``seed`` alone.
+    """Documents for training and for evaluation, each in order; the choice depends on ``seed`` only.
 
-    A single document cannot be dealt out: its last ``fraction`` is held out instead.
+    Of a single document the last ``fraction`` is held out.
     """
     if len(spans) == 1:
         document, start, stop = spans[0]
         cut = stop - min(max(2, round((stop - start) * fraction)), (stop - start) // 2)
         return [Span(document, start, cut)], [Span(document, cut, stop)]
     held = min(max(1, round(len(spans) * fraction)), len(spans) - 1)
-    # A hash, not a generator: no library's shuffle can change under a finished run.
+    # A hash and not a generator: the shuffle of a library may change with its version.
     ranked = sorted(range(len(spans)), key=lambda i: hashlib.sha256(f"{seed}:{i}".encode()).digest())
     chosen = set(ranked[:held])
     train = [span for index, span in enumerate(spans) if index not in chosen]
@@ -76,8 +72,8 @@ def split(spans: Sequence[Span], fraction: float, seed: int) -> tuple[list[Span]
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Best-fit decreasing: rows of indices into ``lengths``, each summing to at most ``capacity``.
 
-    Rows are in the order of their first index and indices ascend, so neighbours stay near each other. Time is
-    n log n: rows with equal room are one stack, and the distinct rooms are kept sorted.
+    Rows are ordered by their first index and indices ascend, so neighbours stay near each other. Time is n log n: rows
+    with equal room are kept in one stack, and the distinct rooms sorted.
     """
     rooms: list[int] = []  # the distinct rooms of open rows, ascending
     rows_by_room: dict[int, list[list[int]]] = {}

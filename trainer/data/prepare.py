@@ -1,17 +1,12 @@
-"""From the config's ``data`` section to batches: read, tokenise, split, pack, save once, collate.
+"""From the config's ``data`` section to rows: read, tokenise, split, pack, save once.
 
-``prepare`` writes the finished rows as Arrow under ``folder/<fingerprint>/`` and maps them back, so a second
-run, a resumed run and every other rank open the same bytes; the host holds no copy. The folder appears by one
-rename and is never half there; of two ranks that prepare at once, the second finds the first one's work and
-drops its own. The fingerprint is a sha256 over what decides the rows (options, tokenizer, contents of the
-files, seed) and nothing else: not where the files lie, not when they were touched, not any library's version.
+``prepare`` writes the rows as Arrow into ``folder/<fingerprint>/`` and maps them into memory, so a second run, a
+resumed run and every other rank open the same bytes, and the host holds no copy. The fingerprint is a sha256 over what
+decides the rows (options, tokenizer, contents of the files, seed), not over paths, times or versions of libraries.
 
-Order of work, map-style: every row to a tokenised document, in a temporary Arrow file; then documents are split
-into training and evaluation, *before* they are cut or packed, so that no document is on both sides; then rows.
-Streaming does the same lazily, document by document: nothing is saved, evaluation data is still prepared in
-full, packing sees a window of documents, and a bad row ends the run when it is reached.
-
-Batches are made by ``trainer.data.collate``.
+Every row becomes a tokenised document in a temporary Arrow file. Documents are split into training and evaluation
+*before* they are cut or packed, so that no document is on both sides. Streaming does the same document by document:
+nothing is saved except evaluation data, packing sees a window of documents, and a bad row ends the run when it is read.
 """
 
 from __future__ import annotations
@@ -19,13 +14,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +29,7 @@ import pyarrow.compute
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from strategies.core.commit import added_folder
 from trainer.data import packing
 from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
 from trainer.data.packing import MASKED, Span, Tokens
@@ -53,20 +46,18 @@ _LAYOUT = 1  # raise when the same inputs would give other rows
 _BATCH = 256  # rows tokenised in one call, documents written at once
 _WINDOW = 512  # documents that streaming packs together
 _PATIENCE = 10_000  # rows still read after the first bad one, to report the others with it
-# Keys that do not decide the rows, or whose content is in the fingerprint already.
+# Keys that do not decide the rows, or whose content is part of the fingerprint.
 _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template_path"}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows ready for the Collator. The counts are those of ``train``; None when it streams."""
+    """Rows ready for the Collator; ``format`` is the name of the training data's."""
 
     train: Dataset | IterableDataset
     eval: Dataset | None
     fingerprint: str
     format: str
-    num_tokens: int | None
-    num_trained_tokens: int | None
 
 
 class _Counts(NamedTuple):
@@ -83,12 +74,12 @@ def prepare(
     folder: Path,
     say: Say,
 ) -> Prepared:
-    """The run's data, from ``folder`` if it is there, else made and saved there.
+    """The run's data: opened if it is in ``folder``, otherwise prepared and saved there.
 
     Args:
-        vocab_size: of the model; a token beyond it is an error.
-        seed: of the division into training and evaluation documents.
-        say: gets a line now and then.
+        vocab_size: of the model; a larger token id is an error.
+        seed: of the split into training and evaluation documents.
+        say: gets lines about progress.
 
     Raises:
         DataError: one line per problem, naming file, row and field.
@@ -100,7 +91,7 @@ def prepare(
     if (folder / key).is_dir():
         say(f"data: {train.name} is prepared already ({key})")
     elif held_out or not section.streaming:
-        with _draft(folder, key) as draft:
+        with added_folder(folder / key) as draft:
             job = _Job(section, draft, say)
             num_held = job.evaluation(held_out, eval_encoder) if held_out and eval_encoder else 0
             if not section.streaming:
@@ -108,14 +99,14 @@ def prepare(
     if not section.streaming:
         return open_prepared(folder, key)
     evaluation = _open(folder / key / "eval.arrow") if held_out else None
-    return Prepared(_stream(section, train, encoder), evaluation, key, encoder.format.name, None, None)
+    return Prepared(_stream(section, train, encoder), evaluation, key, encoder.format.name)
 
 
 def open_prepared(folder: Path, key: str) -> Prepared:
-    """What ``prepare`` saved under this fingerprint (map-style data only).
+    """The rows that ``prepare`` saved under this fingerprint (not streamed).
 
     Raises:
-        DataError: it is not there, or not whole.
+        DataError: a file is missing or damaged.
     """
     home = folder / key
     try:
@@ -126,7 +117,7 @@ def open_prepared(folder: Path, key: str) -> Prepared:
         raise DataError(f"{home}: the prepared data is missing or damaged; remove the folder") from None
     if len(train) != facts["rows"] or (evaluation is not None and len(evaluation) != facts["eval_rows"]):
         raise DataError(f"{home}: the prepared data is damaged; remove the folder")
-    return Prepared(train, evaluation, key, facts["format"], facts["tokens"], facts["trained"])
+    return Prepared(train, evaluation, key, facts["format"])
 
 
 def open_train(section: DataSection) -> Source:
@@ -146,7 +137,7 @@ def _open_eval(section: DataSection) -> Source | None:
 
 
 def texts(section: DataSection) -> Iterator[str]:
-    """All strings of the training data: what a tokenizer is trained on."""
+    """All strings of the training data, to train a tokenizer on."""
     source = open_train(section)
     _, columns = detect(section, source)
     for row in source.rows(columns.values()):
@@ -159,7 +150,7 @@ def texts(section: DataSection) -> Iterator[str]:
 
 
 def fingerprint(section: DataSection, encoder: Encoder, seed: int, sources: Sequence[Source]) -> str:
-    """16 hex digits that change when the rows could. Streamed files count by size and mtime, not content."""
+    """16 hex digits that differ for different rows. Streamed files count by size and mtime, not by content."""
     content = {
         "layout": _LAYOUT,
         "options": {k: v for k, v in section.model_dump(mode="json").items() if k not in _NOT_CONTENT},
@@ -178,25 +169,6 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     if backend is not None:
         return [backend.to_str(), special]
     return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special]
-
-
-# Saving: everything is written into a draft folder, which then takes its name.
-
-
-@contextmanager
-def _draft(folder: Path, key: str) -> Iterator[Path]:
-    """A folder that is renamed to ``folder/key`` if the block succeeds, and removed if not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=folder))
-    try:
-        yield draft
-        try:
-            draft.rename(folder / key)
-        except OSError:
-            if not (folder / key).is_dir():  # it is there: another rank was faster, with the same bytes
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 class _Documents:
@@ -220,7 +192,7 @@ class _Job:
     say: Say
 
     def documents(self, source: Source, encoder: Encoder) -> _Documents:
-        """Every row of a source, tokenised, in a file that exists as long as it is mapped."""
+        """Tokenise every row of a source into a file, which is deleted and exists as long as it is mapped."""
         path = self.draft / "documents.arrow"
         good = _good(_encode(encoder, source, self.section.num_proc), source, self.say)
         _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
@@ -229,7 +201,7 @@ class _Job:
         return documents
 
     def rows(self, side: str, documents: _Documents, spans: list[Span], encoder: Encoder) -> _Counts:
-        """The rows of one side, cut and packed, as ``side``.arrow."""
+        """Cut and pack spans into the rows of ``side``.arrow."""
         limit = self.section.max_length
         rows = _rows(self.section, encoder, spans, documents.read)
         counts = _save(self.draft / f"{side}.arrow", rows)
@@ -242,7 +214,7 @@ class _Job:
         return self.rows("eval", documents, documents.spans, encoder).rows
 
     def train(self, source: Source, encoder: Encoder, seed: int, num_held: int) -> None:
-        """The training rows; and those for evaluation, if a share was asked for and none are there yet."""
+        """Write the training rows; also evaluation rows, if ``eval_fraction`` asks for them and there are none yet."""
         documents = self.documents(source, encoder)
         spans = documents.spans
         if self.section.eval_fraction and not num_held:
@@ -258,7 +230,7 @@ class _Job:
 def _rows(
     section: DataSection, encoder: Encoder, spans: list[Span], read: Callable[[int], tuple[Tokens, Tokens]]
 ) -> Iterator[dict[str, Tokens]]:
-    """Only text is cut into several rows: the second half of an answer is not an answer."""
+    """The rows of some spans. Only text is cut into several: half an answer is not a sample."""
     if encoder.format.name == "text":
         spans = packing.chunk(spans, section.max_length)
     return packing.rows(spans, read, section.max_length, section.packing)
@@ -268,7 +240,7 @@ _TOKENS = pa.list_(pa.int32())
 
 
 def _save(path: Path, rows: Iterable[dict[str, Any]]) -> _Counts:
-    """Write rows of token lists as an Arrow stream, a batch at a time."""
+    """Write rows of token lists as an Arrow stream, batch by batch."""
     num_rows = tokens = trained = 0
     writer: pa.RecordBatchStreamWriter | None = None
     for batch in _batched(rows, _BATCH):
@@ -292,7 +264,7 @@ def _open(path: Path) -> Dataset:
 
 
 def _encode(encoder: Encoder, source: Source, num_proc: int | None) -> Iterator[Encoded]:
-    """One result per row, in order. A fast tokenizer uses all cores by itself; processes help the others."""
+    """One result per row, in order. A fast tokenizer uses all cores; ``num_proc`` is for the others."""
     batches = _batched(source.rows(list(encoder.columns.values())), _BATCH)
     if num_proc is None or num_proc == 1:
         yield from itertools.chain.from_iterable(map(encoder.encode, batches))
@@ -306,7 +278,7 @@ def _encode(encoder: Encoder, source: Source, num_proc: int | None) -> Iterator[
             raise DataError("data.num_proc: a tokenising process died, out of memory?; use fewer") from None
 
 
-_worker: Encoder  # one per worker process, set by its initializer: sent once instead of with every batch
+_worker: Encoder  # of a worker process, set once by its initializer instead of being sent with every batch
 
 
 def _start_worker(encoder: Encoder) -> None:
@@ -319,7 +291,7 @@ def _work(rows: list[Row]) -> list[Encoded]:
 
 
 def _good(results: Iterable[Encoded], source: Source, say: Say) -> Iterator[Document]:
-    """Passes Documents on; once a row is bad, only collects the others that are, and raises."""
+    """Yield documents; after the first bad row only collect further bad rows, and raise DataError with them."""
     bad: list[str] = []
     num_empty = num_cut = num_good = num_after_bad = 0
     spoken = time.monotonic()
@@ -356,7 +328,7 @@ def _stream(section: DataSection, source: Source, encoder: Encoder) -> IterableD
 
 
 def _stream_rows(section: DataSection, source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:
-    """Rows as they come; those of one window of documents may be packed together."""
+    """Rows one by one; documents of one window may be packed together."""
     for window in _batched(_stream_documents(source, encoder), _WINDOW if section.packing else 1):
         arrays = [(np.array(d.ids, np.int32), np.array(d.labels, np.int32)) for d in window]
         spans = packing.whole([len(ids) for ids, _ in arrays])

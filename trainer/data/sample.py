@@ -1,9 +1,8 @@
-"""One row as the model will see it: which tokens are trained on, which are masked, where documents begin.
+"""Print one row as the model will see it: trained and masked tokens, and where documents begin.
 
-What goes wrong with data goes wrong silently: a template that doubles its newlines, a mask one token off, a
-prompt that is trained on. All of it is visible in one printed row. Tokens are separated by ``|``; characters
-that span tokens stay together; a newline is shown and taken. Long stretches are cut in the middle: the ends,
-where masks begin, are what one looks at.
+Errors in data are silent otherwise: a template that doubles newlines, a mask that is off by one, a prompt that is
+trained on. Tokens are separated by ``|``; characters of several tokens stay together; newlines are shown as ``\\n`` and
+break the line. Long stretches are cut in the middle, since masks begin at the ends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 
     """Row ``index`` of the training data as text: a heading, its tokens document by document, a legend.
 
     Args:
-        colour: ANSI colours; without them masked stretches stand in ``[masked: ...]``.
+        colour: use ANSI colours; otherwise masked stretches are shown as ``[masked: ...]``.
     """
     row: dict[str, Any] = next(islice(iter(prepared.train), index, None), {})
     ids, labels = row.get("input_ids", []), row.get("labels", [])

@@ -1,16 +1,14 @@
-"""Where rows come from, each with a place that can be looked up: ``corpus/a.jsonl:7``.
+"""Rows of data from files, folders, Python's documentation (``pydoc``) or the hub, each with its place: ``a.jsonl:7``.
 
-A source is a local file, a folder of files, Python's own documentation (``pydoc``) or a hub name. Local files
-are read here, row by row, rather than by a table builder: a builder infers one schema for everything, reads
-columns nobody asked for, and reports a broken row by its block. Reading is ten to a hundred times faster than
-tokenising, so nothing is lost, memory stays flat, and the same code serves streaming. What is memory-mapped is
-the *tokenised* data (trainer/data). Hub data comes from ``datasets`` itself.
+Local files are read here row by row and not by a table builder of ``datasets``, which infers one schema for all files,
+reads all columns, and reports a broken row by its block. Reading is ten to a hundred times faster than tokenising, so
+this costs no time, needs little memory, and works for streaming, too. Hub data is read by ``datasets``.
 
-The number in a place is the line for .jsonl and .txt, the row counted from 1 for .json, .csv (without the
-header) and .parquet. A .txt file is one document however many blank lines it has: blank lines separate
-paragraphs, not works. A folder is all its data files in name order; if their names begin with train, test or
-validation, the files of the split asked for. A row that cannot be read is a value (``problem``), so that
-several can be reported at once; a file that cannot be read is a DataError.
+The number in a place is the line in .jsonl and .txt files, and the row counted from 1 in .json, .csv (without the
+header) and .parquet files. A .txt file is one document; blank lines in it separate paragraphs. A folder consists of all
+its data files in name order, or of the files of one split if their names begin with train, test or validation. A row
+that cannot be read is a value (``problem``), so that several can be reported at once; a file that cannot be read is a
+DataError.
 """
 
 import csv
@@ -51,7 +49,7 @@ class Table(NamedTuple):
 
 
 class Source(Protocol):
-    """Rows that can be read any number of times, always in the same order."""
+    """Rows that can be read repeatedly, always in the same order."""
 
     @property
     def name(self) -> str: ...
@@ -61,16 +59,16 @@ class Source(Protocol):
         """Rows with at least the columns in ``wanted``, where they have them."""
 
     def identity(self, exact: bool) -> list[str]:
-        """What the content is, independent of where it lies; sha256 if ``exact``, else size and mtime."""
+        """Lines that identify the content, whatever its path: by sha256 if ``exact``, else by size and mtime."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` or nothing."""
+    """``; did you mean 'x'?``, or an empty string."""
     close = get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-# Readers: each yields (number, row) where a row is a mapping, or a sentence saying what is wrong with it.
+# Readers: each yields (number, row), where a row is a mapping or a sentence about what is wrong with it.
 
 Numbered = Iterator[tuple[int, Mapping[str, Any] | str]]
 
@@ -189,13 +187,13 @@ SUFFIXES = tuple(_READERS)
 
 
 def kind(value: object) -> str:
-    """A value's type in the words of the data, not of Python."""
+    """A value's type in words, such as "a string"."""
     names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
     return "null" if value is None else names.get(type(value), "an object")
 
 
 def _columns(path: Path) -> tuple[str, ...]:
-    """The columns of one file, read from as little of it as possible."""
+    """The columns of one file; reads as little of it as possible."""
     suffix = path.suffix.lower()
     if suffix == ".csv":
         return tuple(next(_csv_rows(path), []))
@@ -213,7 +211,7 @@ def _columns(path: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Files:
-    """Local files, read in the order given. ``root`` is what the user wrote: a file or a folder."""
+    """Local files, read in the order given. ``root`` is the file or folder of the config."""
 
     root: Path
     paths: tuple[Path, ...]
@@ -250,7 +248,7 @@ def _sha256(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Pydoc:
-    """``pydoc_data.topics``: real English text that every Python ships, so a first run needs no download."""
+    """``pydoc_data.topics``: English text that comes with every Python, so that a first run needs no download."""
 
     pairs: bool
 
@@ -272,7 +270,7 @@ class Pydoc:
 
 
 def _pair(topic: str, text: str) -> dict[str, str]:
-    """A question made from the heading ('Title', a row of stars, a blank line), and the text below it."""
+    """A question about the heading ('Title', a row of stars, a blank line), and the text below it as the answer."""
     title, _, rest = text.partition("\n")
     _, _, body = rest.partition("\n\n")
     if keyword.iskeyword(topic) and "statement" in title:
@@ -285,7 +283,7 @@ class Arrow:
     """A data set of the ``datasets`` library: from the hub, or a folder written by ``save_to_disk``."""
 
     name: str
-    dataset: Any  # datasets.Dataset or datasets.IterableDataset; columns are only known at run time
+    dataset: Any  # datasets.Dataset or datasets.IterableDataset
     marks: tuple[str, ...]
 
     @property
@@ -303,12 +301,12 @@ class Arrow:
 
 
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
-    """The source that ``path`` names; nothing but headers is read yet.
+    """The source that ``path`` names; reads only headers.
 
     Args:
         path: a file, a folder, ``pydoc``, or a hub name ``owner/name``.
         name: the hub subset, or ``text`` or ``pairs`` for pydoc.
-        key: what the config keys of this source begin with, for messages.
+        key: prefix of the config keys of this source, for messages.
 
     Raises:
         DataError: nothing is there, or it cannot be read.
@@ -336,7 +334,7 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
 
 
 def _is_hub_name(path: str) -> bool:
-    # `corpus/train` with a folder `corpus` beside us is a misspelt path, not a hub name.
+    # `corpus/train` is a misspelt path and not a hub name if there is a folder `corpus`.
     known = Path(path).suffix.lower() in _READERS or Path(path).parent.is_dir()
     return not known and _HUB_NAME.fullmatch(path) is not None
 
@@ -390,9 +388,9 @@ def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> 
 
     try:
         data = load_dataset(path, name, split=split, streaming=streaming)
-    except Exception as error:  # the hub client raises a dozen unrelated types; the user needs one line
+    except Exception as error:  # the hub client raises many unrelated types
         first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first}") from None
-    # Download addresses contain the commit, so they say which content this is.
+    # Download addresses contain the commit, so they identify the content.
     urls = sorted(map(str, getattr(data.info, "download_checksums", None) or ()))
     return Arrow(f"{path}[{split}]", data, (path, str(name), split, *urls))

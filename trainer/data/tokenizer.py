@@ -1,19 +1,17 @@
-"""The tokenizer: loaded, or trained on the spot from the run's own texts.
+"""The tokenizer: loaded, or trained on the run's own texts.
 
-A trained one is byte-level BPE: its first 256 tokens are the bytes, so any text has ids and nothing is unknown.
-Training is deterministic (counts, ties by token order), and the result is saved beside the run and reopened, so
-a resumed run and every other rank read the same file. Three special tokens: ``<|pad|>``, ``<|eos|>`` and
-``<|im_start|>``, the last for its chat template, which ends every turn with eos: generation then stops at the
-end of an answer without being told of a second token. The template marks the assistant's words with
-``{% generation %}``, so ``data.assistant_only_loss`` works.
+A trained one is byte-level BPE: the bytes are tokens, so every text can be encoded. Training is deterministic (counts,
+ties by token order). The result is saved in the run's folder and opened from there, so a resumed run and every other
+rank read the same file. It has three special tokens, ``<|pad|>``, ``<|eos|>`` and ``<|im_start|>``. Its chat template
+ends every turn with eos, so that generation stops there, and marks the assistant's turns with ``{% generation %}``, so
+that ``data.assistant_only_loss`` works.
 
-A tokenizer without a pad token gets eos for it. Where labels are derived from ids (``labels[ids == pad] =
--100``) that would silently unlearn eos; here padding is added by the collator, which knows where it put it.
+A tokenizer without a pad token gets eos as its pad token. That would mask eos if labels were made from ids
+(``labels[ids == pad] = -100``); here the collator adds padding and masks only that.
 """
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +19,7 @@ from typing import Protocol
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from strategies.core.commit import added_folder
 from trainer.errors import ConfigError, DataError
 
 PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
@@ -39,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 class TrainSpec(Protocol):
-    """What it takes to train a tokenizer: how many tokens it shall have."""
+    """The number of tokens that a tokenizer is to be trained with."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -55,13 +54,14 @@ def load(
     """The run's tokenizer, with a pad token.
 
     Args:
-        spec: a hub name or folder; None for the model's own; or what to train.
+        spec: a hub name or folder; None for the model's own; or the size of one to train.
         name_or_path: the model's hub name or folder.
         folder: where a trained tokenizer is kept, in ``folder/tokenizer``.
-        texts: what to train on; not touched otherwise.
+        texts: to train on; not read otherwise.
 
     Raises:
-        ConfigError: there is no such tokenizer. DataError: there is no text to train on.
+        ConfigError: there is no such tokenizer.
+        DataError: there is no text to train on.
     """
     if spec is not None and not isinstance(spec, str):
         return trained(spec.vocab_size, folder, texts)
@@ -81,15 +81,20 @@ def load(
 
 
 def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder/tokenizer``; trained first, if it is not there or had another vocab_size.
+    """The tokenizer in ``folder/tokenizer``; trained first if there is none of this vocab_size.
 
-    Small data may hold fewer merges than asked for: the tokenizer is then smaller than ``vocab_size``.
+    Small data may have fewer merges than that; the tokenizer is smaller then.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise ConfigError(f"model.tokenizer: vocab_size {vocab_size} must be at least {SMALLEST_VOCAB}")
     home = folder / "tokenizer"
     if _asked_for(home) != vocab_size:
-        _replace(home, _train(vocab_size, texts), vocab_size)
+        made = _train(vocab_size, texts)
+        if home.exists() and _asked_for(home) != vocab_size:  # another rank may have finished meanwhile
+            shutil.rmtree(home)
+        with added_folder(home) as draft:
+            made.save_pretrained(draft)
+            (draft / "trained.json").write_text(json.dumps({"vocab_size": vocab_size}))
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
     return tokenizer
 
@@ -124,19 +129,3 @@ def _asked_for(home: Path) -> int | None:
         return int(json.loads((home / "trained.json").read_text())["vocab_size"])
     except FileNotFoundError:
         return None
-
-
-def _replace(home: Path, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
-    """Write beside and rename, so that ``home`` is never half a tokenizer; a rank that comes second yields."""
-    home.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=home.parent))
-    tokenizer.save_pretrained(temporary)
-    (temporary / "trained.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    if home.exists() and _asked_for(home) != vocab_size:
-        shutil.rmtree(home)
-    try:
-        temporary.rename(home)
-    except OSError:
-        shutil.rmtree(temporary)
-        if _asked_for(home) != vocab_size:
-            raise

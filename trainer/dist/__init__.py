@@ -1,1 +1,1 @@
-"""Ranks: who am I, process groups that close, processes started here, compiled extensions."""
+"""Ranks and process groups, processes started here, and DeepSpeed's compiled extensions."""

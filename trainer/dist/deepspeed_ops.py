@@ -1,12 +1,11 @@
-"""DeepSpeed's compiled extensions: which are needed here, whether they are built, where they are kept.
+"""DeepSpeed's compiled extensions: which are needed, whether they are built, and where they are cached.
 
-DeepSpeed compiles its C++ at first use, in the middle of somebody's first run, for a minute or two and without a
-word. So a run says beforehand what will be built, about how long it takes and where it is cached; and where there is no
-compiler, it ends before anything is prepared.
+DeepSpeed compiles its C++ at first use, silently, for a minute or two. So a run says beforehand what will be built,
+about how long that takes and where it is cached. Without a compiler it ends before anything is prepared.
 
-A build that is killed leaves its lock behind, and whoever comes next would wait for ever. Whoever builds holds the lock
-open, so a lock that no process here has open is taken away. Processes of other machines are not seen: two jobs on two
-machines with one home, both at their first run, may compile the same thing twice.
+A build that is killed leaves its lock, and the next one would wait for it without end. A builder keeps the lock file
+open, so a lock that no process of this machine has open is deleted. Processes of other machines are not seen: two first
+runs on two machines with a common home directory may compile the same extension twice.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's
 
 
 def cache_folder() -> Path:
-    """Where torch keeps compiled extensions; the same rule as torch.utils.cpp_extension, which names no function."""
+    """Where torch keeps compiled extensions. This repeats torch.utils.cpp_extension, which has no function for it."""
     import torch
 
-    # Else it says, where it is loaded, that CUDA's compiler is here and no GPU.
+    # Otherwise it warns on import if there is a CUDA compiler and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -55,11 +54,11 @@ def cache_folder() -> Path:
 
 
 def announcement() -> str | None:
-    """What DeepSpeed is about to compile when its engine starts on this machine; None when nothing."""
+    """A line about what DeepSpeed's engine will compile on this machine; None if nothing."""
     from strategies.engine.memory import accelerator
 
     if accelerator.kind() is not None:
-        return None  # training through Hugging Face's optimizers needs none of its extensions for devices
+        return None  # with Hugging Face's optimizers none of its extensions for devices is needed
     folder = cache_folder() / SHM.name
     if (folder / f"{SHM.name}.so").exists():
         return None
@@ -67,16 +66,12 @@ def announcement() -> str | None:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch would take; None without one."""
+    """The C++ compiler that torch would use; None without one."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
 def refuse_what_cannot_be_built() -> None:
-    """Raise where DeepSpeed's engine would have to compile something and cannot.
-
-    Raises:
-        ConfigError: with the cure.
-    """
+    """Raise ConfigError if DeepSpeed's engine has to compile something and there is no compiler."""
     if announcement() is not None and compiler() is None:
         raise ConfigError(
             f"strategies.zero: DeepSpeed has to compile {SHM.use} on this machine, and there is no C++ compiler: "
@@ -85,21 +80,21 @@ def refuse_what_cannot_be_built() -> None:
 
 
 def clear_abandoned_builds() -> None:
-    """Delete the locks of builds that were killed; call it on one rank of a machine, before any rank builds."""
+    """Delete the locks of killed builds; to be called on one rank of a machine before any rank builds."""
     for lock in cache_folder().glob("*/lock"):
-        with suppress(OSError):  # whoever built has just ended
+        with suppress(OSError):  # the builder has just removed it
             seen = lock.stat()
-            # Not a young one: its builder may have started since we began to look.
+            # Not a young one: its builder may have started after the processes were listed.
             if time.time() - seen.st_mtime > YOUNG_S and not _is_open(lock) and lock.stat().st_ino == seen.st_ino:
                 lock.unlink()
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process of this machine that we may look at has the file open."""
+    """Whether a process of this machine, of those that we may inspect, has the file open."""
     import psutil
 
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has just ended, or is somebody else's
+        with suppress(psutil.Error):  # it has just ended, or belongs to another user
             if any(Path(opened.path) == path.resolve() for opened in process.open_files()):
                 return True
     return False

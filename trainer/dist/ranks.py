@@ -1,16 +1,15 @@
-"""Ranks and process groups: who am I among the ranks of this job, and a way out that always closes the groups.
+"""Ranks and process groups: this process's place in the job, and groups that are always closed.
 
 All launchers (``deepspeed``, ``torchrun``, ``accelerate launch``) describe a job in the same five environment
-variables; without a launcher a job has one rank, and the variables are set to say so, because Accelerate and
+variables. Without a launcher a job has one rank, and the variables are set accordingly, because Accelerate and
 DeepSpeed read them.
 
-[Note: closing gloo] Why closing is not left to the interpreter. A gloo group owns worker threads. A worker drops a
-finished collective, and with it possibly the last reference to a tensor that Python knows, for which it needs the
-interpreter lock. If the interpreter is already shutting down, Python ends the thread inside a C++ destructor that
-must not throw, and the process dies with "terminate called without an active exception" after its work is done
-(seen in one run of eight). So the workers must be joined while Python is whole: every reference to a group is
-dropped first (the engine and the trainer die with the frames of the run, DeepSpeed's own references go with
-``deepspeed.comm.destroy_process_group``), and destroying the last reference joins the threads.
+[Note: closing gloo] Groups are closed before the interpreter ends. A gloo group owns worker threads. A worker that
+drops a finished collective may drop the last reference to a tensor that Python knows, for which it needs the
+interpreter lock. If the interpreter is already shutting down, Python ends the thread inside a C++ destructor that must
+not throw, and the process dies with "terminate called without an active exception" after its work is done (seen in one
+run of eight). So every reference to a group is dropped first (the engine and the trainer with the frames of the run,
+DeepSpeed's own with ``deepspeed.comm.destroy_process_group``), and destroying the last one joins the threads.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from pathlib import Path
 from trainer.errors import ConfigError
 from trainer.dist.deepspeed_ops import announcement, clear_abandoned_builds
 
-# A launcher ends all ranks as soon as one has failed, and reports that one's code. The rank that knows what is wrong
-# speaks, so the others let it go first.
+# A launcher ends all ranks as soon as one has failed, and reports that one's exit code. The rank with the cause should
+# be that one, so a rank that only lost its peer waits this long.
 GRACE_S = 10.0
 LOOKED_FOR = frozenset(["cpu", "cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "tpu", "xpu"])
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among its job. ``local`` counts within one machine."""
+    """This process's place in the job; ``local`` counts within one machine."""
 
     rank: int = 0
     local_rank: int = 0
@@ -46,17 +45,17 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Prints, writes metrics, exports."""
+        """Whether this rank prints, writes metrics and exports."""
         return self.rank == 0
 
     @property
     def is_first_local(self) -> bool:
-        """Prepares files that every rank of this machine reads."""
+        """Whether this rank prepares files that every rank of this machine reads."""
         return self.local_rank == 0
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks that a launcher described, or the single rank of a job without one."""
+    """The ranks that a launcher describes, or the single rank of a job without one."""
     world_size = int(environment.get("WORLD_SIZE", "1"))
     rank = int(environment.get("RANK", "0"))
     return Ranks(
@@ -83,23 +82,22 @@ def describe(ranks: Ranks) -> dict[str, str]:
 
 
 def share_cores(ranks: Ranks, usable_cores: int) -> None:
-    """Give each rank of this machine its part of the cores, unless the user or the launcher has.
+    """Give each rank of this machine its part of the cores, unless the user or the launcher has set it.
 
-    Libraries read the variable when they are loaded, so this comes before torch is imported. Two ranks that each
-    start a thread per core run several times slower than two that share.
+    Two ranks that each start a thread per core run several times slower than two that share the cores.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
 
 
 def settle_environment(ranks: Ranks, usable_cores: int) -> None:
-    """What libraries read from the environment when they are loaded; call it before torch is imported.
+    """Set what libraries read from the environment when they are loaded; to be called before torch is imported.
 
-    * cores are shared, see above;
-    * torch's C++ speaks of errors only: under plain training it would warn that every parameter was used;
-    * what `accelerate launch` asks of the Accelerator is dropped: ranks come from the launcher, all else from the
-      config (`--cpu` alone would have Accelerate wrap a model that ZeRO has split already);
-    * programs that pip installed beside this interpreter are found: torch calls ``ninja`` to build DeepSpeed's C++,
-      and two versions of ninja in turn (this one and the system's) would compile it anew each time.
+    * the cores are shared, see ``share_cores``;
+    * torch's C++ logs errors only: in plain training it would warn that every parameter was used;
+    * the settings of `accelerate launch` are dropped: only ranks come from the launcher, all else from the config
+      (with `--cpu` Accelerate would wrap a model that ZeRO has already split);
+    * programs that pip installed beside this interpreter come first: torch builds DeepSpeed's C++ with ``ninja``, and
+      this version and the system's would each compile it anew.
     """
     share_cores(ranks, usable_cores)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -111,7 +109,7 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
 
 
 def name_device(ranks: Ranks, kind: str, *, on_cpu: bool) -> None:
-    """Tell Accelerate and Transformers the device, if it is of a kind that they do not look for themselves."""
+    """Tell Accelerate and Transformers the device if it is of a kind that they do not detect themselves."""
     if on_cpu or kind in LOOKED_FOR:
         os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     else:
@@ -122,7 +120,7 @@ def collectives_of(kind: str) -> str:
     """The backend of collectives for a kind of device.
 
     Raises:
-        ConfigError: torch has none.
+        ConfigError: torch has no such backend.
     """
     import torch.distributed
 
@@ -137,7 +135,7 @@ def collectives_of(kind: str) -> str:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[None]:
-    """The job's default group, closed on every way out: torch's own choice for the device, as NCCL; gloo on CPUs.
+    """The job's default group, closed at the end in any case. The backend is torch's for the device (NCCL, gloo, ...).
 
     Args:
         timeout_s: how long a collective may wait for a peer.
@@ -153,7 +151,7 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
     from strategies.engine.memory import accelerator
 
     for name, value in describe(ranks).items():
-        os.environ.setdefault(name, value)  # `accelerate launch` names the master of one rank, but not the rank
+        os.environ.setdefault(name, value)  # `accelerate launch` with one rank sets the master only
     kind = None if on_cpu else accelerator.kind()
     if kind is not None:
         torch.accelerator.set_device_index(ranks.local_rank)
@@ -168,7 +166,7 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
 
 
 def _open_deepspeed(ranks: Ranks) -> None:
-    """DeepSpeed's own door to the group, which on CPUs it compiles at first use; so say it before the silence."""
+    """Initialise DeepSpeed's communication. On CPUs that compiles an extension at first use, which is announced."""
     import deepspeed.comm
     import torch.distributed
 
@@ -179,17 +177,17 @@ def _open_deepspeed(ranks: Ranks) -> None:
     note = announcement()
     if ranks.is_first and note is not None:
         print(note, flush=True)
-    with redirect_stdout(io.StringIO()):  # each rank prints that it has found them
+    with redirect_stdout(io.StringIO()):  # every rank would print what it has found
         deepspeed.comm.init_distributed(verbose=False)
 
 
 def _close() -> None:
-    """See [Note: closing gloo]. Cycles are collected first: an engine that is still alive keeps its groups."""
+    """Close all groups, see [Note: closing gloo]. An engine that is still alive keeps its groups, so cycles go first."""
     import torch.distributed
 
     hooks = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if hooks is not None:
-        hooks.FWD_MODULE_STACK.clear()  # stage 3 leaves the model on it, and with the model everything
+        hooks.FWD_MODULE_STACK.clear()  # stage 3 leaves a reference to the model there
     gc.collect()
     deepspeed_comm = sys.modules.get("deepspeed.comm")
     if deepspeed_comm is not None and deepspeed_comm.is_initialized():

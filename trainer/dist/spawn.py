@@ -1,8 +1,8 @@
 """Run a function on N real ranks of this machine and collect what rank 0 returns.
 
-Used to compare strategies with plain training (``launch/verify.py``) and by the tests. The ranks are forked from a
-server process that has imported torch, DeepSpeed and Transformers once and has never run a kernel or opened a group
-(a process forked after that may hang), so a world starts in a second instead of ten.
+Used by ``launch/verify.py`` to compare strategies with plain training, and by the tests. The ranks are forked from a
+server process that has imported torch, DeepSpeed and Transformers, so that they start in a second instead of ten. The
+server has never run a kernel or opened a group: a process that is forked after that may hang.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ PRELOAD = ["torch", "deepspeed", "transformers", "datasets", "accelerate", "trai
 
 
 class WorldError(RuntimeError):
-    """A rank failed. The message holds each rank's exit code and output."""
+    """A rank failed. The message has the exit code and the output of each rank."""
 
 
 def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> Any:
-    """``work(ranks, *args)`` on ``num_ranks`` processes with one process group; rank 0's return value.
+    """Run ``work(ranks, *args)`` in ``num_ranks`` processes with one process group; returns rank 0's result.
 
     Args:
-        work: a module-level function; its result on rank 0 must be something ``torch.save`` can write.
+        work: a module-level function; ``torch.save`` must be able to write its result.
 
     Raises:
         WorldError: a rank ended with an error, by a signal, or not in time.
     """
     accelerated = accelerator.kind() is not None
     if not accelerated:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
-    # No driver survives a fork, CUDA's not even that of a process which has only asked whether there is a device.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
+    # A driver does not survive a fork, CUDA's not even if the process has only asked whether there is a device.
     context: Any = multiprocessing.get_context("spawn" if accelerated else "forkserver")
     context.set_forkserver_preload(PRELOAD)  # no effect on a spawning context
     with tempfile.TemporaryDirectory(prefix="deepstow-world-") as name:
@@ -59,7 +59,7 @@ def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: f
 
 
 def _wait(processes: Sequence[Any], deadline_s: float) -> None:
-    """Until all have ended, or one has failed, or the time is up; what still runs then is ended."""
+    """Wait until all have ended, one has failed, or the time is up; then kill those that still run."""
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline_s:
         if any(process.exitcode for process in processes):
             deadline_s = min(deadline_s, time.monotonic() + 5.0)  # the others see their peer die and report it
@@ -80,7 +80,7 @@ def _report(folder: Path, codes: Sequence[int | None]) -> str:
 
 
 def _rank(ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """One rank: output to a file, launcher variables, the work inside a group, the result to a file."""
+    """The main function of a rank: output goes to a file, work runs inside a group, the result goes to a file."""
     log = os.open(folder / f"log-{ranks.rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)

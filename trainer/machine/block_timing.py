@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.core.commit import replace_file
 from strategies.core.facts import Facts, UnitKind, UnitTimes
 from strategies.planner.step_cost import unit_seconds
 
@@ -144,9 +145,7 @@ def store(folder: Path, facts: Facts, found: UnitTimes | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     measured = found or read(folder, facts)
     content = {**facts.to_json(), "for": key_of(facts), "measured": asdict(measured) if measured else None}
-    unfinished = folder / f"{FILE}.tmp"
-    unfinished.write_text(json.dumps(content, indent=1))
-    unfinished.rename(folder / FILE)
+    replace_file(folder / FILE, json.dumps(content, indent=1))
 
 
 def read(folder: Path, facts: Facts, entry: str = "measured") -> UnitTimes | None:

@@ -24,11 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.core.commit import replace_file
 from strategies.core.facts import Facts
 from strategies.core.linears import ELEMENT_BYTES, Gemm, Route, Shape, Timed
 from strategies.planner.gemm_routes import shapes_of
 from trainer.machine.gemm_timing import REFRESH, ROUTED, STOCK, Bench, Product
-from trainer.machine.profiles import Key, key_of, unfinished
+from trainer.machine.profiles import Key, key_of
 from trainer.run.metrics import human_duration
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ def save(path: Path, place: Place, shapes: Mapping[str, Any]) -> None:
     entry = {"place": place.to_json(), "shapes": {**held, **shapes}}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, "measured": [entry, *others[: MOST_ENTRIES - 1]]}, indent=1)
-    unfinished(path).write_text(text + "\n")
-    unfinished(path).replace(path)
+    replace_file(path, text + "\n")
 
 
 def to_json(timed: Timed) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from strategies.core.commit import replace_file
 from strategies.core.facts import Rates
 from trainer.errors import ConfigError
 from trainer.machine.probe import GIB, ROOT, Machine, peak_flops
@@ -232,13 +233,7 @@ def save(path: Path, key: Key, stored: Stored, points: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {name: value for name, value in asdict(stored).items() if name != "ignored"}
     content = {"format": FORMAT, "key": asdict(key), **found, "points": points}
-    unfinished(path).write_text(json.dumps(content, indent=1) + "\n")
-    unfinished(path).replace(path)
-
-
-def unfinished(path: Path) -> Path:
-    """The file to write first and then rename to ``path``."""
-    return path.with_name(path.name + ".new")
+    replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def load(path: Path, here: Key) -> Stored:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from strategies.core.commit import refuse_unwritable
 from strategies.core.facts import Rates
 from strategies.engine.memory import accelerator
 from strategies.engine.optim import AdamW, Operands
@@ -38,7 +39,7 @@ from strategies.engine.transfer.transfer import Lane, transfer_for
 from strategies.engine.updates import HOST_STRETCH
 from strategies.engine.worker import Worker, spare_cores
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
-from trainer.machine.profiles import Stored, key_of, save, unfinished
+from trainer.machine.profiles import Stored, key_of, save
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
@@ -289,7 +290,7 @@ def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> Sto
         OSError: the file cannot be written. This is tried before measuring.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished(path).touch()
+    refuse_unwritable(path)
     key, date = key_of(probe()), time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
     others_s, began_s = others_cpu_s(), time.perf_counter()
     rates, points = measure(say, effort)

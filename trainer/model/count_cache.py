@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
+
+from strategies.core.commit import replace_file
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -52,9 +53,7 @@ def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Pat
     found = count()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}")  # ranks write the same file
-        unfinished.write_bytes(adapter.dump_json(found))
-        unfinished.rename(file)
+        replace_file(file, adapter.dump_json(found))
     return found
 
 

@@ -1,1 +1,1 @@
-"""The run: one written order of effects around Hugging Face's Trainer."""
+"""A run: everything around Hugging Face's Trainer, in one written order."""

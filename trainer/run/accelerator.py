@@ -1,12 +1,12 @@
-"""Our seam to Hugging Face: an ``Accelerator`` that knows who drives the optimizer step.
+"""An ``Accelerator`` for the three ways in which an optimizer step is made.
 
-Three drivers exist. Plain: Accelerate wraps model and optimizer, torch clips. DeepSpeed: its engine reduces, clips
-and steps inside ``backward``. A memory engine (``stow``): it has hooked the model itself, so nothing may be wrapped
-or moved, and it clips its own parked gradients.
+Plain: Accelerate wraps model and optimizer, and torch clips. DeepSpeed: its engine reduces, clips and steps inside
+``backward``. The memory engine (``stow``): it has hooked the model itself, so nothing may be wrapped or moved, and it
+clips the gradients that it holds.
 
-Under ZeRO stage 0 in fp32 the engine would clip with a formula of its own (multiply by the reciprocal of the norm)
-and report no norm. There the gradients are whole on every rank after reduction, so torch's own clipping runs between
-backward and step: the bits are those of plain training, and the log has its gradient norm.
+Under ZeRO stage 0 in fp32 DeepSpeed would clip with another formula (it multiplies by the reciprocal of the norm) and
+report no norm. The gradients are whole on every rank after reduction there, so torch's own clipping runs between
+backward and step: the result has the bits of plain training, and the gradient norm is logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DrivesModel(Protocol):
-    """An optimizer that has hooked the model itself and clips what it holds."""
+    """An optimizer that has hooked the model itself and clips the gradients that it holds."""
 
     param_groups: list[dict[str, Any]]
 
@@ -34,15 +34,15 @@ class DrivesModel(Protocol):
 
 
 class StowAccelerator(Accelerator):
-    """Accelerate's public surface, unchanged for plain and DeepSpeed training with stages 1 to 3."""
+    """Accelerate's Accelerator, unchanged for plain training and for DeepSpeed with stages 1 to 3."""
 
     driver: DrivesModel | None = None
-    max_grad_norm: float | None = None  # set: clip here, with torch's arithmetic, before the engine steps
-    last_norm: Any = None  # of the newest clipping, by whoever has done it
+    max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
+    last_norm: Any = None  # of the newest clipping, whichever library did it
     _norm: Tensor | None = None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, but a model whose optimizer drives it gets its autocast and is neither wrapped nor moved."""
+        """As Accelerate's, but with the memory engine the model is neither wrapped nor moved; it gets its autocast."""
         self.driver = next((arg for arg in args if isinstance(arg, DrivesModel)), self.driver)
         if self.driver is None:
             return super().prepare(*args, **kwargs)
@@ -89,11 +89,7 @@ class StowAccelerator(Accelerator):
 
     @staticmethod
     def _refuse_some(chosen: Iterable[Tensor], driver: DrivesModel) -> None:
-        """Do nothing where all parameters that have a gradient are chosen.
-
-        Raises:
-            ValueError: some are left out, which plain training would not clip.
-        """
+        """Raise ValueError if a parameter that has a gradient is not among ``chosen``: all are clipped together."""
         ids = {id(parameter) for parameter in chosen}
         trained = [parameter for group in driver.param_groups for parameter in group["params"]]
         left_out = sum(id(parameter) not in ids and parameter.grad is not None for parameter in trained)

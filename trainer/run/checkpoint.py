@@ -1,21 +1,21 @@
-"""Checkpoints: which one is complete, which one is resumed, which ones may go.
+"""Checkpoints: which are complete, which one is resumed, and which are deleted.
 
-Problem. Several processes write a checkpoint; a kill in between leaves a folder that has the highest number and
-cannot be resumed. Hugging Face and DeepSpeed both pick it (their ``latest`` and highest-number rules).
+Problem. Several processes write a checkpoint. A kill in between leaves a folder that has the highest number and cannot
+be resumed, and Hugging Face and DeepSpeed would both choose it.
 
-Rule. After every rank has written and all have met, rank 0 writes ``complete.json`` into the folder. ``auto`` resumes
-from the newest folder that has it; a folder named by the user is taken at the user's word, but must have it too.
+Invariant. Rank 0 writes ``complete.json`` into the folder after a barrier that follows every rank's writing. Only a
+folder that has it is resumed: with ``auto`` the newest one, otherwise the one that the user names.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
+from strategies.core.commit import replace_file
 from trainer.errors import ConfigError
 
 MARK = "complete.json"
@@ -23,23 +23,17 @@ FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 def mark_complete(output_dir: Path, step: int, *, is_first: bool) -> None:
-    """Called by every rank after it has written its part; rank 0 marks the folder once all have."""
+    """Mark a checkpoint complete; to be called by every rank after it has written its part."""
     import torch.distributed
 
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if is_first:
-        folder = output_dir / f"checkpoint-{step}"
-        partial = folder / f"{MARK}.tmp"
-        with partial.open("w") as file:
-            json.dump({"step": step}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(folder / MARK)
+        replace_file(output_dir / f"checkpoint-{step}" / MARK, json.dumps({"step": step}))
 
 
 def unmark(output_dir: Path, step: int, *, is_first: bool) -> None:
-    """Called by every rank before it writes into a folder that an earlier run may have completed."""
+    """Remove the mark of an earlier run; to be called by every rank before it writes into the folder."""
     import torch.distributed
 
     if is_first:
@@ -49,7 +43,7 @@ def unmark(output_dir: Path, step: int, *, is_first: bool) -> None:
 
 
 def complete(output_dir: Path) -> list[Path]:
-    """All complete checkpoints, oldest first."""
+    """The complete checkpoints, oldest first."""
     found = [
         (int(match[1]), path)
         for path in output_dir.glob("checkpoint-*")
@@ -66,7 +60,7 @@ def newest_complete(output_dir: Path) -> Path | None:
 def prune(output_dir: Path, keep: int, best: str | None) -> None:
     """Delete all but the ``keep`` newest complete checkpoints and the best one.
 
-    The mark goes first: a checkpoint that is half deleted is not complete.
+    The mark is deleted first, so that a half-deleted checkpoint is not complete.
     """
     for folder in complete(output_dir)[:-keep]:
         if best is None or folder.resolve() != Path(best).resolve():
@@ -75,10 +69,10 @@ def prune(output_dir: Path, keep: int, best: str | None) -> None:
 
 
 def set_aside(output_dir: Path) -> Path | None:
-    """Move what an earlier run left out of the way of a fresh one: its checkpoints and its metrics, nothing deleted.
+    """Move the checkpoints and metrics of an earlier run into a folder of their own; nothing is deleted.
 
     Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
-    Returns the folder they are in now; None if there was nothing.
+    Returns the folder they are in now; None if there were none.
     """
     old = sorted(path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir())
     if not old:
@@ -92,29 +86,26 @@ def set_aside(output_dir: Path) -> Path | None:
     return folder
 
 
-def to_resume(output_dir: Path, wish: str | bool | None) -> Path | None:
-    """The checkpoint that ``training.resume_from_checkpoint`` means; None starts from the beginning.
+def to_resume(output_dir: Path, wanted: str | bool | None) -> Path | None:
+    """The checkpoint that ``training.resume_from_checkpoint`` stands for; None starts from the beginning.
 
     Raises:
         ConfigError: a checkpoint is required and there is none, or the named one is not complete.
     """
-    key = f"training.resume_from_checkpoint = {json.dumps(wish)}"
-    if wish is None or wish is False:
+    key = f"training.resume_from_checkpoint = {json.dumps(wanted)}"
+    if wanted is None or wanted is False:
         return None
-    if wish == "auto" or wish is True:
+    if wanted == "auto" or wanted is True:
         newest = newest_complete(output_dir)
-        if newest is None and wish is True:
+        if newest is None and wanted is True:
             raise ConfigError(
                 f"{key}: {output_dir} holds no complete checkpoint; write auto to start when there is none"
             )
         return newest
-    path = Path(str(wish))
-    if not path.is_dir():
-        newest = newest_complete(path.parent) or newest_complete(output_dir)
-        hint = f"; the newest complete one is {newest}" if newest else ""
-        raise ConfigError(f"{key}: there is no such folder{hint}")
-    if not (path / MARK).is_file():
-        newest = newest_complete(path.parent)
-        hint = f"; the newest complete one is {newest}" if newest else ""
-        raise ConfigError(f"{key}: not complete, it has no {MARK} (the run was killed while saving it){hint}")
-    return path
+    path = Path(str(wanted))
+    if (path / MARK).is_file():
+        return path
+    newest = newest_complete(path.parent) or newest_complete(output_dir)
+    hint = f"; the newest complete one is {newest}" if newest else ""
+    killed = f"not complete, it has no {MARK} (the run was killed while saving it)"
+    raise ConfigError(f"{key}: {killed if path.is_dir() else 'there is no such folder'}{hint}")

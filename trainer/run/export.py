@@ -1,24 +1,22 @@
-"""The finished model as Hugging Face expects it, and the proof that it is the trained one.
+"""Export the trained model in Hugging Face's format, and check that the export is the trained model.
 
-Export writes safetensors and the tokenizer through ``save_pretrained`` into a draft folder. The draft is opened again
-with ``from_pretrained``, as a user would, and compared: every name and shape, every value bit for bit, and the logits
-of a probe. Only then it becomes ``<output_dir>/export``, in the place of an older one. A model that was trained is not
-worth more than the file that holds it.
+``save_pretrained`` writes safetensors and the tokenizer into a draft folder. The draft is opened with
+``from_pretrained``, as a user would, and compared: all names and shapes, all values bit for bit, and the logits of a
+probe. Only then it replaces ``<output_dir>/export``.
 
-Under ZeRO stage 3 the weights are gathered to the first rank. Adapters (LoRA) are exported as adapters when their
-base can be loaded again by name; on a base with random weights they are merged into it.
+Under ZeRO stage 3 the weights are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base
+can be loaded by name; on a base with random weights they are merged into it.
 
-Invariant. A tied weight is in the file once, under every strategy. The config says what the model came with and not
-what training sets (``use_cache``). Python files that came with the model are in the folder; they are run for the check
-only if ``model.trust_remote_code`` allowed it for the run. The live model is as it was, unless adapters were merged.
+Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
+not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
+``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
 
-Refused: calling an export done that does not reload; exporting weights that are not finite.
+Refused: an export that does not reload as the same model; weights that are not finite.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.core.commit import replaced_folder
 from trainer.model.build import set_use_cache
 
 if TYPE_CHECKING:
@@ -36,23 +35,22 @@ if TYPE_CHECKING:
     from trainer.run.trainer import Trainer
 
 PROBE_TOKENS = 32
-# Of the largest logit. The same kernels give the same bits; another device, or 16-bit compute, rounds its own way.
+# Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
 FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What was compared. ``largest_difference`` is between logits, relative to the largest one."""
+    """The result of the check. ``largest_difference`` is between logits, relative to the largest logit."""
 
     folder: Path
     num_tensors: int
     num_bytes: int
     largest_difference: float
-    tolerance: float
 
 
 class ExportError(RuntimeError):
-    """The export does not hold what was trained."""
+    """The export is not the trained model, or there is nothing finite to export."""
 
 
 def export(
@@ -64,10 +62,10 @@ def export(
     trust_remote_code: bool = False,
     card: ModelCard | None = None,
 ) -> Receipt | None:
-    """Write the model to ``folder`` and check it; a collective. The receipt is on the first rank only.
+    """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt.
 
     Args:
-        merge: fold adapters into the weights; for a base that cannot be loaded by name.
+        merge: merge adapters into the weights; for a base that cannot be loaded by name.
         trust_remote_code: run Python code that came with the model when it is reloaded.
         card: written as README.md.
 
@@ -84,42 +82,39 @@ def export(
         return None
     state = tied_again(model, plainly_named(gathered))
     if hasattr(model, "peft_config"):
-        expected = {}  # reloaded adapters are called otherwise than trained ones; their values are compared
+        expected = {}  # reloaded adapters have other names than trained ones; only their values are compared
         if merge:
             if trainer.stowed is not None:
-                trainer.stowed.close()  # merging works on the weights in place: they come back to ordinary memory
+                trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
             for name, parameter in model.named_parameters():
-                if hasattr(parameter, "ds_id"):  # stage 3: only a share is here
+                if hasattr(parameter, "ds_id"):  # stage 3: this rank has only a share of it
                     parameter.data = state[name]
             model = model.merge_and_unload()
             expected, state = shapes(model), model.state_dict()
     refuse_not_finite(model, state)
-    draft = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    with config_as_it_came(model):
-        model.save_pretrained(draft, state_dict=dict(state))  # it empties what it is given
-    tokenizer.save_pretrained(draft)
-    if card is not None:
-        card.save(draft / "README.md")
     rounds = trainer.args.bf16 or trainer.args.fp16 or model.dtype is not torch.float32
     tolerance = HALF_TOLERANCE if rounds else FP32_TOLERANCE
-    with as_a_user(trainer):
-        receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    with replaced_folder(folder) as draft:
+        with config_as_it_came(model):
+            model.save_pretrained(draft, state_dict=dict(state))  # save_pretrained empties the dict
+        tokenizer.save_pretrained(draft)
+        if card is not None:
+            card.save(draft / "README.md")
+        with as_a_user(trainer):
+            receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
     return replace(receipt, folder=folder)
 
 
 def plainly_named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``state`` by the model's own names: a compiled model is the child of another, and shows it."""
+    """``state`` by the model's own names, without the prefix that torch.compile adds."""
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
 
 def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``state`` with one tensor under all the names that are one tensor in ``model``.
+    """``state`` with one tensor under all names of a tied weight.
 
-    ``save_pretrained`` leaves out a tied weight when it sees the same memory twice. DeepSpeed's stages 0 to 2 hand over
-    a copy for each name, and it would write every one of them.
+    ``save_pretrained`` recognises tied weights by their memory. DeepSpeed's stages 0 to 2 return a copy for each name,
+    and every copy would be written.
     """
     live = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
@@ -127,11 +122,7 @@ def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dic
 
 
 def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Nothing, if every weight is a finite number. Buffers may hold an infinity, as masks do.
-
-    Raises:
-        ExportError: naming the first tensor that is not.
-    """
+    """Raise ExportError if a weight has NaN or infinity in it, naming the first. Buffers may, as masks do."""
     for name, _ in model.named_parameters():
         tensor = state[name]
         num_bad = tensor.numel() - int(tensor.isfinite().sum())
@@ -145,9 +136,9 @@ def refuse_not_finite(model: torch.nn.Module, state: Mapping[str, torch.Tensor])
 
 @contextmanager
 def config_as_it_came(model: Any) -> Iterator[None]:
-    """Inside, the config is a copy that has the model's own ``use_cache``; ``save_pretrained`` changes it further.
+    """Inside, the model has a copy of its config, with its own ``use_cache``; ``save_pretrained`` changes the copy.
 
-    Adapters have no config file of the model.
+    An export of adapters has no config of the model.
     """
     if hasattr(model, "peft_config"):
         yield
@@ -163,13 +154,10 @@ def config_as_it_came(model: Any) -> Iterator[None]:
 
 @contextmanager
 def as_a_user(trainer: Trainer) -> Iterator[None]:
-    """Inside, Transformers does not know of ZeRO stage 3, and loads models whole.
-
-    It would split the copy over ranks that are not here.
-    """
+    """Inside, Transformers does not know of ZeRO stage 3; otherwise it would split the reloaded model over ranks."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-    config = getattr(trainer.args, "hf_deepspeed_config", None)  # there only where DeepSpeed is
+    config = getattr(trainer.args, "hf_deepspeed_config", None)  # only there with DeepSpeed
     unset_hf_deepspeed_config()
     try:
         yield
@@ -179,7 +167,7 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name to full shape of everything a state dict holds; a parameter split by stage 3 knows its full shape."""
+    """Full shape by name of all that is in the state dict; parameters split by stage 3 know their full shape."""
     return {
         name: tuple(getattr(tensor, "ds_shape", tensor.shape))
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -187,7 +175,7 @@ def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def probe_logits(trainer: Trainer, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a fixed row of tokens, from the model as it was trained. [1, T], [1, T, V]"""
+    """A fixed row of tokens and its logits from the trained model. [1, T], [1, T, V]"""
     import torch
 
     rows = model.get_input_embeddings().num_embeddings
@@ -211,12 +199,12 @@ def check(
     *,
     trust_remote_code: bool,
 ) -> Receipt:
-    """Open ``folder`` as a user would and compare.
+    """Load the model from ``folder`` as a user would and compare it.
 
-    Tied weights are stored once; after loading both names must be there again, so names are compared on the model.
+    Tied weights are stored once, and the model has both names after loading, so names are compared on the model.
 
     Args:
-        expected: shapes by name; empty: names are not compared.
+        expected: shapes by name; if empty, names are not compared.
         state: values by name.
 
     Raises:
@@ -230,18 +218,18 @@ def check(
     if wrong:
         raise ExportError(f"{folder}: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
     model.eval()
-    model.config.use_cache = False  # as when the first logits were made
+    model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
         again = model(input_ids=probe).logits.float()
         difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
     if not difference <= tolerance:
         raise ExportError(f"{folder}: logits differ by {difference:.2e} of the largest after reloading")
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return Receipt(folder, len(model.state_dict()), num_bytes, difference, tolerance)
+    return Receipt(folder, len(model.state_dict()), num_bytes, difference)
 
 
 def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
-    """The model in ``folder``, and what Transformers missed there and has filled with random numbers.
+    """The model in ``folder``, and a line for each weight that was missing or had another shape.
 
     Raises:
         ExportError: it cannot be opened.
@@ -274,8 +262,8 @@ def _different_names(expected: Mapping[str, tuple[int, ...]], found: Mapping[str
 
 
 def _different_values(state: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
-    """Where what was read is not, bit for bit, what was trained (in the format of the file)."""
-    names = {name: name.removeprefix("base_model.model.") for name in state}  # as peft calls the model that it wraps
+    """A line for each tensor that is not, bit for bit, the trained one (in the dtype of the file)."""
+    names = {name: name.removeprefix("base_model.model.") for name in state}  # the prefix is peft's
     assert set(names.values()) & found.keys(), "nothing to compare"
     return [
         f"{name} has other values"

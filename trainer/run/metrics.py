@@ -1,12 +1,12 @@
-"""Numbers people compare runs by, and how they are written. Pure functions: no torch, no clock, no state.
+"""Throughput, MFU, perplexity and time left, and how they are written. Pure functions: no torch, no clock, no state.
 
-Conventions, because throughput claims are only worth something when they are comparable:
+Conventions, so that throughput can be compared:
 
-- A token is an input position of a training batch, padding included, counted over all ranks: it is what the
-  hardware computed. Seconds are training seconds; evaluation and saving are not in them.
-- MFU uses the model's own arithmetic (PaLM, arXiv 2204.02311, appendix B): 6N + 12*L*h*s per token, dense
-  attention, no halving for the causal mask, and nothing for recomputation (which would make it HFU).
-- A number that is not known is absent from the line, never shown as 0.
+- A token is an input position of a training batch, padding included, counted over all ranks. Seconds are training
+  seconds, without evaluation and saving.
+- MFU uses the arithmetic of the model (PaLM, arXiv 2204.02311, appendix B): 6N + 12*L*h*s per token, with dense
+  attention, not halved for the causal mask, and without recomputation (which would make it HFU).
+- A number that is not known is left out of the line and never shown as 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def tokens_per_second(num_tokens: int, seconds_s: float) -> float | None:
-    """None when no time has passed."""
+    """Tokens per second; None if no time has passed."""
     return num_tokens / seconds_s if seconds_s > 0 else None
 
 
@@ -34,21 +34,21 @@ def flops_per_token(num_active_params: int, num_layers: int, hidden_size: int, s
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float | None, num_devices: int) -> float | None:
-    """Model flops utilisation, 0 to 1. ``tokens_per_s`` is over all devices; None when the peak is unknown."""
+    """Model FLOPs utilisation, 0 to 1; None if the peak is unknown. ``tokens_per_s`` is over all devices."""
     if not peak_flops or num_devices < 1:
         return None
     return flops_per_token * tokens_per_s / (peak_flops * num_devices)
 
 
 def eta_s(num_done: int, num_total: int, elapsed_s: float) -> float | None:
-    """Seconds to the end at the mean pace so far; None before the first step or without a known end."""
+    """Seconds left at the mean speed so far; None before the first step or without a known end."""
     if num_done < 1 or num_total < num_done:
         return None
     return elapsed_s / num_done * (num_total - num_done)
 
 
 def perplexity(loss: float) -> float:
-    """``exp(loss)``, infinite where that overflows."""
+    """``exp(loss)``; infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

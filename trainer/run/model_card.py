@@ -1,12 +1,10 @@
-"""The model card in an export: what the model is, what it was trained on, how it went, with what.
+"""The model card in an export: what the model is, its data, losses, strategies, command and versions.
 
-A folder of weights outlives the run folder beside it. The card says in a few sentences what somebody needs who finds
-the export alone, with the header that the Hugging Face hub reads.
+An export is often kept longer than its run folder. The card describes it in a few sentences, with the header that the
+Hugging Face hub reads.
 
-Invariant. All of it comes from the run's config, its log and the command line as it was given.
-
-Refused: environment variables, and anything else that nobody has written into the config or the command. A licence is
-not guessed; whoever publishes the model adds it.
+Invariant. Everything in it comes from the run's config, its log and the command line. Environment variables are not
+read, and no licence is guessed: whoever publishes the model adds one.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ PACKAGES = ("deepstow", "torch", "transformers", "deepspeed", "accelerate")
 def model_card(
     config: RunConfig, hf_config: PretrainedConfig, state: TrainerState, argv: Sequence[str], num_ranks: int
 ) -> ModelCard:
-    """The card of the model that this run has trained.
+    """The card of the trained model.
 
     Args:
         hf_config: of the model.
-        state: the steps done, and what was logged.
+        state: of the trainer, with the log.
         argv: the command.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -62,7 +60,7 @@ def model_card(
 def _origin(config: RunConfig, model_type: str) -> str:
     lora, base = config.model.lora, config.model.name_or_path
     if lora is not None and base is not None:
-        return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base itself is not in here."
+        return f"Low-rank adapters (rank {lora.r}) for `{base}`, trained with DeepStow. The base is not included."
     if base is not None:
         return f"`{base}`, a model of type {model_type}, trained further with DeepStow."
     merged = f"; what was trained are low-rank adapters (rank {lora.r}), merged into them" if lora is not None else ""
@@ -76,7 +74,7 @@ def _data(config: RunConfig) -> str:
 
 
 def _results(history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The last losses in the log, where there are any."""
+    """A sentence for each of the last losses in the log."""
     for kind, key in (("training", "loss"), ("evaluation", "eval_loss")):
         last = next((record for record in reversed(history) if key in record), None)
         if last is not None:
@@ -85,7 +83,7 @@ def _results(history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _strategies(config: RunConfig) -> str:
-    """Each with the options that were written for it."""
+    """Each strategy with the options that the config sets."""
     found = []
     for name, strategy in config.strategies.items():
         options = [f"{key} {value}" for key, value in strategy.model_dump(exclude_unset=True).items()]

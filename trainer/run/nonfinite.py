@@ -1,16 +1,16 @@
-"""A run whose numbers are not finite ends, with what was not finite first and the checkpoint that still is.
+"""Stop a run whose gradients are not finite; name the first tensor that is not, and the last good checkpoint.
 
-Problem. One gradient that is not finite makes every weight so in the next update, and then a run trains on nothing to
-its end, saves that, and deletes the checkpoints that were good. Who skips such steps (the memory engine, fp16's loss
-scaler) trains on nothing without changing anything.
+Problem. One NaN or infinite gradient spoils every weight in the next update. The run would go on to its end, save the
+spoiled weights and delete good checkpoints. The memory engine and fp16's loss scaler skip such steps, and would then
+learn nothing without anybody noticing.
 
-The rule. Plain training and ZeRO end before the first update with such gradients, so that no checkpoint ever holds them
-(ZeRO at stages 1 to 3 has updated by then, and saves nothing any more). The engine skips three steps in a row
-first (``strategies/engine/skipped_steps.py``). Overflows under fp16 are how a loss scale is found; they count when it
-is at its minimum, which is 1.
+Plain training and ZeRO end before the first update with such gradients, so no checkpoint holds them (ZeRO at stages 1
+to 3 has updated by then, but saves nothing any more). The engine first skips three steps in a row
+(``strategies/engine/skipped_steps.py``). Under fp16 overflows are part of finding the loss scale; they count once it is
+at its minimum of 1.
 
-What was first is looked for by running the last batch once more: weights, outputs of modules in their order, then
-gradients in the order of backward.
+To find the first such tensor, the last batch is run again: weights are checked, then outputs of modules in their order,
+then gradients in the order of backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from strategies.engine.tensors.nested import tensors_in
 from trainer.errors import ExitCode, UserError
@@ -42,31 +42,28 @@ class NonFinite(UserError):
 
 
 class StopNonFinite(TrainerCallback):
-    """Looks at the norm before each update, where nobody else skips it.
+    """Checks the gradient norm before each update; not with the memory engine, which skips such steps itself.
 
-    On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does. With the
-    memory engine it does not look.
+    On an accelerator this waits for the device once per step, as Hugging Face's own filter of losses does.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
         norm = accelerator.last_norm
         if accelerator.driver is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
             return
         if _is_searching_scale(self._trainer):
             return
-        state.global_step += 1  # the one that is not made; its numbers are logged all the same
+        state.global_step += 1  # the step that is not taken; its numbers are logged nevertheless
         self._trainer.log({"loss": self._trainer.last_loss, "grad_norm": float(norm)})
         raise described(self._trainer, state.global_step, f"the gradient norm is {float(norm)}")
 
 
 def _is_searching_scale(trainer: Trainer) -> bool:
-    """Whether an overflow is no news: fp16's scale can still be lowered. DeepSpeed raises when it cannot."""
+    """Whether fp16's loss scale can still be lowered, so overflows are expected. DeepSpeed raises if it cannot."""
     if not trainer.args.fp16:
         return False
     scaler = trainer.accelerator.scaler
@@ -74,10 +71,10 @@ def _is_searching_scale(trainer: Trainer) -> bool:
 
 
 def described(trainer: Trainer, step: int, what: str, gradient: str | None = None) -> NonFinite:
-    """The error of a run that ends at ``step``; on every rank, since a forward may be a collective.
+    """The error of a run that ends at ``step``; to be called on every rank, since a forward may be a collective.
 
     Args:
-        gradient: of which parameter, where the engine knows it.
+        gradient: the name of the parameter, if the engine knows it.
     """
     first = next(_first(trainer, gradient), "nothing that could be found again")
     folder = Path(str(trainer.args.output_dir))
@@ -119,7 +116,7 @@ def _bad_outputs(model: nn.Module, forward: Callable[[], object]) -> Iterator[st
 
 
 def _bad_gradients(model: nn.Module, forward: Callable[[], Tensor]) -> Iterator[str]:
-    """Parameters whose gradient is not finite, in the order of backward. Clipping has spoilt those of the step."""
+    """Parameters whose gradient is not finite, in the order of backward. Clipping has overwritten those of the step."""
     found: list[str] = []
 
     def look(name: str, param: Tensor) -> None:

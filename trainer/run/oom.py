@@ -1,7 +1,7 @@
-"""Out of memory: what was predicted, what is there, and which edits would free how much, the largest first.
+"""Out of memory: what was predicted, what was measured, and which changes of the config would free how much.
 
-The plan has counted everything but kernels' workspace and the allocator's slack, so the ledger shows where the missing
-bytes went; each edit is priced by the same counts.
+The plan has counted everything but the workspace of kernels and the slack of the allocator, so the table shows where
+the missing bytes went. What each change frees is computed from the same counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
+class Cure:
     """A change of the config and the device bytes it would free."""
 
     change: str
@@ -29,7 +29,7 @@ class Edit:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether ``error`` says that memory, of the device or the host, is used up."""
+    """Whether ``error`` means that memory of the device or the host is exhausted."""
     import torch
 
     from strategies.engine.memory.arena import OutOfMemoryError
@@ -40,17 +40,17 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
-    """Lines for people: what failed, the ledger, the edits."""
+    """Lines for people: what failed, memory by owner, and the cures."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lines = [f"out of memory: {first}"]
     for home, measured in ((Home.DEVICE, device_peak_bytes()), (Home.HOST, host_peak_bytes())):
         if measured is not None:
             lines.append(
-                f"  {home.value}: {human(plan.peak(home))} predicted, {human(measured)} held at the peak so far"
+                f"  {home.value}: {human(plan.peak(home))} predicted, {human(measured)} measured at the peak so far"
             )
     lines += [f"  {name:<20} {human(size):>10}" for name, size in _parts(plan) if size]
     lines.append("what would free memory on the device, the most first:")
-    lines += [f"  {edit.change}: {human(edit.freed_bytes)}" for edit in edits(config, plan)]
+    lines += [f"  {cure.change}: {human(cure.freed_bytes)}" for cure in cures(config, plan)]
     return lines
 
 
@@ -62,32 +62,32 @@ def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
         yield reserve.owner, reserve.num_bytes
 
 
-def edits(config: RunConfig, plan: Plan) -> list[Edit]:
-    """What the user can change, ranked by bytes; only what would free any."""
-    return sorted((edit for edit in _edits(config, plan) if edit.freed_bytes > 0), key=lambda edit: -edit.freed_bytes)
+def cures(config: RunConfig, plan: Plan) -> list[Cure]:
+    """Changes that would free device memory, the largest first."""
+    return sorted((cure for cure in _cures(config, plan) if cure.freed_bytes > 0), key=lambda cure: -cure.freed_bytes)
 
 
-def _edits(config: RunConfig, plan: Plan) -> Iterator[Edit]:
+def _cures(config: RunConfig, plan: Plan) -> Iterator[Cure]:
     run, training = plan.facts.run, config.training
     saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
     if run.micro_batch > 1:
         half = run.micro_batch // 2
         rest = f"per_device_train_batch_size: {half}, gradient_accumulation_steps: {run.accumulation * 2}"
-        yield Edit(f"training: {{{rest}}}", saved - saved * half // run.micro_batch)
+        yield Cure(f"training: {{{rest}}}", saved - saved * half // run.micro_batch)
     elif run.sequence > 1:
-        yield Edit(f"data.max_length: {run.sequence // 2}", saved // 2)
+        yield Cure(f"data.max_length: {run.sequence // 2}", saved // 2)
     if not (training.gradient_checkpointing or training.activation_checkpointing):
         yield from _recompute(plan)
     if "offload" in config.strategies:
         lower = plan.peak(Home.DEVICE) * 9 // 10
-        yield Edit(f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower)
+        yield Cure(f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower)
     elif not config.strategies:
         movable = (Kind.GRAD, Kind.MASTER, Kind.MOMENT)
-        yield Edit("strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable))
+        yield Cure("strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable))
 
 
-def _recompute(plan: Plan) -> Iterator[Edit]:
-    """Policies that keep less than the plan does."""
+def _recompute(plan: Plan) -> Iterator[Cure]:
+    """Recomputation policies that keep less than the plan does."""
     units = plan.facts.units
     now = plan.saved_peak()
     end = last_block(units)
@@ -97,4 +97,4 @@ def _recompute(plan: Plan) -> Iterator[Edit]:
             continue
         peak = backward_peak([way.saved for way in ways], [0] * len(units))
         words = f"policy: {policy}{', activation_offloading: true' * hosts}"
-        yield Edit(f"strategies: {{recompute: {{{words}}}}}", now - peak)
+        yield Cure(f"strategies: {{recompute: {{{words}}}}}", now - peak)

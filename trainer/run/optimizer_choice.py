@@ -1,8 +1,8 @@
 """From Hugging Face's optimizer to the memory engine's: update rule, parameter groups, dtype of the weights.
 
-Whatever made the optimizer of a Trainer (its arguments, a subclass, the user) has decided how parameters are grouped
-and with which numbers they are updated. Torch's optimizers hold no state before their first step, so it is made as
-ever, read, and thrown away.
+A Trainer's arguments, a subclass or the user decide how parameters are grouped and with which hyperparameters they are
+updated. Torch's optimizers have no state before their first step, so the Trainer makes one as usual, and its groups and
+hyperparameters are taken over.
 """
 
 from __future__ import annotations
@@ -22,16 +22,12 @@ if TYPE_CHECKING:
     from trainer.config.arguments import TrainingSection
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-# What the engine's rules do not do; ``None`` and the value here are fine.
+# Options that the engine's update rules do not have; ``None`` and these values are accepted.
 PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False}
 
 
 def refuse_optimizer(training: TrainingSection) -> None:
-    """Raise unless the engine can update as ``training.optim`` says.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError unless the engine has the update rule of ``training.optim``."""
     if training.optim not in OPTIMIZERS:
         raise ConfigError(
             f"training.optim = {training.optim!r}: strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
@@ -41,10 +37,10 @@ def refuse_optimizer(training: TrainingSection) -> None:
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:
     """The update rule and the parameter groups of a torch optimizer that has not been used yet.
 
-    The groups are the optimizer's own: a scheduler that was made for it goes on setting their rates.
+    The groups are the same objects, so a scheduler that was made for the optimizer still sets their learning rates.
 
     Raises:
-        ValueError: the engine has no such rule.
+        ValueError: the engine has no such rule, or the optimizer has state or hooks.
     """
     import torch
 
@@ -55,16 +51,16 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, 
     if kind not in rules:
         raise ValueError(
             f"a stowed trainer updates with torch.optim.AdamW or torch.optim.SGD, not with {kind.__name__}: write "
-            f"optim='adamw_torch_fused', or hand over no other optimizer"
+            f"optim='adamw_torch_fused', or pass no other optimizer"
         )
     for group in optimizer.param_groups:
         for name, plain in PLAIN.items():
             if group.get(name, plain) not in (plain, None):
                 raise ValueError(f"a stowed trainer has no {kind.__name__} with {name}={group[name]}: leave it out")
     if optimizer.state:
-        raise ValueError("this optimizer has made steps already, and a stowed trainer begins with none")
+        raise ValueError("this optimizer has state already: pass a stowed trainer a new one")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ValueError("this optimizer has step hooks, which a stowed trainer's would not: use a TrainerCallback")
+        raise ValueError("this optimizer has step hooks, which a stowed trainer would not call: use a TrainerCallback")
     fused = {} if kind is torch.optim.SGD else {"fused": bool(defaults.get("fused"))}
     names = {field.name for field in dataclasses.fields(rules[kind])} - {"fused"}
     rule: UpdateRule = rules[kind](**{name: defaults[name] for name in names}, **fused)
@@ -72,7 +68,7 @@ def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, 
 
 
 def to_compute_dtype(model: nn.Module, plan: Plan) -> None:
-    """Round the weights to what the plan computes with, one by one; the engine keeps masters in fp32."""
+    """Cast the weights to bf16, one by one, if the plan computes in it; the engine keeps fp32 masters."""
     import torch
 
     if plan.facts.run.precision is Precision.BF16:

@@ -1,11 +1,11 @@
-"""The one written order of effects, from a config to a trained model. Read it top to bottom.
+"""The order in which a run is set up, from a config to a trainer. Read it top to bottom.
 
     data (first rank of each machine, the others wait) -> facts -> plan, shown and written -> arguments
     -> weights -> trainer -> train -> finish
 
-Everything before ``arguments`` costs no device memory, so a run that cannot work ends there. Why this order: the
-data comes first because its size sets the vocabulary; Hugging Face must know of ZeRO stage 3 (arguments) before a
-weight exists, or each rank would build the whole model.
+Everything before ``arguments`` uses no device memory, so a run that cannot work ends there. The data comes first
+because it decides the size of the vocabulary. Arguments come before weights because Hugging Face must know of ZeRO
+stage 3, or each rank would build the whole model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import price
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Run:
-    """What the steps below have made so far."""
+    """The results of the steps below so far."""
 
     config: RunConfig
     ranks: Ranks
@@ -56,13 +57,13 @@ class Run:
     arguments: TrainingArguments | None = None
 
     def say(self, line: str) -> None:
-        """One line from the job, not one from each rank."""
+        """Print a line on the first rank."""
         if self.ranks.is_first:
             write_line(line)
 
 
 def prepare(config: RunConfig, ranks: Ranks) -> Run:
-    """Everything that can go wrong before a weight exists: checkpoint, data, plan."""
+    """Find the checkpoint, prepare the data, and plan: everything that can fail before a weight exists."""
     folder = Path(config.training.output_dir)
     refuse_folder(folder)
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
@@ -80,7 +81,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
         run.say(ignored)
     run.say(f"\n{shown}\n")
     refuse_impossible(plan)
-    # Only now, when nothing refuses the run any more: a refused one leaves an earlier run where it is.
+    # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if ranks.is_first and resume is None:
         earlier = checkpoint.set_aside(folder)
         if earlier is not None:
@@ -89,10 +90,11 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
 
 
 def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer and the tokenised data, made or found in ``folder``.
+    """The tokenizer and the tokenised data, made now or found in ``folder``.
 
     Raises:
-        DataError: the data cannot be trained on. ConfigError: the tokenizer or the model's vocabulary.
+        DataError: the data cannot be trained on.
+        ConfigError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary.
     """
     from trainer.data import prepare, tokenizer
 
@@ -120,10 +122,10 @@ def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrain
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
-    """``work`` on the first rank of each machine, then on the others, which find its files.
+    """Run ``work`` on the first rank of each machine, then on the others, which find its files.
 
-    Tokenising can take hours, longer than a collective may wait, so the others wait on a group of its own. An error
-    on any machine is raised on every rank, and the job ends with one message.
+    Tokenising can take hours, longer than a collective may wait, so the others wait on a separate group with a timeout
+    of a week. An error on any machine is raised on every rank, and the job ends with one message.
     """
     if ranks.world_size == 1:
         return work()
@@ -149,7 +151,7 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
-    """The values on the way of the run, each a file in its folder; the plan for people and for machines."""
+    """Write config, plan (as text and as JSON) and DeepSpeed config into the run's folder."""
     run.folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {
         "config.yaml": run.config.dump(),
@@ -158,12 +160,12 @@ def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
         "ds_config.json": json.dumps(ds_config.ds_config(run.plan), indent=1),
     }
     for name, text in written.items():
-        (run.folder / name).write_text(text)
+        replace_file(run.folder / name, text)
     block_timing.store(run.folder, run.plan.facts)
 
 
 def make_arguments(run: Run) -> TrainingArguments:
-    """Hugging Face's arguments: the user's, and the few that this framework decides."""
+    """Hugging Face's arguments: the user's, and those that DeepStow decides."""
     from transformers import TrainingArguments
 
     given: dict[str, Any] = dict(run.config.training.arguments())
@@ -179,7 +181,7 @@ def make_arguments(run: Run) -> TrainingArguments:
     arguments = TrainingArguments(
         **given,
         deepspeed=ds_config.ds_config(run.plan) or None,
-        logging_nan_inf_filter=False,  # logs never lie
+        logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
         accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # nobody waits for a batch's copy
         remove_unused_columns=False,  # the collator takes what it needs
         disable_tqdm=True,
@@ -194,7 +196,7 @@ def make_arguments(run: Run) -> TrainingArguments:
 
 
 def make_model(run: Run) -> PreTrainedModel:
-    """The weights, on the CPU, or split over the ranks where the plan splits parameters."""
+    """Build the model on the CPU, or split over the ranks where the plan splits parameters."""
     section, seed = run.config.model, run.config.training.seed
     hf_config = build.load_config(section, facts.vocab_size_of(run.config))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -208,7 +210,7 @@ def make_model(run: Run) -> PreTrainedModel:
 
 
 def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
-    """Let each strategy change the model, in the order of deciding; names must survive."""
+    """Let each strategy change the model, in the order of deciding. All names must stay as they are."""
     for name, strategy in in_order(run.config.strategies):
         before = names_of(weights)
         strategy.apply(weights, run.plan)
@@ -216,13 +218,13 @@ def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
 
 
 def names_of(weights: PreTrainedModel) -> list[str]:
-    """Every module, parameter and buffer, in order."""
+    """The names of all modules, parameters and buffers, in order."""
     kinds = (weights.named_modules(), weights.named_parameters(remove_duplicate=False), weights.named_buffers())
     return [name for kind in kinds for name, _ in kind]
 
 
 def make_trainer(run: Run) -> Trainer:
-    """The loop, with its callbacks in the order in which they see an event; the meter is last."""
+    """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
     from transformers.trainer_callback import PrinterCallback
 
     from trainer.data.collate import Collator
@@ -236,7 +238,7 @@ def make_trainer(run: Run) -> Trainer:
     packing = run.config.data.packing
     plan_file = run.folder / "plan.json"
     recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
-    ledger = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
+    plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
     trainer = Trainer(
         model=make_model(run),
         args=run.arguments,
@@ -247,32 +249,30 @@ def make_trainer(run: Run) -> Trainer:
         meter=meter,
         plan=run.plan,
         own_clipping=run.config.training.max_grad_norm if ds_config.clips_itself(run.plan) else None,
-        ledger=ledger,
+        plan_check=plan_check,
         callbacks=[
             ProgressLine(),
             MetricsFile(run.folder / "metrics.jsonl"),
             *sample,
-            *([ledger] if ledger else []),
+            *([plan_check] if plan_check else []),
             StepSeen(),
             meter,
         ],
     )
-    if ledger is not None:
-        ledger.stowed = lambda: trainer.stowed
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer
 
 
 def uses_flash(config: RunConfig) -> bool:
-    """Flash attention takes packed documents as one long row; other kernels take them as rows of a batch."""
+    """Whether attention is flash attention, which takes packed documents as one long row instead of a batch of rows."""
     return str(config.model.attn_implementation).startswith("flash_attention")
 
 
 def check_packing(config: RunConfig) -> None:
-    """Try packing on a small copy of the architecture: documents in one row must not see each other.
+    """Try packing on a small copy of the architecture.
 
     Raises:
-        ConfigError: they do, or the model takes no positions.
+        ConfigError: documents in one row see each other, or the model takes no positions.
     """
     if not config.data.packing:
         return
@@ -290,7 +290,7 @@ def check_packing(config: RunConfig) -> None:
 
 
 def make_meter(run: Run) -> Meter:
-    """Tokens and time of all ranks; MFU where the device's peak is known."""
+    """The meter of tokens and time over all ranks, with MFU if the device's peak is known."""
     known = run.plan.facts.run
     peaks = run.machine.peak_flops
     return Meter(
@@ -302,7 +302,7 @@ def make_meter(run: Run) -> Meter:
 
 
 def sum_over_ranks(number: int) -> int:
-    """The sum of one integer over all ranks. A collective."""
+    """The sum of one integer over all ranks; a collective."""
     import torch
     import torch.distributed as dist
 
@@ -316,7 +316,7 @@ def sum_over_ranks(number: int) -> int:
 
 
 def sample_prompt(run: Run) -> str:
-    """What the sample continues: the prompt of the first evaluation row, or its first words."""
+    """The text that the sample continues: the prompt of the first evaluation row, or its first words."""
     from trainer.data.packing import MASKED
 
     row = next(iter(run.prepared.eval or run.prepared.train))

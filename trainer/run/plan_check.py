@@ -1,29 +1,31 @@
-"""The plan against the run: what was predicted and what is there, once, after the second step.
+"""The plan against the run: predicted and measured bytes and seconds, compared once, after the second step.
 
-By then every buffer exists and every kernel has had its workspace. Bytes that can be measured exactly: the arenas of a
-memory engine, what autograd saves in one forward, what crosses the link in one step. What is saved is predicted for
-micro-batches of full length, on the device and over the link; shorter ones save less. The process's peak holds
-everything, libraries included, and is predicted with a round number for those. Seconds, where the plan has a simulated
-step: forward and backward as blocks are timed (``block_timing.py``), and the step as a whole.
+By then every buffer exists and every kernel has had its workspace. Three counts of bytes can be measured exactly: the
+arenas of the memory engine, what autograd saves in one forward, and what crosses the link in one step. Saved bytes are
+predicted for micro-batches of full length; shorter ones save less, on the device and over the link. The peak of the
+process includes libraries, for which the prediction has a round number. Where the plan has a simulated step, seconds
+are compared, too: of forward and backward as blocks are timed (``block_timing.py``), and of the whole step.
 
-What is saved is counted by torch's own hooks in the first micro-batch of step 1, and blocks are timed in that of step
-2; blocks that ``strategies.recompute`` has changed show what they keep. It is not counted under Hugging Face's
-checkpointing, whose hooks are inside ours, and under ZeRO stage 3, where gathered weights would count as saved.
+Torch's hooks count what is saved in the first micro-batch of step 1; blocks are timed in the first of step 2. Blocks
+that ``strategies.recompute`` has changed report what they keep. Two cases are not counted: Hugging Face's
+checkpointing, whose hooks are inside ours, and ZeRO stage 3, where gathered weights would count as saved.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
+from strategies.core.commit import replace_file
 from strategies.core.plan import Home, Plan
+from strategies.engine import stowed_by
 from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import room_of
 from strategies.planner.step_cost import empty, price, traffic, unit_seconds
@@ -38,15 +40,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from strategies.core.facts import UnitTimes
-    from strategies.engine.activations import HostRoom
-    from strategies.engine.optimizer import StowOptimizer
 
 COUNTED, STEP = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One row: predicted and measured, in bytes or seconds. ``error`` is relative to what was measured."""
+class Comparison:
+    """A predicted and a measured number. ``error`` is relative to the measured one."""
 
     owner: str
     predicted: float
@@ -69,7 +69,7 @@ class Entry:
 
 @contextmanager
 def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of what autograd and recomputed blocks save inside, by address; each storage once, weights not counted."""
+    """Yield by address the bytes that autograd and recomputed blocks save; each storage once, without weights."""
     import torch
 
     from strategies.engine.checkpointing import checkpointed
@@ -102,10 +102,10 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 class PlanCheck(TrainerCallback):  # type: ignore[misc]
-    """Prints predicted against measured after step 2 and adds it to ``plan.json``.
+    """Prints predicted and measured numbers after step 2 and adds them to ``plan.json``.
 
     Args:
-        folder: the run's, with ``plan.json``, which gets the key ``measured``, and ``facts.json``, which gets timings.
+        folder: of the run, with ``plan.json``, which gets the key ``measured``, and ``facts.json``, which gets timings.
         recomputes: Hugging Face's checkpointing is on.
     """
 
@@ -115,12 +115,11 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         self._storages: dict[int, int] = {}
         self._clock: UnitClock | None = None
         self._began: tuple[float, int, int] | None = None  # seconds, bytes up and down when step 2 began
-        self._room: HostRoom | None = None
-        self.stowed: Callable[[], StowOptimizer | None] = lambda: None
+        self._model: nn.Module | None = None
 
     @contextmanager
     def counting(self, model: nn.Module, step: int) -> Iterator[None]:
-        """Count what autograd saves inside, or time blocks, if this is the forward for it."""
+        """Count inside what autograd saves (in step 1) or time blocks (in step 2)."""
         if not model.training:
             yield
         elif step == COUNTED - 1 and self._countable and not self._storages:
@@ -134,65 +133,61 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         else:
             yield
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step == STEP - 1:
-            self._room = room_of(kwargs["model"])
+            self._model = kwargs["model"]
             self._began = (self._now(), *self._traffic())
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step != STEP or not state.is_world_process_zero:
             return
         timings = self._timings()
-        entries = [*self.entries(), *self._seconds(timings)]
-        width = max(len(entry.owner) for entry in entries)
+        compared = [*self.compared(), *self._seconds(timings)]
+        width = max(len(each.owner) for each in compared)
         write_line("plan against run, after step 2")
-        for entry in entries:
-            write_line(entry.line(width))
+        for each in compared:
+            write_line(each.line(width))
         file = self._folder / "plan.json"
         written = json.loads(file.read_text())
-        written["measured"] = [{**asdict(entry), "error": entry.error} for entry in entries]
-        unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(written, indent=1))
-        unfinished.rename(file)
+        written["measured"] = [{**asdict(each), "error": each.error} for each in compared]
+        replace_file(file, json.dumps(written, indent=1))
         if timings is not None:
             block_timing.store(self._folder, self._plan.facts, timings)
             write_line(
                 f"block times are in {self._folder / block_timing.FILE}; the next fresh run is planned with them"
             )
 
-    def entries(self) -> Iterator[Entry]:
-        """All bytes that can be measured on this machine."""
+    def compared(self) -> Iterator[Comparison]:
+        """All counts of bytes that can be measured on this machine."""
         plan = self._plan
         if self._storages:
             predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
-            yield Entry("saved for backward", predicted, sum(self._storages.values()))
+            yield Comparison("saved for backward", predicted, sum(self._storages.values()))
         on_device = device_peak_bytes()
         host = plan.peak(Home.HOST)
         if on_device is not None:
-            yield Entry("device, peak", plan.peak(Home.DEVICE), on_device)
+            yield Comparison("device, peak", plan.peak(Home.DEVICE), on_device)
         else:
             host += plan.peak(Home.DEVICE)  # the device is this machine's memory
-        yield Entry("process, peak", host, host_peak_bytes())
+        yield Comparison("process, peak", host, host_peak_bytes())
         if self._began is not None and (plan.layout is not None or plan.hosted_bytes()):
             facts = plan.facts_as_kept()
             up, down = traffic(facts, plan.layout or empty(facts), plan.facts.machine.rates or ASSUMED)
             now_up, now_down = self._traffic()
-            yield Entry("link up, step 2", up, now_up - self._began[1])
-            yield Entry("link down, step 2", down, now_down - self._began[2])
+            yield Comparison("link up, step 2", up, now_up - self._began[1])
+            yield Comparison("link down, step 2", down, now_down - self._began[2])
 
-    def _seconds(self, timings: UnitTimes | None) -> Iterator[Entry]:
+    def _seconds(self, timings: UnitTimes | None) -> Iterator[Comparison]:
         plan = self._plan
-        priced = price(plan)
-        if priced is None or self._began is None:
+        cost = price(plan)
+        if cost is None or self._began is None:
             return
         if timings is not None and plan.facts.machine.rates is not None:
             facts = replace(plan.facts_as_kept(), unit_times=timings)
             passes = plan.facts.run.accumulation
             found = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
-            yield Entry("forward and backward", priced.compute_seconds, found, "seconds")
-        yield Entry("step 2", priced.seconds, self._now() - self._began[0], "seconds")
+            yield Comparison("forward and backward", cost.compute_seconds, found, "seconds")
+        yield Comparison("step 2", cost.seconds, self._now() - self._began[0], "seconds")
 
     def _timings(self) -> UnitTimes | None:
         found = self._clock.seconds() if self._clock is not None and self._clock.marks else None
@@ -203,8 +198,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         )
 
     def _traffic(self) -> tuple[int, int]:
-        """Bytes that crossed the link so far, up and down."""
-        stowed, room = self.stowed(), self._room
+        """Bytes that have crossed the link so far, up and down."""
+        assert self._model is not None
+        stowed, room = stowed_by(self._model), room_of(self._model)
         engine = (stowed.engine.transfer.bytes_up, stowed.engine.transfer.bytes_down) if stowed else (0, 0)
         saved = room.traffic if room is not None else (0, 0)
         return engine[0] + saved[0], engine[1] + saved[1]

@@ -1,4 +1,4 @@
-"""A whole run: prepare, train, finish. Returns an exit code; leaves nothing behind that holds a process group."""
+"""A whole run: prepare, train, finish. Returns an exit code and closes every process group."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from strategies.core.applied import shown_by
 from strategies.engine.memory import accelerator
 from strategies.report.plan_table import human
 from strategies.zero import Zero
@@ -35,10 +37,11 @@ NEXT_STEPS = {"runs/quickstart": "make finetune"}
 
 
 def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
-    """Raise where something would have to be compiled that cannot be, or built right; before anything is prepared.
+    """Check, before anything is prepared, what DeepSpeed and torch have to provide.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: an extension has to be compiled and cannot be, torch has no collectives for the device, or this
+            Transformers does not work with the ZeRO stage.
     """
     zero = config.strategies.get("zero")
     if (zero is not None or ranks.world_size > 1) and not config.training.use_cpu:
@@ -49,19 +52,20 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
 
 
 def run(config: RunConfig, ranks: Ranks) -> int:
-    """Train as ``config`` says, on this rank. All process groups are closed on every way out."""
+    """Train as ``config`` says, on this rank. All process groups are closed, whatever happens."""
     quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
     on_cpu = bool(config.training.use_cpu)
-    with process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
+    shown = shown_by(write_line) if ranks.is_first else nullcontext()
+    with shown, process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
         return _guarded(config, ranks)
 
 
 def quiet_libraries() -> None:
-    """Silence what libraries say about themselves; warnings about the run stay.
+    """Silence messages of libraries about themselves; warnings about the run stay.
 
-    DeepSpeed reports its choice of accelerator while it is imported, torch that DeepSpeed calls functions by names
-    that will go, and Transformers the same of peft.
+    DeepSpeed reports its choice of accelerator while it is imported; torch warns that DeepSpeed calls deprecated
+    functions, and Transformers that peft does.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
@@ -77,10 +81,10 @@ def quiet_libraries() -> None:
 
 
 def _guarded(config: RunConfig, ranks: Ranks) -> int:
-    """The run, with every error turned into lines and a code here, inside the process group.
+    """Run, and turn every error into lines and an exit code while the process group is open.
 
-    A traceback holds its frames, the frames hold the engine, and the engine holds its groups; so the frames are
-    cleared before the groups are closed (see [Note: closing gloo] in ``trainer/dist/ranks.py``).
+    A traceback refers to its frames, the frames to the engine, and the engine to its groups, so the frames are cleared
+    before the groups are closed (see [Note: closing gloo] in ``trainer/dist/ranks.py``).
     """
     prepared: Run | None = None
     try:
@@ -104,7 +108,7 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
             print("\n".join(oom.explain(config, prepared.plan, error)), file=sys.stderr, flush=True)
             code = ExitCode.OUT_OF_MEMORY
         if lost_peer(error):
-            # The rank that failed first says why, and the launcher ends this one; unless that rank was killed.
+            # The rank that failed first reports why, and the launcher ends this one, unless that rank was killed.
             time.sleep(GRACE_S)
             code = ExitCode.PEER_DIED
         traceback.print_exc()
@@ -113,14 +117,14 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
 
 
 def lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank has gone: a consequence, not a cause."""
+    """Whether a collective failed because another rank has ended."""
     import torch.distributed
 
     return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
 def show_sample(config: RunConfig) -> None:
-    """Print one tokenised row of the training data, with what is trained on and what is masked."""
+    """Print one tokenised row of the training data, with its trained and its masked tokens."""
     from trainer.data import sample
 
     words, prepared = order.read_data(config, Path(config.training.output_dir), quiet=True)
@@ -128,7 +132,7 @@ def show_sample(config: RunConfig) -> None:
 
 
 def train(run: Run) -> None:
-    """Train and finish. The trainer is a local, so that it dies with this frame."""
+    """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
     trainer = order.make_trainer(run)
     if run.resume is not None:
         run.say(f"resuming from {run.resume}")
@@ -142,7 +146,7 @@ def train(run: Run) -> None:
 
 
 def finish(run: Run, trainer: Trainer) -> None:
-    """Evaluate once more if the last step was not, export, check, and say where everything is."""
+    """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
     history = [record for record in trainer.state.log_history if "eval_loss" in record]
     if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
         trainer.evaluate()

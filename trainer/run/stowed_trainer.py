@@ -1,16 +1,17 @@
-"""Any Hugging Face Trainer with the memory engine: ``stowed(SFTTrainer, gpu_memory="20GiB")`` is a class like it.
+"""Any Hugging Face Trainer with the memory engine: ``stowed(SFTTrainer, gpu_memory="20GiB")`` is a subclass of it.
 
-Problem. The engine holds weights, gradients and optimizer state. A Trainer that does not know moves the model to the
-device, clips gradients that are not there, averages them over the ranks once more, and writes optimizer state with a
-second copy of all of it in memory.
+Problem. The engine holds weights, gradients and optimizer state. A Trainer would move the model to the device, clip
+gradients that are not in ``param.grad``, average them over the ranks again, and copy the whole optimizer state to save
+it.
 
-So the class that is made here plans from the Trainer's own arguments (clipping, accumulation, ranks) and the batch that
-the Trainer itself makes first, and takes over these few things; everything else is the Trainer's. What it trains is bit
-for bit what the Trainer alone would train, in the precision that model and arguments have: fp32 weights stay fp32 and
-are autocast where ``bf16`` asks for it; a model loaded in bf16 gets fp32 masters, which plain training has not.
+The subclass overrides only that. It plans from the Trainer's own arguments (clipping, accumulation, ranks) and from the
+first batch that the Trainer makes.
 
-Refused: optimizers other than AdamW and SGD, fp16, DeepSpeed and FSDP beside the engine, one process with several
-devices, compiled models whose weights travel.
+Invariant. The result has the bits of the Trainer alone, in the precision of model and arguments: fp32 weights stay fp32
+and are autocast with ``bf16=True``. A model loaded in bf16 gets fp32 masters, which plain training does not have.
+
+Refused: optimizers other than AdamW and SGD, fp16, DeepSpeed and FSDP together with the engine, one process with
+several devices, compiled models whose weights travel.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def stowed(base: type, **options: Any) -> type:
     """A subclass of ``base``, a ``transformers.Trainer``, that trains with the memory engine.
 
     Args:
-        options: of ``plan_for``, but for those that the Trainer's arguments say: ``gpu_memory`` and
-            ``host_memory`` ("20GiB", a share such as 0.8), ``batch`` (by default what the Trainer makes first),
+        options: of ``plan_for``, except those that the Trainer's arguments decide: ``gpu_memory`` and
+            ``host_memory`` ("20GiB", a share such as 0.8), ``batch`` (by default the Trainer's first batch),
             ``recompute``, and those of ``strategies.offload``.
 
     Raises:
-        TypeError: ``base`` is no Trainer, or an option is said by its arguments.
+        TypeError: ``base`` is not a Trainer, or an option is one that its arguments decide.
     """
     import transformers
 
@@ -57,12 +58,12 @@ def stowed(base: type, **options: Any) -> type:
         raise TypeError(f"{base!r} is not a subclass of transformers.Trainer")
     said = [name for name in ("max_grad_norm", "accumulation", "world_size", "moments") if name in options]
     if said:
-        raise TypeError(f"{said[0]}: that is said by the Trainer's own arguments")
+        raise TypeError(f"{said[0]}: the Trainer's own arguments decide that; leave it out")
     return type(f"Stowed{base.__name__}", (StowedTrainer, base), {"stow_options": options})
 
 
 class StowedTrainer:
-    """What comes before a Trainer class in the order of methods; see ``stowed``."""
+    """The mixin that ``stowed`` puts before a Trainer class in the order of methods."""
 
     stow_options: Mapping[str, Any] = {}
     plan: Plan | None = None
@@ -74,7 +75,7 @@ class StowedTrainer:
 
     @property
     def stows(self) -> bool:
-        """Whether the engine trains this model."""
+        """Whether the engine trains this model: it has something to train."""
         return any(parameter.requires_grad for parameter in self.model.parameters())
 
     @property
@@ -83,7 +84,7 @@ class StowedTrainer:
         return self.optimizer if isinstance(self.optimizer, StowOptimizer) else None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Hugging Face's; the accelerator becomes ours, which knows who drives a model."""
+        """Make Hugging Face's accelerator and turn it into a ``StowAccelerator``."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = StowAccelerator
 
@@ -96,7 +97,7 @@ class StowedTrainer:
             return optimizer
         self._refuse_others()
         former = stowed_by(self.model)
-        if former is not None:  # another trainer's: this one begins with an optimizer of its own, as ever
+        if former is not None:  # another trainer's; every trainer begins with an optimizer of its own
             former.close()
         rule, groups = adopt(optimizer)
         self.plan = self.make_plan(groups, len(rule.names))
@@ -134,7 +135,7 @@ class StowedTrainer:
         return plan
 
     def _plan_for_first_call(self, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> Plan:
-        """Without a batch where forward cannot be counted with what the Trainer calls it with."""
+        """Plan with the Trainer's first batch, or without a batch if forward cannot be counted on it."""
         try:
             return plan_for(self.model, groups, batch=self._first_call(), **options)
         except CountingError as error:
@@ -147,10 +148,10 @@ class StowedTrainer:
             write_line(f"what backward keeps is not counted ({why})")
 
     def _first_call(self) -> dict[str, Any] | None:
-        """The keyword arguments with which the first rank calls the model on its first rows; None where it has no such.
+        """The keyword arguments of the first rank's first call of the model; None if it cannot be found out.
 
-        All ranks plan with the same. Nothing of the run is used up: rows are made in a fork (``forked.py``), and what
-        the loss does before it calls the model is undone (``undisturbed.py``).
+        All ranks plan with the same. The run is not disturbed: rows are made in a fork (``forked.py``), and what the
+        loss does before it calls the model is undone (``undisturbed.py``).
         """
         from accelerate.utils import broadcast_object_list
 
@@ -163,7 +164,7 @@ class StowedTrainer:
             packed = call.packed
         except ForkError as error:
             self._not_counted(f"{error}; say it with batch=")
-        except Exception as error:  # whatever a loss does: planning goes on without
+        except Exception as error:  # a loss can raise anything; planning goes on without a batch
             self._not_counted(f"{first_line(error)}; say it with batch=")
         finally:
             handle.remove()
@@ -183,31 +184,25 @@ class StowedTrainer:
         return collate([dataset[index] for index in range(count)])
 
     def _refuse_others(self) -> None:
-        """Raise where somebody else would hold the model, too.
-
-        Raises:
-            ValueError: naming who.
-        """
+        """Raise ValueError if an argument of the Trainer cannot be combined with the engine."""
         args = self.args
         if getattr(self, "is_deepspeed_enabled", False) or getattr(self, "is_fsdp_enabled", False):
-            raise ValueError("a stowed trainer cannot go with DeepSpeed or FSDP: leave out deepspeed= and fsdp=")
+            raise ValueError(
+                "a stowed trainer cannot be combined with DeepSpeed or FSDP: leave out deepspeed= and fsdp="
+            )
         if args.fp16:
             raise ValueError("fp16=True: a stowed trainer trains in fp32 or bf16; write bf16=True")
         if args.n_gpu > 1:
             raise ValueError(f"one process with {args.n_gpu} devices: start one for each, as torchrun does")
         if args.ddp_broadcast_buffers is False and args.world_size > 1:
             raise ValueError(
-                "ddp_broadcast_buffers=False: a stowed trainer gives all ranks the buffers of the first; leave it out"
+                "ddp_broadcast_buffers=False: a stowed trainer copies the first rank's buffers to all; leave it out"
             )
         if "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing):
-            raise ValueError("recompute= cannot go with gradient_checkpointing=True: keep one of the two")
+            raise ValueError("recompute= cannot be combined with gradient_checkpointing=True: keep one of the two")
 
     def _refuse_compiled(self, plan: Plan) -> None:
-        """Raise where compiled code would meet weights that are away.
-
-        Raises:
-            ValueError: weights travel, and the model is to be compiled.
-        """
+        """Raise ValueError if the model is to be compiled and weights travel: compiled code does not fetch them."""
         assert plan.layout is not None
         if self.args.torch_compile and not all(bucket.resident for bucket in plan.layout.buckets):
             raise ValueError("torch_compile=True: weights travel in this plan; say weights='resident', or leave it out")
@@ -215,12 +210,12 @@ class StowedTrainer:
     # --- what a Trainer does with model and optimizer ----------------------------------------------------------------
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """As Hugging Face's, but the engine moves its model itself, as far as the plan says.
+        """As Hugging Face's, but a stowed model is not moved: the engine does that as planned.
 
-        On kinds of device that register with torch (PrivateUse1) moving makes new parameters, of a tied one two.
+        On devices that register with torch (PrivateUse1) moving makes new parameters, and two of a tied one.
 
         Raises:
-            RuntimeError: the model has tied weights that it does not tie again.
+            RuntimeError: tied weights are separate after moving, and the model does not tie them again.
         """
         if model is self.model and self.stows:
             return
@@ -234,13 +229,13 @@ class StowedTrainer:
             )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; an evaluation before training has the model where training will have it."""
+        """As Hugging Face's; before training the model is stowed first, so that it is where training will have it."""
         if self.stows:
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As Hugging Face's, but an engine's state goes to disk bucket by bucket, without a second copy in memory."""
+        """As Hugging Face's, but the engine's state is written bucket by bucket, without a second copy in memory."""
         if self.stowed is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         elif self.args.should_save:
@@ -248,7 +243,7 @@ class StowedTrainer:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As Hugging Face's; what it has written itself can be loaded as well."""
+        """As Hugging Face's for what Hugging Face has written; the engine loads its own."""
         if self.stowed is None or checkpoint is None or not (Path(checkpoint) / OPTIMIZER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
@@ -257,7 +252,7 @@ class StowedTrainer:
 
 
 class _Called(BaseException):
-    """The model is called with these keyword arguments; None where it is given others, too."""
+    """Raised by the first call of the model, with its keyword arguments; None if it has positional ones, too."""
 
     def __init__(self, packed: bytes | None) -> None:
         super().__init__()

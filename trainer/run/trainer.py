@@ -1,8 +1,8 @@
-"""The loop is Hugging Face's. This file holds what we change in it, and nothing else.
+"""What DeepStow changes in Hugging Face's Trainer.
 
-* with a memory engine it is a stowed trainer (``trainer/run/stowed_trainer.py``), whose plan the config has made;
+* with a memory engine it is a stowed trainer (``trainer/run/stowed_trainer.py``), with the plan of the config;
 * evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
-* every log record gets our numbers before anyone sees it (``trainer/run/callbacks.py``);
+* our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
 * a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
 * a checkpoint is marked complete by a file written after all ranks have written theirs, and only such a checkpoint
   is resumed automatically.
@@ -43,7 +43,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
             ``trainer/run/accelerator.py``); ``args.max_grad_norm`` is then 0, so that nobody clips twice.
         plan: of the run; with a layout the memory engine trains.
-        ledger: counts what forward saves, once; also one of ``callbacks``.
+        plan_check: compares the plan with the run; also one of ``callbacks``.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Trainer(StowedTrainer, transformers.Trainer):
         meter: Meter,
         own_clipping: float | None,
         plan: Plan,
-        ledger: PlanCheck | None = None,
+        plan_check: PlanCheck | None = None,
         **kwargs: Any,
     ) -> None:
-        self.meter, self.ledger, self.plan = meter, ledger, plan
+        self.meter, self.plan_check, self.plan = meter, plan_check, plan
         self._own_clipping = own_clipping
         self.last_inputs: dict[str, Any] = {}
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
@@ -64,16 +64,16 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
     @property
     def stows(self) -> bool:
-        """Whether the engine trains, as the plan says."""
+        """Whether the plan has a layout, so that the memory engine trains."""
         return self.plan is not None and self.plan.layout is not None
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
-        """The run's."""
+        """The plan of the run."""
         assert self.plan is not None
         return self.plan
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Ours, which under ZeRO stage 0 in fp32 also clips (``trainer/run/accelerator.py``)."""
+        """Make our accelerator, which under ZeRO stage 0 in fp32 also clips (``trainer/run/accelerator.py``)."""
         super().create_accelerator_and_postprocess()
         self.accelerator.max_grad_norm = self._own_clipping
 
@@ -81,7 +81,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """As Hugging Face's.
 
         Raises:
-            NonFinite: nothing can be learned any more.
+            NonFinite: gradients are not finite.
         """
         try:
             return super().train(*args, **kwargs)
@@ -104,11 +104,11 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
     @property
     def last_loss(self) -> float:
-        """Of the newest micro-batch; waits for the device."""
+        """The loss of the newest micro-batch; waits for the device."""
         return float(self._last_loss)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
-        with self.ledger.counting(model, self.state.global_step) if self.ledger else nullcontext():
+        with self.plan_check.counting(model, self.state.global_step) if self.plan_check else nullcontext():
             return super().compute_loss(model, inputs, *rest, **more)
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
@@ -116,7 +116,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         super().log(logs, *rest, **more)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """As Hugging Face's; the loss is the mean over trained tokens."""
+        """As Hugging Face's, but the loss is the mean over trained tokens."""
         kwargs["metric_key_prefix"] = metric_key_prefix
         output: EvalLoopOutput = super().evaluation_loop(*args, **kwargs)
         metrics = output.metrics or {}
@@ -125,7 +125,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         return output
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """As Hugging Face's, then marked complete; older ones are deleted only after that."""
+        """Save as Hugging Face does, mark the checkpoint complete, and only then delete older ones."""
         folder, is_first = Path(str(self.args.output_dir)), self.args.process_index == 0
         unmark(folder, self.state.global_step, is_first=is_first)
         keep, self.args.save_total_limit = self.args.save_total_limit, None

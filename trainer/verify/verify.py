@@ -193,7 +193,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
     data = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    prepared = Prepared(data, None, "random", "input_ids", ROWS * LENGTH, ROWS * LENGTH)
+    prepared = Prepared(data, None, "random", "input_ids")
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
     ds_config.refuse_transformers(ds_config.stage(plan))

@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState
 from strategies.core.plan import Home, Plan
 from strategies.engine.memory import accelerator
 from tests.helpers.fakes import block, facts
-from trainer.run.plan_check import Entry, PlanCheck
+from trainer.run.plan_check import Comparison, PlanCheck
 
 
 class Square(torch.nn.Module):
@@ -24,58 +24,58 @@ class Square(torch.nn.Module):
         return (x * self.weight).sum()
 
 
-def ledger(folder: Path, *, recomputes: bool = False) -> PlanCheck:
+def check_of(folder: Path, *, recomputes: bool = False) -> PlanCheck:
     plan = Plan.baseline(facts(block("model.layers.0", 8, saved_bytes=64)))
     (folder / "plan.json").write_text(json.dumps({"rows": []}))
     return PlanCheck(plan, folder, recomputes=recomputes)
 
 
-def saved(book: PlanCheck) -> list[Entry]:
-    return [entry for entry in book.entries() if entry.owner == "saved for backward"]
+def saved(check: PlanCheck) -> list[Comparison]:
+    return [each for each in check.compared() if each.owner == "saved for backward"]
 
 
-def count(book: PlanCheck, step: int) -> None:
-    with book.counting(Square(), step):
+def count(check: PlanCheck, step: int) -> None:
+    with check.counting(Square(), step):
         Square()(torch.ones(8, requires_grad=True))
 
 
 def test_only_the_first_step_is_counted(tmp_path: Path) -> None:
-    book = ledger(tmp_path)
-    count(book, 0)
-    (entry,) = saved(book)
-    assert entry.predicted == 64
-    assert entry.measured == 64  # input and the weight of another module, 8 fp32 each
+    check = check_of(tmp_path)
+    count(check, 0)
+    (each,) = saved(check)
+    assert each.predicted == 64
+    assert each.measured == 64  # input and the weight of another module, 8 fp32 each
     for step in (1, 2):
-        count(book, step)
-        assert saved(book) == [entry]
+        count(check, step)
+        assert saved(check) == [each]
 
 
 def test_weights_are_not_saved_tensors(tmp_path: Path) -> None:
-    book, model = ledger(tmp_path), Square()
-    with book.counting(model, 0):
+    check, model = check_of(tmp_path), Square()
+    with check.counting(model, 0):
         model(torch.ones(8, requires_grad=True))
-    assert saved(book)[0].measured == 32
+    assert saved(check)[0].measured == 32
 
 
 def test_recomputation_is_not_counted(tmp_path: Path) -> None:
-    book = ledger(tmp_path, recomputes=True)
-    count(book, 0)
-    assert saved(book) == []
+    check = check_of(tmp_path, recomputes=True)
+    count(check, 0)
+    assert saved(check) == []
 
 
 def test_error_is_relative_to_what_is_there() -> None:
-    entry = Entry("x", 110, 100)
-    assert abs(entry.error - 0.1) < 1e-12
-    assert "+10.0 %" in entry.line(3)
-    assert Entry("x", 1, 0).error == 0.0
+    each = Comparison("x", 110, 100)
+    assert abs(each.error - 0.1) < 1e-12
+    assert "+10.0 %" in each.line(3)
+    assert Comparison("x", 1, 0).error == 0.0
 
 
 def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
-    book = ledger(tmp_path)
-    count(book, 0)
+    check = check_of(tmp_path)
+    count(check, 0)
     for step in (1, 2, 3):
         state = TrainerState(global_step=step, is_world_process_zero=True)
-        book.on_step_end(None, state, TrainerControl())  # type: ignore[arg-type]
+        check.on_step_end(None, state, TrainerControl())  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "plan against run, after step 2"
     written = json.loads((tmp_path / "plan.json").read_text())
@@ -85,8 +85,8 @@ def test_written_once_after_step_two(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_the_process_holds_both_homes_without_an_accelerator(tmp_path: Path) -> None:
-    book = ledger(tmp_path)
-    plan = book._plan
-    rows = {entry.owner: entry for entry in book.entries()}
+    check = check_of(tmp_path)
+    plan = check._plan
+    rows = {each.owner: each for each in check.compared()}
     if accelerator.kind() is None:
         assert rows["process, peak"].predicted == plan.peak(Home.HOST) + plan.peak(Home.DEVICE)

@@ -1,4 +1,4 @@
-"""Out of memory: the edits are priced by the plan and ranked."""
+"""Out of memory: what each cure frees follows from the plan, and the largest comes first."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from tests.helpers.fakes import block, choosing, facts
 from tests.helpers.tiny import run_config
 from trainer.dist.ranks import Ranks
 from trainer.run import run
-from trainer.run.oom import edits, explain, is_shortage
+from trainer.run.oom import cures, explain, is_shortage
 
 
 def plan_of(**run: Any) -> Plan:
@@ -24,13 +24,13 @@ def plan_of(**run: Any) -> Plan:
 
 
 def changes(plan: Plan, **sections: Any) -> list[str]:
-    return [edit.change for edit in edits(run_config(**sections), plan)]
+    return [cure.change for cure in cures(run_config(**sections), plan)]
 
 
 def test_the_largest_comes_first() -> None:
-    found = edits(run_config(), plan_of(micro_batch=4))
-    assert [edit.freed_bytes for edit in found] == sorted((edit.freed_bytes for edit in found), reverse=True)
-    assert [edit.change for edit in found[:3]] == [
+    found = cures(run_config(), plan_of(micro_batch=4))
+    assert [cure.freed_bytes for cure in found] == sorted((cure.freed_bytes for cure in found), reverse=True)
+    assert [cure.change for cure in found[:3]] == [
         "strategies: {recompute: {policy: full, activation_offloading: true}}",
         "strategies: {recompute: {policy: full}}",
         "strategies: {recompute: {policy: selective}}",
@@ -70,11 +70,11 @@ def test_torch_says_so_on_this_machine() -> None:
     assert is_shortage(caught.value)
 
 
-def test_the_ledger_is_shown() -> None:
+def test_memory_is_shown_by_owner() -> None:
     plan = plan_of(micro_batch=4)
     lines = explain(run_config(), plan, OutOfMemoryError("the device arena needs 1 TiB"))
     assert lines[0] == "out of memory: the device arena needs 1 TiB"
-    assert any("predicted" in line and "held at the peak" in line for line in lines)
+    assert any("predicted" in line and "measured at the peak" in line for line in lines)
     assert any(line.split()[:2] == ["saved", "for"] for line in lines)
     assert plan.peak(Home.DEVICE) > 0
 

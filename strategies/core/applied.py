@@ -1,0 +1,57 @@
+"""Log what a strategy does to a model as it does it: one line for all units to which it does the same.
+
+    recompute: layers.0 to layers.11 (12): selective, keeps aten.mm, aten.addmm
+
+The lines go to the loggers ``deepstow.<strategy>`` at level INFO. A run of the commands shows those of its first rank;
+a Python program shows them with ``logging.basicConfig()`` and ``logging.getLogger("deepstow").setLevel("INFO")``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from strategies.core.layout import Bucket, Layout, Site
+
+LOGGER = logging.getLogger("deepstow")
+
+
+def log_applied(strategy: str, effects: Iterable[tuple[str, str]]) -> None:
+    """Log pairs of a name, of a unit, bucket or layer, and what is done to it; one line for each different effect."""
+    names: dict[str, list[str]] = {}
+    for name, effect in effects:
+        names.setdefault(effect, []).append(name)
+    for effect, some in names.items():
+        shown = some[0] if len(some) == 1 else f"{some[0]} to {some[-1]} ({len(some)})"
+        LOGGER.getChild(strategy).info("%s: %s: %s", strategy, shown, effect)
+
+
+def log_stowed(layout: Layout) -> None:
+    """Log where the weights, gradients and updates of each bucket are from now on."""
+
+    def effect(bucket: Bucket) -> str:
+        weights = f"weights {'stay on the device' if bucket.resident else 'travel'}"
+        if bucket.site is Site.NONE:
+            return f"{weights}, frozen"
+        return f"{weights}, gradients wait on the {bucket.grad_home.value}, update site {bucket.site.value}"
+
+    log_applied("stow", ((bucket.name, effect(bucket)) for bucket in layout.buckets))
+
+
+@contextmanager
+def shown_by(write: Callable[[str], None]) -> Iterator[None]:
+    """Inside, ``write`` gets every line."""
+
+    class Writer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            write(record.getMessage())
+
+    handler, level = Writer(), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)

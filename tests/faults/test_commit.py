@@ -1,0 +1,180 @@
+"""``commit.py`` at each of its steps: an error or a kill there leaves the earlier content or the new one, complete."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from strategies.core import commit
+
+TRACED = {commit.__file__, shutil.__file__}
+LINES = 200  # more than any of these operations has
+
+
+def write_file(place: Path, content: str) -> None:
+    commit.replace_file(place, content)
+
+
+def write_folder(place: Path, content: str) -> None:
+    with commit.replaced_folder(place) as draft:
+        (draft / "inner").mkdir()
+        for name in ("a", "inner/b"):
+            (draft / name).write_text(content)
+
+
+def add_folder(place: Path, content: str) -> None:
+    with commit.added_folder(place) as draft:
+        (draft / "inner").mkdir()
+        for name in ("a", "inner/b"):
+            (draft / name).write_text(content)
+
+
+def found(place: Path) -> str | None:
+    """What a reader finds, who looks for the earlier folder as well; it must be whole."""
+    if not place.exists():
+        place = commit.earlier(place)
+    if place.is_file():
+        return place.read_text()
+    if not place.exists():
+        return None
+    files = {path.relative_to(place).as_posix(): path.read_text() for path in place.rglob("*") if path.is_file()}
+    assert files.keys() == {"a", "inner/b"} and len(set(files.values())) == 1, files
+    return files["a"]
+
+
+def at_line(number: int, action: Callable[[], None], work: Callable[[], None]) -> bool:
+    """Run ``work`` and ``action`` before the ``number``-th line of the traced files; whether there is such a line."""
+    left = number
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                action()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+def no_space() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def killed(work: Callable[[], None], number: int) -> bool:
+    """Whether a process that was to do ``work`` has been ended before its ``number``-th line, without any cleanup."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            at_line(number, lambda: os._exit(9), work)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+WRITERS = [write_file, write_folder, add_folder]
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the disk, which is not turned off here."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.mark.usefixtures("unsynced")
+@pytest.mark.parametrize("had", [True, False], ids=["replaces", "first"])
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_error_at_any_step(write: Any, had: bool, tmp_path: Path) -> None:
+    seen = set()
+    for number in range(1, LINES):
+        place = tmp_path / str(number) / "place"
+        place.parent.mkdir()
+        if had:
+            write(place, "old")
+        try:
+            there = at_line(number, no_space, lambda place=place: write(place, "new"))  # type: ignore[misc]
+        except OSError:
+            there = True
+        seen.add(found(place))
+        if not there:
+            break
+        if write is not add_folder:
+            write(place, "newest")
+            assert found(place) == "newest" and [*place.parent.glob("*")] == [place]
+    assert not there and number > 10
+    assert seen == {"old" if had else None, "new"} if write is not add_folder or not had else seen == {"old"}
+
+
+@pytest.mark.usefixtures("unsynced")
+@pytest.mark.parametrize("had", [True, False], ids=["replaces", "first"])
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_kill_at_any_step(write: Any, had: bool, tmp_path: Path) -> None:
+    seen = set()
+    for number in range(1, LINES):
+        place = tmp_path / str(number) / "place"
+        place.parent.mkdir()
+        if had:
+            write(place, "old")
+        there = killed(lambda place=place: write(place, "new"), number)  # type: ignore[misc]
+        seen.add(found(place))
+        if not there:
+            break
+        if write is not add_folder:
+            write(place, "newest")
+            assert found(place) == "newest" and [*place.parent.glob("[!.]*")] == [place]
+    assert not there and number > 10
+    assert seen == {"old" if had else None, "new"} if write is not add_folder or not had else seen == {"old"}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut keeps what was synced: contents first, then the name."""
+    steps: list[tuple[str, Path]] = []
+    sync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (steps.append(("sync", Path(f"/proc/self/fd/{fd}").readlink())), sync(fd))
+    )
+    for name in ("rename", "replace"):
+        move = getattr(Path, name)
+
+        def moved(self: Path, target: Path, move: Any = move) -> Path:
+            steps.append(("move", self))
+            return move(self, target)
+
+        monkeypatch.setattr(Path, name, moved)
+    write(tmp_path / "place", "new")
+    (at,) = (index for index, (what, _) in enumerate(steps) if what == "move")
+    draft = steps[at][1]
+    parts = {draft} if write is write_file else {draft / "a", draft / "inner/b", draft / "inner", draft}
+    assert {path for _, path in steps[:at]} == parts
+    assert steps[at + 1 :] == [("sync", tmp_path)]
+
+
+def test_the_first_of_two_wins(tmp_path: Path) -> None:
+    with commit.added_folder(tmp_path / "place") as first, commit.added_folder(tmp_path / "place") as second:
+        (first / "text").write_text("first")
+        (second / "text").write_text("second")
+    assert (tmp_path / "place/text").read_text() == "second", "the inner block ends first"
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def test_what_cannot_be_written_is_known_beforehand(tmp_path: Path) -> None:
+    commit.refuse_unwritable(tmp_path / "file")
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(OSError, match="No such file"):
+        commit.refuse_unwritable(tmp_path / "nowhere/file")
