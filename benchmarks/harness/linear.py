@@ -135,9 +135,6 @@ def measure(shapes: Sequence[Shape], budget_s: float, say: Say = lambda line: No
     return tune(shapes, lambda shape: timers_of(shape, accelerator.kind() or "cpu"), budget_s, say)
 
 
-# --- training steps --------------------------------------------------------------------------------------------------
-
-
 def training_steps(model: str, length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
     """Time optimizer steps of a small Llama, plain and with the routes of each mode, in turn.
 
@@ -203,9 +200,6 @@ def _stepper(done: work.Work, model: Any, routes: Mapping[str, Routes], batches:
     return step
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
 def markdown(*rows: Iterable[object]) -> list[str]:
     """A table; the first row is its head."""
     head, *body = (f"| {' | '.join(map(str, row))} |" for row in rows)
@@ -264,9 +258,6 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
-
-
 def run(
     todo: Mapping[Shape, Sequence[str]],
     accumulation: int,
@@ -274,7 +265,7 @@ def run(
     steps: int,
     out: Path,
     command: str,
-    say: Say = print,
+    say: Say,
     model: str = "45m",
 ) -> ExitCode:
     """Run the benchmark and keep its record in a folder under ``out``.
@@ -293,37 +284,34 @@ def run(
     around = processes.surroundings()
     folder = record.new_folder(out, "linear", around["hardware"])
     began_s, others_s = time.perf_counter(), others_cpu_s()
-    head = {"command": command, "commit": record.commit(), "accumulation": accumulation}
-    head |= {"threads": torch.get_num_threads(), **around}
-    cases: list[Case] = []
-    trained: list[dict[str, Any]] = []
+    content: dict[str, Any] = {"command": command, "commit": record.commit(), "accumulation": accumulation}
+    content |= {"threads": torch.get_num_threads(), **around, "steps": [], "cases": []}
 
     def elapsed() -> str:
         return human_duration(time.perf_counter() - began_s)
 
     def write() -> str:
-        taken_s = time.perf_counter() - began_s
-        share = max(0.0, others_cpu_s() - others_s) / (taken_s * cores()[1])
+        content["elapsed_s"] = time.perf_counter() - began_s
+        content["others_share"] = max(0.0, others_cpu_s() - others_s) / (content["elapsed_s"] * cores()[1])
+        end = [*summary(content["cases"]), *(line for steps in content["steps"] for line in step_lines(steps))]
         conditions = (
-            f"{len(cases)} cases; {accumulation} micro-batches per optimizer step; {around['hardware']['name']}, "
-            f"{head['threads']} threads; torch {around['versions']['torch']}; commit {head['commit']}; {elapsed()}; "
-            f"others used {share:.0%} of the cores"
+            f"{len(content['cases'])} cases; {accumulation} micro-batches per optimizer step; "
+            f"{around['hardware']['name']}, {content['threads']} threads; torch {around['versions']['torch']}; "
+            f"commit {content['commit']}; {elapsed()}; others used {content['others_share']:.0%} of the cores"
         )
-        end = [*summary(cases), *(line for each in trained for line in step_lines(each))]
-        content = {**head, "elapsed_s": taken_s, "others_share": share, "steps": trained, "cases": cases}
         (folder / "record.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / "table.md").write_text("\n".join([conditions, "", *table(cases), "", *end]) + "\n")
+        (folder / "table.md").write_text("\n".join([conditions, "", *table(content["cases"]), "", *end]) + "\n")
         return "\n".join(end)
 
     try:
         for number, (shape, models) in enumerate(todo.items(), start=1):
             say(f"case {number} of {len(todo)}, {elapsed()}: {shape}")
-            cases.append({"models": models, **measured(shape, accumulation, each_s)})
+            content["cases"].append({"models": models, **measured(shape, accumulation, each_s)})
             write()
-        lengths = sorted(shape.rows for shape in todo)
-        for length in dict.fromkeys((lengths[0], lengths[-1])) if steps else ():
+        lengths = {min(shape.rows for shape in todo), max(shape.rows for shape in todo)}
+        for length in sorted(lengths) if steps else ():
             say(f"training steps of {length} tokens a micro-batch, {elapsed()}")
-            trained.append(training_steps(model, length, accumulation, steps, say))
+            content["steps"].append(training_steps(model, length, accumulation, steps, say))
     except KeyboardInterrupt:
         say("interrupted; these cases had ended")
         write()

@@ -167,7 +167,7 @@ def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
     try:
         trainer.train()
         layers: list[Any] = list(copies_of(trainer.accelerator.unwrap_model(trainer.model_wrapped)))
-        return [layer._copy._turned._version for layer in layers]
+        return [layer._copy._tensor._version for layer in layers]
     finally:
         trainer.accelerator.free_memory()
 

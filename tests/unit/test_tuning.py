@@ -4,19 +4,20 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from strategies.core.facts import Facts
 from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
+from strategies.core.registry import find
 from tests.helpers.fakes import facts
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.machine import gemm_cache, gemm_timing
-from trainer.machine.gemm_cache import from_json, load, name_of, place_of, save, to_json, with_timings
-from trainer.machine.gemm_timing import REFRESH, ROUNDS, ROUTED, STOCK, timers_of, tune
+from trainer.machine.gemm_cache import from_json, load, name_of, place_of, save, timings_of, to_json
+from trainer.machine.gemm_timing import REFRESH, ROUNDS, ROUTED, STOCK, Say, timers_of, tune
 from trainer.machine.probe import probe
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
@@ -50,11 +51,6 @@ class Fake:
 
 def made(shape: Shape = SMALL, value: float = 1e-3) -> Timed:
     return Timed(shape, (*((gemm, Route.NATIVE, value) for gemm in Gemm), (Gemm.WGRAD, Route.LEFT, 5e-4)), 2e-4, 3e-5)
-
-
-def known(*shapes: Shape) -> Facts:
-    layers = tuple(Linear(f"l{number}", "layers.0", shape) for number, shape in enumerate(shapes or (SMALL,)))
-    return replace(facts(), linears=layers)
 
 
 def test_routes_take_turns_and_the_least_counts() -> None:
@@ -205,37 +201,63 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return fake
 
 
+def timings(path: Path, *shapes: Shape, budget_s: float = 60.0, say: Say = lambda line: None) -> tuple[Timed, ...]:
+    return timings_of(shapes, probe(), path, threads=None, budget_s=budget_s, say=say)
+
+
 def test_the_second_run_measures_nothing(fake: Fake, tmp_path: Path) -> None:
     path = tmp_path / "linear.json"
-    first = with_timings(known(SMALL, LARGE), probe(), path=path, budget_s=60)
+    first = timings(path, SMALL, LARGE)
     calls = len(fake.calls)
-    assert calls > 0 and {timed.shape for timed in first.timings} == {SMALL, LARGE}
-    again = with_timings(known(SMALL, LARGE), probe(), path=path, budget_s=60)
-    assert len(fake.calls) == calls and set(again.timings) == set(first.timings)
-    more = with_timings(known(SMALL, replace(SMALL, rows=9)), probe(), path=path, budget_s=60)
-    assert len(fake.calls) > calls and len(more.timings) == 2
+    assert calls > 0 and {timed.shape for timed in first} == {SMALL, LARGE}
+    assert timings(path, SMALL, LARGE) == first and len(fake.calls) == calls
+    more = timings(path, SMALL, replace(SMALL, rows=9))
+    assert len(fake.calls) > calls and len(more) == 2
 
 
 def test_showing_a_plan_measures_nothing(fake: Fake, tmp_path: Path) -> None:
-    assert with_timings(known(), probe(), path=tmp_path / "none.json").timings == ()
+    assert timings(tmp_path / "none.json", SMALL, budget_s=0.0) == ()
     assert fake.calls == []
 
 
 def test_a_file_that_cannot_be_written_costs_a_line(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "file").write_text("")
-    found = with_timings(known(), probe(), path=tmp_path / "file" / "x.json", budget_s=60, say=said.append)
-    assert len(found.timings) == 1 and "the next run measures again" in said[-1]
+    found = timings(tmp_path / "file" / "x.json", SMALL, say=said.append)
+    assert len(found) == 1 and "the next run measures again" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "origin", "tune", "asked"),
+    [
+        ({"budget_s": 7.0}, "here", True, ["linear.json", None, 7.0]),
+        ({"budget_s": 7.0, "cache": "x.json"}, "here", False, ["x.json", None, 0.0]),
+        ({"transpose": "minimal"}, "here", True, None),
+        ({}, "profile", True, None),
+    ],
+    ids=str,
+)
+def test_only_adaptive_asks_for_timings_of_this_machine(
+    options: dict[str, Any], origin: Any, tune: bool, asked: list[Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[Any]] = []
+
+    def record(shapes: Any, machine: Any, path: Path, *, threads: int | None, budget_s: float, say: Say) -> Any:
+        calls.append([path.name, threads, budget_s])
+        return (made(),)
+
+    monkeypatch.setattr(gemm_cache, "timings_of", record)
+    config: Any = SimpleNamespace(strategies={"linear": find("linear").model_validate(options)})
+    given = replace(facts(), linears=(Linear("l", "layers.0", SMALL),))
+    machine = replace(probe(), origin=origin)
+    found = gemm_cache.for_config(config, given, Ranks(), machine, tune=tune, say=lambda line: None)
+    assert calls == ([asked] if asked else []) and found.timings == ((made(),) if asked else ())
 
 
 def decided(ranks: Ranks) -> list[float]:
-    """On every rank: what all take, though each would decide otherwise. Their sum over ranks shows that all did."""
-    from strategies.core.linears import Timed
-
-    mine = replace(known(), timings=(made(value=1.0 + ranks.rank),))
-    taken = gemm_cache.of_all_ranks(known(), lambda: mine).timings
-    assert isinstance(taken[0], Timed)
-    seconds = torch.tensor([taken[0].of(Gemm.FORWARD)[Route.NATIVE]])
+    """On every rank: the seconds that it takes, though each would find others. Their sum shows whether all agree."""
+    (taken,) = gemm_cache.of_first_rank(lambda: (made(value=1.0 + ranks.rank),))
+    seconds = torch.tensor([taken.of(Gemm.FORWARD)[Route.NATIVE]])
     torch.distributed.all_reduce(seconds)
     return [float(seconds)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,28 +138,27 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     # In a plan for ranks that do not run yet, each gets its part of the cores.
     threads = None if ranks.local_world_size == 1 else max(1, machine.usable_cores // ranks.local_world_size)
     budget_s = strategy.budget_s if tune else 0.0
-    return of_all_ranks(
-        facts, lambda: with_timings(facts, machine, path=path, threads=threads, budget_s=budget_s, say=say)
+    timings = of_first_rank(
+        lambda: timings_of(shapes_of(facts), machine, path, threads=threads, budget_s=budget_s, say=say)
     )
+    return replace(facts, timings=timings)
 
 
-def with_timings(
-    facts: Facts,
-    machine: Machine,
-    *,
-    path: Path,
-    threads: int | None = None,
-    budget_s: float = 0.0,
-    say: Say = lambda line: None,
-) -> Facts:
-    """``facts`` with the timings of its shapes in the file ``path``, and of others measured within ``budget_s``."""
+def timings_of(
+    shapes: Sequence[Shape], machine: Machine, path: Path, *, threads: int | None, budget_s: float, say: Say
+) -> tuple[Timed, ...]:
+    """The timings of ``shapes`` that the file ``path`` has, and those of others that are measured within ``budget_s``.
+
+    Args:
+        threads: as for ``place_of``.
+    """
     import torch
 
-    place, shapes = place_of(machine, threads), shapes_of(facts)
-    held, ignored = load(path, place)
+    place = place_of(machine, threads)
+    known, ignored = load(path, place)
     if ignored:
         say(ignored)
-    found = {shape: from_json(shape, held.get(name_of(shape))) for shape in shapes}
+    found = {shape: from_json(shape, known.get(name_of(shape))) for shape in shapes}
     timings = [timed for timed in found.values() if timed is not None]
     missing = [shape for shape in shapes if found[shape] is None]
     if missing and budget_s > 0:
@@ -171,18 +170,17 @@ def with_timings(
             save(path, place, {name_of(shape): to_json(timed) for shape, timed in new.items()})
         except OSError as error:
             say(f"{path} cannot be written ({error.strerror}): the next run measures again")
-    return replace(facts, timings=tuple(timings))
+    return tuple(timings)
 
 
-def of_all_ranks(facts: Facts, decide: Callable[[], Facts]) -> Facts:
-    """``facts`` with the timings that ``decide()`` gives on the first rank, so that all ranks choose alike."""
+def of_first_rank(find: Callable[[], tuple[Timed, ...]]) -> tuple[Timed, ...]:
+    """The result of ``find()`` on the first rank of a job that runs, so that all ranks choose alike."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return decide()
+        return find()
     group = dist.new_group(backend="gloo")
-    timings = [decide().timings if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(timings, src=0, group=group)
+    found = [find() if dist.get_rank() == 0 else ()]
+    dist.broadcast_object_list(found, src=0, group=group)
     dist.destroy_process_group(group)
-    assert timings[0] is not None
-    return replace(facts, timings=timings[0])
+    return found[0]
