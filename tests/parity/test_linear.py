@@ -90,9 +90,11 @@ def check(case: str, config: RunConfig, folder: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("wanted", [COPIES, TURNED], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "wanted"), [*((case, COPIES) for case in CASES), ("llama, accumulation", TURNED)], ids=str
+)
 def test_alone(case: str, wanted: Routes, tmp_path: Path) -> None:
+    """The other cases take the turned routes together with other strategies below."""
     config = config_of(case, {"linear": {"cache": str(tmp_path / "linear.json")}}, tmp_path)
     check(case, with_routes(config, wanted, tmp_path / "linear.json"), tmp_path)
 

@@ -113,6 +113,13 @@ def test_native_products_inside_have_the_bits_of_torch(kind: str, dtype: torch.d
     assert torch.equal(found[1], into_x) and torch.equal(found[2], into_weight)
 
 
+def test_a_native_forward_makes_the_call_of_the_stock_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other calls may have the same bits at some sizes only."""
+    made = routed(layer("linear", 3, 4), Routes(wgrad=Route.LEFT))
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight, bias: x.new_full((len(x), len(weight)), 7.0))
+    assert (made(torch.randn(2, 3, dtype=torch.float64)) == 7.0).all()
+
+
 def test_native_layers_are_not_touched() -> None:
     model = nn.Sequential(nn.Linear(3, 4))
     route(model, {"0": Routes()})
@@ -161,7 +168,7 @@ def test_announced_steps_make_the_copy_once_each() -> None:
     made(x).sum().backward()
     weights_changed([made])
     made(x).sum().backward()
-    held = made._copy.of(made.weight, torch.float64)
+    held = made._copy._tensor
     version = held._version
     made(x).sum().backward()  # the second micro-batch
     assert held._version == version
@@ -171,7 +178,7 @@ def test_announced_steps_make_the_copy_once_each() -> None:
     assert held._version > version and torch.equal(held, made.weight.t())
 
 
-def test_the_copy_is_made_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_is_made_once_per_change() -> None:
     made = routed(layer("linear", 3, 4), BOTH)
     x = torch.randn(2, 3, dtype=torch.float64)
     made(x)
