@@ -49,7 +49,7 @@ LOADED = [
     "launch.bench", "strategies.report.whole", "strategies.engine.routed_linear", "torch._dynamo.backends.debugging",
     "torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.utils.flop_counter",
     "benchmarks.harness.child", "benchmarks.harness.linear", "benchmarks.harness.peers", "benchmarks.harness.recompute",
-    "trainer.run.run.plan_check", "trainer.planning.plan_for", "transformers.models.llama.modeling_llama",
+    "trainer.run.plan_check", "trainer.planning.plan_for", "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 
 Results = Mapping[str, Mapping[str, Any]]
