@@ -22,9 +22,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from benchmarks.harness import shapes, work
+from benchmarks.harness import linear, work
 from benchmarks.harness.compare import compare
-from benchmarks.harness.linear import linear
 from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ConfigError, UserError
 from trainer.machine.probe import cores
@@ -73,9 +72,9 @@ def add_work(one: Parser, subjects: Sequence[work.Contender]) -> None:
 
 def _add_linear(themes: Any) -> None:
     two = themes.add_parser("linear", help="linear layers: which route is fastest", allow_abbrev=False)
-    two.add_argument("--models", default="", metavar="NAMES", help=f"some of {', '.join(shapes.MODELS)} (default: all)")
+    two.add_argument("--models", default="", metavar="NAMES", help=f"some of {', '.join(linear.MODELS)} (default: all)")
     two.add_argument("--tokens", default="16,64,128", metavar="NUMBERS", help="of a micro-batch (default 16,64,128)")
-    two.add_argument("--dtypes", default="", metavar="NAMES", help=f"some of {', '.join(shapes.DTYPES)} (default: all)")
+    two.add_argument("--dtypes", default="", metavar="NAMES", help=f"some of {', '.join(linear.DTYPES)} (default: all)")
     two.add_argument("--accumulation", default="4", metavar="N", help="micro-batches per step (default 4)")
     two.add_argument("--seconds", default="2", metavar="N", help="of each of two measurements of a case (default 2)")
     two.add_argument("--steps", default="10", metavar="N", help="rounds of training steps; 0: none (default 10)")
@@ -126,12 +125,12 @@ def of_linear(given: argparse.Namespace, command: str) -> int:
     Raises:
         ConfigError: a value that is not allowed.
     """
-    cases = shapes.wanted(given.models, given.tokens, given.dtypes)
+    cases = linear.wanted(given.models, given.tokens, given.dtypes)
     accumulation, seconds = work.whole("--accumulation", given.accumulation), work.whole("--seconds", given.seconds)
     steps = work.whole("--steps", given.steps, least=0)
     model = work.choice("--step-model", given.step_model, work.MODELS)
     settle_environment(Ranks(), cores()[1])  # torch reads its threads from it
-    return linear(cases, accumulation, seconds, steps, given.out, command, say, model)
+    return linear.run(cases, accumulation, seconds, steps, given.out, command, say, model)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:

@@ -1,23 +1,20 @@
-"""Linear: how a linear layer's matrix products are taken.
+"""Choose how the matrix products of linear layers are computed.
 
-Problem. A linear layer takes three matrix products per micro-batch, and one or two operands of each are read across
-their rows. Some BLAS libraries are a quarter slower at that, others not at all.
+Problem: each product of a linear layer reads an operand across its rows, and some BLAS libraries are up to a quarter
+slower at that (``strategies/core/linears.py``). A transposed copy of the weight costs |W| bytes of memory and one pass
+per optimizer step, and saves one such pass per micro-batch. Transposing an activation first pays for layers with
+more outputs than ``bytes x R_t R_n / (B (R_n - R_t))``, where R_n and R_t are the flop/s without and with an operand
+read across its rows and B is the bandwidth of copies: 5,000 outputs at a loss of 10 % of 700 Tflop/s, 27,000 at 2 %.
 
-Arithmetic. One more copy of the weight, turned, removes the weight from that list: |W| bytes more, written once per
-optimizer step, against |W| bytes read across per micro-batch. Turning an activation first pays from
-``outputs > bytes x R_t R_n / (B (R_n - R_t))`` on, with R the flop/s with and without the bad flag and B the copy
-bandwidth: a library that loses 10 % at 700 Tflop/s needs 5,000 outputs, one that loses 2 % needs 27,000.
+Invariant: names, shapes and bytes of the model's state do not change. A layer whose products are all native is not
+touched, the copy is never used for another weight than it was made of, and evaluation reads the weight itself.
 
-Invariant. Names, shapes and bytes of the model's state stay as they were; a layer whose products all go the native way
-is not touched at all, so that "native wins" costs nothing. The copy carries a stamp of the weight that it was made of,
-and is never used for another. Evaluation reads the weight itself.
+Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole. Not attempted:
+storing the weight itself transposed (checkpoints, flat buckets and ZeRO rely on its order) and writing gradients
+transposed in forward (norms and attention would have to follow).
 
-Refused: the second copy where weights are split (ZeRO stage 3) or travel (offload), since it would hold whole what
-those have sent away; weights stored turned (checkpoints, flat buckets and ZeRO count on the parameter's own order); a
-gradient that forward has written turned (norms and attention would have to follow).
-
-Source: the idea of choosing by measurement is that of "Training System for LLMs Based on Adaptive Transpose on Hygon
-DCU", Computer Science 53(3), 2026; the formulation is ours.
+Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
+by measurement; the formulation is ours.
 """
 
 from __future__ import annotations
@@ -38,15 +35,13 @@ from strategies.planner import gemm_routes
 if TYPE_CHECKING:
     from torch import nn
 
-_ORDER = "products of operands that lie otherwise are summed in another order by the BLAS"
-
 
 class Linear(Strategy):
-    """Take the matrix products of linear layers the way that this machine's BLAS likes best.
+    """Compute the matrix products of linear layers in the way that is fastest with this machine's BLAS library.
 
     ``adaptive`` measures every shape once, before training starts, and keeps what is faster by at least 3 %; on many
-    machines that is nothing, and nothing is changed then. ``minimal`` measures nothing and turns each weight once per
-    optimizer step instead of once per product. Both may keep a second copy of weights, which the plan shows.
+    machines that is nothing, and nothing is changed then. ``minimal`` measures nothing and transposes each weight once
+    per optimizer step instead of once per product. Both may keep a second copy of weights, which the plan shows.
     """
 
     phase = Phase.HOW
@@ -54,22 +49,23 @@ class Linear(Strategy):
 
     transpose: Literal["native", "minimal", "adaptive"] = Field(
         default="adaptive",
-        description="native: as torch does; minimal: as few transposed operands as there can be; adaptive: the fastest "
-        "of all, by measurement.",
+        description="native: as torch does; minimal: with the fewest transposed operands; adaptive: the fastest by "
+        "measurement.",
     )
     budget_s: Annotated[float, Field(gt=0)] = Field(
         default=20.0, description="Seconds that adaptive may measure; shapes that it does not reach stay native."
     )
     cache: str | None = Field(
         default=None,
-        description="File that remembers what was measured; not set means ~/.cache/deepstow/linear.json.",
+        description="File with the measurements of earlier runs; not set means ~/.cache/deepstow/linear.json.",
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit natively; otherwise the BLAS may sum in another order."""
+        """Bit for bit if native; other routes let the BLAS library sum in another order."""
         if self.transpose == "native":
             return BITWISE
-        return Parity(1e-4 if run.precision is Precision.FP32 else 2e-2, _ORDER)
+        tolerance = 1e-4 if run.precision is Precision.FP32 else 2e-2
+        return Parity(tolerance, "the BLAS library sums products of other operand layouts in another order")
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if self.transpose == "native":
@@ -78,20 +74,20 @@ class Linear(Strategy):
             raise Idle("the model has no linear layers that could be changed")
         if self.transpose == "minimal" and facts.no_copies:
             raise Idle(f"minimal keeps second copies of weights, and {facts.no_copies}")
-        decided = {layer: self._routes(facts, layer) for layer in facts.linears}
-        other = [layer for layer in facts.linears if not decided[layer].native]
-        if not other:
-            raise Idle(self._why_not(facts))
+        routes = {layer: self._routes(facts, layer) for layer in facts.linears}
+        changed = [layer for layer in facts.linears if not routes[layer].native]
+        if not changed:
+            raise Idle(self._why_native(facts))
         reason = "fewest transposed bytes" if self.transpose == "minimal" else "fastest, measured"
-        for unit in dict.fromkeys(layer.unit for layer in other):
-            mine = tuple((layer.name, decided[layer]) for layer in other if layer.unit == unit)
-            yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=mine)
-        copied = sum(layer.shape.weight_bytes for layer in other if decided[layer].copies)
-        if copied:
-            yield Reserve(unit=RUN, reason="weights, turned", owner="linear: second weight copies", num_bytes=copied)
+        for unit in dict.fromkeys(layer.unit for layer in changed):
+            of_unit = tuple((layer.name, routes[layer]) for layer in changed if layer.unit == unit)
+            yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=of_unit)
+        if copied := sum(layer.shape.weight_bytes for layer in changed if routes[layer].copies):
+            owner = "linear: second weight copies"
+            yield Reserve(unit=RUN, reason="weights, turned", owner=owner, num_bytes=copied)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Give the layers that do not stay as they are their routes."""
+        """Set the routes of the layers that are not native."""
         if chosen := gemm_routes.chosen(plan):
             from strategies.engine.routed_linear import route
 
@@ -99,20 +95,21 @@ class Linear(Strategy):
             log_applied("linear", ((path, str(routes)) for path, routes in chosen.items() if not routes.native))
 
     def _routes(self, facts: Facts, layer: Layer) -> Routes:
+        accumulation = facts.run.accumulation
         if self.transpose == "minimal":
-            return gemm_routes.minimal(layer, facts.run.accumulation)
+            return gemm_routes.minimal(layer, accumulation)
         timed = next((timed for timed in facts.timings if timed.shape == layer.shape), None)
         if timed is None:
             return Routes()
-        return gemm_routes.fastest(layer, facts.run.accumulation, timed, copies=not facts.no_copies).routes
+        return gemm_routes.fastest(layer, accumulation, timed, copies=not facts.no_copies)
 
-    def _why_not(self, facts: Facts) -> str:
+    def _why_native(self, facts: Facts) -> str:
         if self.transpose == "minimal":
             return "no copy would be read more often than written; accumulation, recomputing or freezing change that"
-        shapes, missing = gemm_routes.shapes_of(facts), gemm_routes.unmeasured(facts)
+        shapes, missing = len(gemm_routes.shapes_of(facts)), len(gemm_routes.unmeasured(facts))
         if missing:
             return (
-                f"{len(missing)} of {len(shapes)} shapes are not measured yet, the others are fastest as they are; "
+                f"{missing} of {shapes} shapes are not measured yet, the others are fastest as they are; "
                 f"training measures first"
             )
-        return f"all {len(shapes)} shapes are fastest as they are (measured)"
+        return f"all {shapes} shapes are fastest as they are (measured)"

@@ -1,150 +1,142 @@
-"""The benchmark ``linear``: the products of linear layers over every route, and training steps with what was chosen.
+"""The benchmark ``linear``: products of linear layers over every route, and training steps with the chosen routes.
 
-Each case is measured twice, apart: routes are chosen by the first measurement and judged by the second. A case in which
-the choice turns out slower than native, or misses something much faster, is measured and judged again, at most twice;
-both measurements then keep the lesser of their seconds. The record is written after every case.
+A case is one shape of well-known models at one number of tokens in one dtype. Its seconds are those of an optimizer
+step of so many micro-batches. Each case is measured twice: routes are chosen by the first measurement and judged by the
+second. ``best`` is chosen and judged by the second, so it is better than what can be had by as much as the noise
+favours it. A case in which the choice is slower than native, or misses something much faster, is measured again, at
+most twice, and the lesser seconds count. The record is written after every case.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import processes, record, work
-from benchmarks.harness.shapes import Case, Verdict, judge, merged, summary, table, to_json
-from strategies.core.linears import Linear, Routes, Timed
-from strategies.planner.gemm_routes import fastest, minimal
-from trainer.errors import ExitCode
+from strategies.core.linears import Gemm, Linear, Routes, Shape, Timed
+from strategies.planner.gemm_routes import fastest, minimal, seconds
+from trainer.errors import ConfigError, ExitCode
+from trainer.machine.gemm_cache import to_json
+from trainer.machine.gemm_timing import timers_of, tune
 from trainer.run.metrics import human_duration
 
 Say = Callable[[str], None]
+Case = dict[str, Any]  # as in the record
+
+# Inputs and outputs of attention's projections (fused where the model fuses them) and the MLP's; published configs.
+MODELS: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "opt-6.7b": ((4096, 4096), (4096, 16384), (16384, 4096)),
+    "llama-7b": ((4096, 4096), (4096, 11008), (11008, 4096)),
+    "bloom-7b": ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)),
+    "gpt2-xl": ((1600, 4800), (1600, 1600), (1600, 6400), (6400, 1600)),
+    "qwen2.5-3b": ((2048, 2048), (2048, 256), (2048, 11008), (11008, 2048)),
+    "qwen3-8b": ((4096, 4096), (4096, 1024), (4096, 12288), (12288, 4096)),
+    "llama-3-8b": ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)),
+}
+TURNED = ("gpt2-xl",)  # its Conv1D stores inputs x outputs
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+EQUAL, WORTH = 0.01, 0.05  # differences below the first are noise; gains above the second should be found
 AGAIN = 2
+MODES = ("minimal", "adaptive", "best")
 
 
-def linear(
-    todo: Sequence[Case],
-    accumulation: int,
-    each_s: float,
-    steps: int,
-    out: Path,
-    command: str,
-    say: Say = print,
-    model: str = "45m",
-) -> ExitCode:
-    """Run it all.
-
-    Args:
-        each_s: seconds of one measurement of one case, about; the largest take longer.
-        steps: rounds of training steps; 0 leaves them out.
-        model: what the training steps train.
+def wanted(models: str, tokens: str, dtypes: str) -> dict[Shape, list[str]]:
+    """The shapes that a command line names, the fewest tokens first, with the models that have them; "" means all.
 
     Raises:
-        ConfigError: there is no room for the record in ``out``.
+        ConfigError: a name or number that is not allowed.
     """
-    around = processes.surroundings()
-    folder = record.new_folder(out, "linear", around["hardware"])
-    book = _Book(folder, command, accumulation, around)
-    try:
-        for number, case in enumerate(todo, start=1):
-            say(f"case {number} of {len(todo)}, {book.elapsed()}: {case.shape}")
-            book.add(*measured(case, accumulation, each_s))
-        lengths = sorted({case.shape.rows for case in todo})
-        for length in dict.fromkeys([lengths[0], lengths[-1]]) if steps else ():
-            say(f"training steps of {length} tokens a micro-batch, {book.elapsed()}")
-            book.steps.append(training_steps(model, length, accumulation, steps, say))
-    except KeyboardInterrupt:
-        say("interrupted; these cases had ended")
-        book.write()
-        return ExitCode.INTERRUPTED
-    say(f"\n{book.write()}\nrecord: {folder}")
-    return ExitCode.FINISHED
+
+    def listed(text: str) -> list[str]:
+        return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+    names = [work.choice("--models", name, MODELS) for name in listed(models)] or list(MODELS)
+    kinds = [work.choice("--dtypes", name, DTYPES) for name in listed(dtypes)] or list(DTYPES)
+    rows = sorted({work.whole("--tokens", text) for text in listed(tokens)})
+    if not rows:
+        raise ConfigError(f"--tokens {tokens}: must be whole numbers >= 1 with commas between them")
+    found: dict[Shape, list[str]] = {}
+    for count, kind, name in product(rows, kinds, names):
+        for inputs, outputs in MODELS[name]:
+            shape = Shape(count, inputs, outputs, "in_out" if name in TURNED else "out_in", DTYPES[kind])
+            found.setdefault(shape, []).append(name)
+    return found
 
 
-class _Book:
-    """What has been measured so far, on the disk after every case."""
+def judge(shape: Shape, accumulation: int, first: Timed, second: Timed, repeated: int = 0) -> Case:
+    """A case of the record: routes are chosen by the first measurement, and their seconds taken from the second."""
+    layer = Linear("layer", "unit", shape)
 
-    def __init__(self, folder: Path, command: str, accumulation: int, around: dict[str, Any]) -> None:
-        import torch
+    def seconds_of(routes: Routes) -> float:
+        try:
+            return seconds(routes, layer, accumulation, second)
+        except KeyError:  # left out of the second measurement
+            return math.inf
 
-        from trainer.machine.probe import others_cpu_s
-
-        self._folder, self._began_s, self._others_s = folder, time.perf_counter(), others_cpu_s()
-        self._head = {
-            "command": command,
-            "commit": record.commit(),
-            "accumulation": accumulation,
-            "threads": torch.get_num_threads(),
-            **around,
-        }
-        self._verdicts: list[Verdict] = []
-        self._timings: list[list[Timed]] = []
-        self.steps: list[dict[str, Any]] = []
-
-    def elapsed(self) -> str:
-        return human_duration(time.perf_counter() - self._began_s)
-
-    def add(self, verdict: Verdict, timings: list[Timed]) -> None:
-        self._verdicts.append(verdict)
-        self._timings.append(timings)
-        self.write()
-
-    def write(self) -> str:
-        from trainer.machine.gemm_cache import to_json as timed_to_json
-        from trainer.machine.probe import cores, others_cpu_s
-
-        seconds = time.perf_counter() - self._began_s
-        share = max(0.0, others_cpu_s() - self._others_s) / (seconds * cores()[1])
-        head = self._head
-        text = (
-            f"{len(self._verdicts)} cases; {head['accumulation']} micro-batches per optimizer step; "
-            f"{head['hardware']['name']}, {head['threads']} threads; torch {head['versions']['torch']}; "
-            f"commit {head['commit']}; {self.elapsed()}; others used {share:.0%} of the cores\n\n"
-        )
-        text += "\n".join([table(self._verdicts), *self._steps()]) + "\n"
-        cases = [
-            {**to_json(verdict), "measurements": [timed_to_json(timed) for timed in timings]}
-            for verdict, timings in zip(self._verdicts, self._timings, strict=True)
-        ]
-        content = {**head, "elapsed_s": seconds, "others_share": share, "steps": self.steps, "cases": cases}
-        (self._folder / "record.json").write_text(json.dumps(content, indent=1) + "\n")
-        (self._folder / "table.md").write_text(text)
-        return "\n".join([*summary(self._verdicts), *self._steps()])
-
-    def _steps(self) -> list[str]:
-        return [line for each in self.steps for line in ("", *step_lines(each))]
+    routes = {
+        "minimal": minimal(layer, accumulation),
+        "adaptive": fastest(layer, accumulation, first, copies=True),
+        "best": min((Routes(*each) for each in product(*map(second.of, Gemm))), key=seconds_of),
+    }
+    return {
+        "shape": asdict(shape),
+        "native_s": seconds_of(Routes()),
+        **{f"{mode}_s": seconds_of(each) for mode, each in routes.items()},
+        "repeated": repeated,
+        "routes": {mode: str(each) for mode, each in routes.items()},
+        "measurements": [to_json(first), to_json(second)],
+    }
 
 
-def measured(case: Case, accumulation: int, each_s: float) -> tuple[Verdict, list[Timed]]:
-    """One case, measured and judged, again where it is suspicious."""
-    first, second = _once(case, each_s), _once(case, each_s)
-    verdict = judge(case, accumulation, first, second)
-    for again in range(1, AGAIN + 1):
-        if not verdict.suspicious:
-            break
-        first, second = merged(first, _once(case, each_s)), merged(second, _once(case, each_s))
-        verdict = judge(case, accumulation, first, second, again)
-    return verdict, [first, second]
+def ratio(case: Case, mode: str) -> float:
+    """Seconds relative to native."""
+    return float(case[f"{mode}_s"] / case["native_s"])
 
 
-def _once(case: Case, each_s: float) -> Timed:
+def promising(case: Case) -> bool:
+    """Whether something is faster than native by more than ``WORTH``."""
+    return ratio(case, "best") < 1 - WORTH
+
+
+def missed(case: Case) -> bool:
+    """Whether adaptive has less than half of a promising gain."""
+    return promising(case) and 1 - ratio(case, "adaptive") < (1 - ratio(case, "best")) / 2
+
+
+def merged(first: Timed, second: Timed) -> Timed:
+    """The lesser seconds of two measurements of one shape."""
+    other = {(gemm, route): value for gemm, route, value in second.seconds}
+    both = tuple((g, r, min(value, other[g, r])) for g, r, value in first.seconds if (g, r) in other)
+    return Timed(first.shape, both, min(first.refresh_s, second.refresh_s), min(first.overhead_s, second.overhead_s))
+
+
+def measured(shape: Shape, accumulation: int, each_s: float) -> Case:
+    """Measure and judge a shape, again while the choice is slower than native or misses something."""
+    first, second = (measure([shape], 2 * each_s)[shape] for _ in range(2))
+    case = judge(shape, accumulation, first, second)
+    while case["repeated"] < AGAIN and (missed(case) or ratio(case, "adaptive") > 1 + EQUAL):
+        first, second = (merged(old, measure([shape], 2 * each_s)[shape]) for old in (first, second))
+        case = judge(shape, accumulation, first, second, case["repeated"] + 1)
+    return case
+
+
+def measure(shapes: Sequence[Shape], budget_s: float, say: Say = lambda line: None) -> dict[Shape, Timed]:
+    """Time ``shapes`` on the accelerator, or without one on the CPU."""
     from strategies.engine.memory import accelerator
-    from trainer.machine.gemm_cache import tune
-    from trainer.machine.gemm_timing import Bench
 
-    return tune([case.shape], Bench(accelerator.kind() or "cpu").prepare, 2 * each_s, lambda line: None)[case.shape]
-
-
-# --- training steps --------------------------------------------------------------------------------------------------
+    return tune(shapes, lambda shape: timers_of(shape, accelerator.kind() or "cpu"), budget_s, say)
 
 
 def training_steps(model: str, length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
-    """Optimizer steps of a small Llama, stock and with the routes of both modes, in turn.
+    """Time optimizer steps of a small Llama, plain and with the routes of each mode, in turn.
 
     Args:
         length: tokens of a micro-batch.
@@ -152,101 +144,177 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
     import torch
 
     from benchmarks.harness import child
+    from strategies.engine.blocks import find_blocks
     from strategies.engine.memory import accelerator
-    from strategies.engine.routed_linear import copies_of, route, weights_changed
+    from trainer.model.linear_layers import LinearCounter
 
     device = accelerator.current() or torch.device("cpu")
     done = work.work(model, accumulation=accumulation, rows=1, length=length)
     stock = child.llama(done).to(device).train()
     batches = child.tokens(done, device)[0]
-    layers = _layers_of(stock, batches[0])
-    timings = _timings_of(layers, device.type, say)
+    counter, blocks = LinearCounter(), find_blocks(stock)
+    with counter.counting(stock):
+        stock(**batches[0])
+    listed = counter.listed(blocks, None, recomputes=False)
+    layers = {f"{each.unit}.{each.name}" if each.unit in blocks else each.name: each for each in listed}
+    timings = measure(list(dict.fromkeys(layer.shape for layer in listed)), 60.0, say)
     by_mode: dict[str, dict[str, Routes]] = {
         "plain": {},
-        "native": {name: Routes() for name in layers},  # nothing is changed: how far two equal models lie apart
-        "minimal": {name: minimal(layer, accumulation) for name, layer in layers.items()},
+        "native": dict.fromkeys(layers, Routes()),  # changes nothing, so it shows how far two equal models lie apart
+        "minimal": {path: minimal(layer, accumulation) for path, layer in layers.items()},
         "adaptive": {
-            name: fastest(layer, accumulation, timings[layer.shape], copies=True).routes
-            for name, layer in layers.items()
+            path: fastest(layer, accumulation, timings[layer.shape], copies=True) for path, layer in layers.items()
         },
     }
-    runs: dict[str, Callable[[], float]] = {}
-    for mode, routes in by_mode.items():
-        routed = copy.deepcopy(stock)
-        route(routed, routes)
-        runs[mode] = _stepper(routed, batches, accumulation, partial(weights_changed, copies_of(routed)))
-    seconds: dict[str, list[float]] = {mode: [] for mode in runs}
-    for number in range(rounds + 1):
-        for mode, run in runs.items():
-            taken_s = run()
-            if number:  # the first is a warm-up
-                seconds[mode].append(taken_s)
+    steps = {mode: _stepper(done, copy.deepcopy(stock), routes, batches) for mode, routes in by_mode.items()}
+    rows = [{mode: step() for mode, step in steps.items()} for _ in range(rounds + 1)][1:]  # the first one warms up
     return {
         "model": model,
         "tokens_per_step": done.tokens,
         "dtype": done.dtype,
-        "seconds": seconds,
-        "routes": {mode: {name: str(each) for name, each in routes.items()} for mode, routes in by_mode.items()},
+        "seconds": {mode: [row[mode] for row in rows] for mode in steps},
+        "routes": {mode: {path: str(each) for path, each in routes.items()} for mode, routes in by_mode.items()},
     }
 
 
-def _layers_of(model: Any, batch: Any) -> dict[str, Linear]:
-    from strategies.engine.blocks import find_blocks
-    from trainer.model.linear_layers import LinearCounter
-
-    counter = LinearCounter()
-    with counter.counting(model):
-        model(**batch)
-    blocks = find_blocks(model)
-    found = counter.listed(blocks, None, recomputes=False)
-    return {f"{layer.unit}.{layer.name}" if layer.unit in blocks else layer.name: layer for layer in found}
-
-
-def _timings_of(layers: dict[str, Linear], device: str, say: Say) -> dict[Any, Timed]:
-    from trainer.machine.gemm_cache import tune
-    from trainer.machine.gemm_timing import Bench
-
-    shapes = list(dict.fromkeys(layer.shape for layer in layers.values()))
-    return tune(shapes, Bench(device).prepare, 60.0, say)
-
-
-def _stepper(
-    model: Any, batches: Sequence[Any], accumulation: int, announce: Callable[[], None]
-) -> Callable[[], float]:
+def _stepper(done: work.Work, model: Any, routes: Mapping[str, Routes], batches: Sequence[Any]) -> Callable[[], float]:
+    """Takes an optimizer step and returns its seconds."""
     import torch
 
-    from strategies.engine.memory import accelerator
+    from benchmarks.harness.contenders import Plain
+    from strategies.engine.routed_linear import copies_of, route, weights_changed
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    route(model, routes)
+    subject, copies = Plain(done, model, model.device), copies_of(model)
 
     def step() -> float:
         began_s = time.perf_counter()
         for batch in batches:
-            (model(**batch).loss / accumulation).backward()
-        optimizer.step()
-        announce()
-        optimizer.zero_grad()
-        if accelerator.kind() is not None:
+            subject.micro_batch(batch)
+        subject.update()
+        weights_changed(copies)
+        if subject.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter() - began_s
 
     return step
 
 
-def step_lines(steps: dict[str, Any]) -> list[str]:
+def markdown(*rows: Iterable[object]) -> list[str]:
+    """A table; the first row is its head."""
+    head, *body = (f"| {' | '.join(map(str, row))} |" for row in rows)
+    return [head, "|" + " --- |" * (head.count("|") - 1), *body]
+
+
+def table(cases: Sequence[Case]) -> list[str]:
+    """One row per case: milliseconds natively, the others relative to it."""
+    rows = []
+    for case in cases:
+        shape, takes = case["shape"], case["routes"]["adaptive"]
+        layer = f"{shape['inputs']} -> {shape['outputs']}" + (" turned" if shape["stored"] == "in_out" else "")
+        takes = "native" if takes == str(Routes()) else takes
+        takes += f" (measured {1 + case['repeated']} times)" if case["repeated"] else ""
+        ratios = (f"{ratio(case, mode):.3f}" for mode in MODES)
+        native = f"{case['native_s'] * 1e3:.3f} ms"
+        rows.append((shape["dtype"], shape["rows"], layer, ", ".join(case["models"]), native, *ratios, takes))
+    return markdown(("dtype", "tokens", "layer", "models", "native", *MODES, "adaptive takes"), *rows)
+
+
+def summary(cases: Sequence[Case]) -> list[str]:
+    """All cases together and by dtype."""
+    rows = []
+    for dtype in dict.fromkeys(("all", *(case["shape"]["dtype"] for case in cases))):
+        group = [case for case in cases if dtype in ("all", case["shape"]["dtype"])]
+        for mode in MODES:
+            ratios = [ratio(case, mode) for case in group] or [1.0]
+            better, worse = (sum(sign * (each - 1) > EQUAL for each in ratios) for sign in (-1, 1))
+            mean, worst = statistics.geometric_mean(ratios), max(ratios)
+            counts = (better, len(group) - better - worse, worse)
+            rows.append((f"{dtype}: {len(group)}", mode, *counts, f"{mean:.3f}", f"{worst:.3f}"))
+    gains = [case for case in cases if promising(case)]
+    stay = sum(case["routes"]["adaptive"] == str(Routes()) for case in cases)
+    return [
+        *markdown(("cases", "", "better", "equal", "worse", "geometric mean", "worst"), *rows),
+        "",
+        f"Seconds of an optimizer step relative to native. Adaptive leaves {stay} of {len(cases)} layers untouched. "
+        f"In {len(gains)} cases something is more than {WORTH:.0%} faster than native, of which adaptive finds at "
+        f"least half in {sum(not missed(case) for case in gains)}.",
+    ]
+
+
+def step_lines(steps: Mapping[str, Any]) -> list[str]:
     """Training steps as a table; ratios are taken within a round."""
-    plain = steps["seconds"]["plain"]
-    lines = [
+    plain, rows = steps["seconds"]["plain"], []
+    for mode, taken in steps["seconds"].items():
+        ratios = [one / other for one, other in zip(taken, plain, strict=True)]
+        times = (f"{min(taken):.3f} s", f"{statistics.median(taken):.3f} s", f"{statistics.median(ratios):.3f}")
+        rows.append((mode, *times, f"{min(ratios):.3f} to {max(ratios):.3f}"))
+    return [
+        "",
         f"Optimizer steps of a {steps['model']} Llama, {steps['tokens_per_step']} tokens, {steps['dtype']}, "
         f"{len(plain)} rounds",
         "",
-        "| linear layers | least | median | of plain, median of rounds | min to max |",
-        "| --- | --- | --- | --- | --- |",
+        *markdown(("linear layers", "least", "median", "of plain, median of rounds", "min to max"), *rows),
     ]
-    for mode, seconds in steps["seconds"].items():
-        ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
-        lines.append(
-            f"| {mode} | {min(seconds):.3f} s | {statistics.median(seconds):.3f} s | {statistics.median(ratios):.3f} | "
-            f"{min(ratios):.3f} to {max(ratios):.3f} |"
+
+
+def run(
+    todo: Mapping[Shape, Sequence[str]],
+    accumulation: int,
+    each_s: float,
+    steps: int,
+    out: Path,
+    command: str,
+    say: Say,
+    model: str = "45m",
+) -> ExitCode:
+    """Run the benchmark and keep its record in a folder under ``out``.
+
+    Args:
+        each_s: seconds of one measurement of one case, about; the largest take longer.
+        steps: rounds of training steps of ``model``; 0 leaves them out.
+
+    Raises:
+        ConfigError: the record cannot be written.
+    """
+    import torch
+
+    from trainer.machine.probe import cores, others_cpu_s
+
+    around = processes.surroundings()
+    folder = record.new_folder(out, "linear", around["hardware"])
+    began_s, others_s = time.perf_counter(), others_cpu_s()
+    content: dict[str, Any] = {"command": command, "commit": record.commit(), "accumulation": accumulation}
+    content |= {"threads": torch.get_num_threads(), **around, "steps": [], "cases": []}
+
+    def elapsed() -> str:
+        return human_duration(time.perf_counter() - began_s)
+
+    def write() -> str:
+        content["elapsed_s"] = time.perf_counter() - began_s
+        content["others_share"] = max(0.0, others_cpu_s() - others_s) / (content["elapsed_s"] * cores()[1])
+        end = [*summary(content["cases"]), *(line for steps in content["steps"] for line in step_lines(steps))]
+        conditions = (
+            f"{len(content['cases'])} cases; {accumulation} micro-batches per optimizer step; "
+            f"{around['hardware']['name']}, {content['threads']} threads; torch {around['versions']['torch']}; "
+            f"commit {content['commit']}; {elapsed()}; others used {content['others_share']:.0%} of the cores"
         )
-    return lines
+        (folder / "record.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "table.md").write_text("\n".join([conditions, "", *table(content["cases"]), "", *end]) + "\n")
+        return "\n".join(end)
+
+    try:
+        for number, (shape, models) in enumerate(todo.items(), start=1):
+            say(f"case {number} of {len(todo)}, {elapsed()}: {shape}")
+            content["cases"].append({"models": models, **measured(shape, accumulation, each_s)})
+            write()
+        lengths = {min(shape.rows for shape in todo), max(shape.rows for shape in todo)}
+        for length in sorted(lengths) if steps else ():
+            say(f"training steps of {length} tokens a micro-batch, {elapsed()}")
+            content["steps"].append(training_steps(model, length, accumulation, steps, say))
+    except KeyboardInterrupt:
+        say("interrupted; these cases had ended")
+        write()
+        return ExitCode.INTERRUPTED
+    say(f"\n{write()}\nrecord: {folder}")
+    return ExitCode.FINISHED

@@ -1,18 +1,17 @@
-"""Linear layers as plain numbers: their shapes, their three matrix products, and the routes that a product may take.
+"""Linear layers as plain numbers: shapes, the three matrix products of training, and the routes of a product.
 
-    forward   Y = X W'   tokens x inputs  by  inputs x outputs
-    dgrad     X' of G W  tokens x outputs by  outputs x inputs
-    wgrad     G' X       outputs x tokens by  tokens x inputs
+    forward   Y = X W'    tokens x inputs  by  inputs x outputs
+    dgrad     dX = G W    tokens x outputs by  outputs x inputs
+    wgrad     dW = G' X   outputs x tokens by  tokens x inputs
 
-Two of an activation's, a weight's and a gradient's uses sum over different axes, so whatever is stored row by row is
-read across its rows somewhere. A route says where: it changes in which order operands lie in memory when the product
-is taken, never what is computed. A product's *left* and *right* operand are those of the formulas above; where the
-weight is stored as inputs x outputs (GPT-2's ``Conv1D``), wgrad is X' G and the two change places.
+Activations, weights and gradients are used twice and summed over another axis each time, so a matrix that is stored
+row by row is read across its rows in one of the two. A route decides how the operands of a product lie in memory when
+it is computed; the result stays the same. The *left* and *right* operands are those of the formulas above. Where the
+weight is stored as inputs x outputs (GPT-2's ``Conv1D``), wgrad is X' G, so left and right change places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -29,20 +28,17 @@ class Gemm(Enum):
 
 
 class Route(Enum):
-    """How a product is taken."""
+    """How a product is computed."""
 
-    NATIVE = "native"  # as torch does: the flags follow from how operands lie
-    FLIP = "flip"  # the transposed product of transposed operands; the result is turned
-    LEFT = "left"  # the left operand is turned first
-    RIGHT = "right"  # the right operand is turned first
-    COPY = "copy"  # the right operand is a second, turned copy of the weight, made once per optimizer step
+    NATIVE = "native"  # as torch does it
+    FLIP = "flip"  # as the product of the transposed operands, whose result is transposed back
+    LEFT = "left"  # after transposing the left operand in memory
+    RIGHT = "right"  # after transposing the right operand in memory
+    COPY = "copy"  # from a transposed copy of the weight, written once per optimizer step
 
 
-LEGAL = {
-    Gemm.FORWARD: tuple(Route),
-    Gemm.DGRAD: tuple(Route),
-    Gemm.WGRAD: (Route.NATIVE, Route.FLIP, Route.LEFT, Route.RIGHT),  # no weight takes part
-}
+# wgrad does not read the weight.
+LEGAL = {gemm: tuple(route for route in Route if (gemm, route) != (Gemm.WGRAD, Route.COPY)) for gemm in Gemm}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +51,12 @@ class Routes:
 
     def of(self, gemm: Gemm) -> Route:
         """The route of one product."""
-        return {Gemm.FORWARD: self.forward, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]
+        route: Route = getattr(self, gemm.value)
+        return route
 
     @property
     def native(self) -> bool:
-        """Whether the layer may stay as it is."""
+        """Whether the layer stays as it is."""
         return self == Routes()
 
     @property
@@ -67,18 +64,13 @@ class Routes:
         """Whether a second copy of the weight is kept."""
         return Route.COPY in (self.forward, self.dgrad)
 
-    @property
-    def reads_weight(self) -> bool:
-        """Whether forward or dgrad read the weight as it is stored."""
-        return self.forward is not Route.COPY or self.dgrad is not Route.COPY
-
     def __str__(self) -> str:
         return ", ".join(f"{gemm.value} {self.of(gemm).value}" for gemm in Gemm)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a measurement depends on: ``rows`` (tokens of a micro-batch), widths, how the weight lies, compute dtype."""
+    """All that a timing depends on: ``rows`` (tokens of a micro-batch), widths, weight layout, dtype of compute."""
 
     rows: int
     inputs: int
@@ -88,13 +80,8 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one copy of the weight, in the dtype of compute."""
+        """Bytes of the weight in the dtype of compute."""
         return self.inputs * self.outputs * ELEMENT_BYTES[self.dtype]
-
-    @property
-    def flops(self) -> int:
-        """Of one product."""
-        return 2 * self.rows * self.inputs * self.outputs
 
     def __str__(self) -> str:
         turned = ", stored turned" if self.stored == "in_out" else ""
@@ -106,11 +93,11 @@ class Linear:
     """One linear layer.
 
     Args:
-        name: dotted path inside its unit; the whole path where the unit is no block.
-        trains: its weight has a gradient.
+        name: dotted path inside its unit; the whole path if the unit is not a block.
+        trains: its weight needs a gradient.
         passes_back: its input needs a gradient.
         recomputed: forward runs once more in backward.
-        casts: the weight is kept in another dtype than it is computed in.
+        casts: the weight is kept in another dtype than the dtype of compute.
         calls: uses in one forward.
     """
 
@@ -126,8 +113,12 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of one product over each route, what turns operands included; of making the second copy once; and what
-    a layer with routes costs more than a stock one for one forward and backward, whatever its products cost.
+    """Measured times of one shape.
+
+    Args:
+        seconds: of each product over each route, including any transposition; routes with a wrong result are missing.
+        refresh_s: to write the second copy once.
+        overhead_s: by which a routed layer is slower than a stock one in a forward and backward without any products.
     """
 
     shape: Shape
@@ -136,8 +127,5 @@ class Timed:
     overhead_s: float = 0.0
 
     def of(self, gemm: Gemm) -> dict[Route, float]:
-        """Seconds by route; routes that gave another result are left out."""
+        """Seconds of one product by route."""
         return {route: seconds for each, route, seconds in self.seconds if each is gemm}
-
-    def __iter__(self) -> Iterator[tuple[Gemm, Route, float]]:
-        return iter(self.seconds)

@@ -135,14 +135,14 @@ def stand_in_for_cpu_adam() -> None:
 
 def linear_bench(folder: Path) -> Any:
     """The theme ``linear`` with one small layer and the smallest model."""
-    from benchmarks.harness import shapes
+    from benchmarks.harness import linear
     from launch import bench
 
     hardware = {"name": "cpu", "device_kind": "cpu", "usable_cores": 2}
     around = {"hardware": hardware, "versions": {"torch": "0"}}
     words = "linear --models small --tokens 4 --dtypes fp32 --accumulation 2 --seconds 1 --steps 1 --step-model tiny"
     with (
-        mock.patch.dict(shapes.MODELS, {"small": ((8, 6),)}),
+        mock.patch.dict(linear.MODELS, {"small": ((8, 6),)}),
         mock.patch.object(processes, "surroundings", lambda: around),
     ):
         assert bench.main([*words.split(), "--out", str(folder)]) == 0

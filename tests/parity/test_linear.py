@@ -90,9 +90,11 @@ def check(case: str, config: RunConfig, folder: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("wanted", [COPIES, TURNED], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "wanted"), [*((case, COPIES) for case in CASES), ("llama, accumulation", TURNED)], ids=str
+)
 def test_alone(case: str, wanted: Routes, tmp_path: Path) -> None:
+    """The other cases take the turned routes together with other strategies below."""
     config = config_of(case, {"linear": {"cache": str(tmp_path / "linear.json")}}, tmp_path)
     check(case, with_routes(config, wanted, tmp_path / "linear.json"), tmp_path)
 
@@ -167,7 +169,7 @@ def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
     try:
         trainer.train()
         layers: list[Any] = list(copies_of(trainer.accelerator.unwrap_model(trainer.model_wrapped)))
-        return [layer._copy._turned._version for layer in layers]
+        return [layer._copy._tensor._version for layer in layers]
     finally:
         trainer.accelerator.free_memory()
 

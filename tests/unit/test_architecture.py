@@ -240,7 +240,7 @@ RETIRED = {
 
 
 def test_the_glossary_is_true_and_retired_words_stay_away() -> None:
-    """Every word of docs/design.md's glossary names something where it says; none of the retired words names anything."""
+    """Every word of the glossary in docs/design.md is a name where it says so; no retired word is a name anywhere."""
     text = (ROOT / "docs/design.md").read_text().split("## Glossary")[1].split("\n## ")[0]
     rows = re.findall(r"^\| \*\*([\w ]+)\*\* \| (.+) \| `([\w/.]+)` \|$", text, re.M)
     assert 10 <= len(rows) <= 16

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import linear, processes, shapes
-from benchmarks.harness.shapes import Case, judge, merged, shares, summary, table, wanted
+from benchmarks.harness import linear, processes
+from benchmarks.harness.linear import judge, merged, missed, promising, summary, table, wanted
 from launch import bench
 from strategies.core.linears import LEGAL, Gemm, Route, Routes, Shape, Timed
 from trainer.errors import ConfigError, ExitCode
 
-CASE = Case(Shape(4, 8, 6, "out_in", "float32"), ("m",))
+SHAPE = Shape(4, 8, 6, "out_in", "float32")
 
 
 def timed(**faster: float) -> Timed:
@@ -23,37 +23,58 @@ def timed(**faster: float) -> Timed:
         for gemm in Gemm
         for route in LEGAL[gemm]
     }
-    return Timed(CASE.shape, tuple((*key, value) for key, value in given.items()), faster.get("refresh", 1.0) * 1e-3)
+    return Timed(SHAPE, tuple((*key, value) for key, value in given.items()), faster.get("refresh", 1.0) * 1e-3)
+
+
+def judged(accumulation: int, first: Timed, second: Timed) -> linear.Case:
+    return {"models": ["m"], **judge(SHAPE, accumulation, first, second)}
 
 
 def test_there_are_enough_cases_and_none_comes_twice() -> None:
     cases = wanted("", "16,64,128", "")
     assert len(cases) >= 83
-    assert len({case.shape for case in cases}) == len(cases)
-    owners = {model for case in cases for model in case.models}
-    assert owners == set(shapes.MODELS)
-    assert {case.shape.stored for case in cases if "gpt2-xl" in case.models} == {"in_out"}
+    assert {model for models in cases.values() for model in models} == set(linear.MODELS)
+    assert {shape.stored for shape, models in cases.items() if "gpt2-xl" in models} == {"in_out"}
+    assert [shape.rows for shape in cases] == sorted(shape.rows for shape in cases)
 
 
 def test_routes_are_chosen_by_one_measurement_and_judged_by_the_other() -> None:
     """The first measurement was disturbed: what it favours is slower in the second."""
-    verdict = judge(CASE, 1, timed(forward_flip=5.0), timed(forward_flip=12.0))
-    assert verdict.adaptive == Routes(forward=Route.FLIP) and verdict.best == Routes()
-    assert verdict.adaptive_s == pytest.approx(0.032) and verdict.native_s == pytest.approx(0.030)
-    assert verdict.suspicious and not verdict.promising
+    case = judged(1, timed(forward_flip=5.0), timed(forward_flip=12.0))
+    native = str(Routes())
+    assert case["routes"] == {"minimal": native, "adaptive": str(Routes(forward=Route.FLIP)), "best": native}
+    assert case["adaptive_s"] == pytest.approx(0.032) and case["native_s"] == pytest.approx(0.030)
+    assert not promising(case)
 
 
-def test_what_was_not_found_is_suspicious() -> None:
-    verdict = judge(CASE, 1, timed(), timed(dgrad_left=5.0))
-    assert verdict.promising and verdict.missed and verdict.suspicious
-    found = judge(CASE, 1, timed(dgrad_left=6.0), timed(dgrad_left=5.0))
-    assert found.promising and not found.missed and not found.suspicious
+def test_what_was_not_found_is_missed() -> None:
+    case = judged(1, timed(), timed(dgrad_left=5.0))
+    assert promising(case) and missed(case)
+    case = judged(1, timed(dgrad_left=6.0), timed(dgrad_left=5.0))
+    assert promising(case) and not missed(case)
+
+
+@pytest.mark.parametrize(
+    ("readings", "repeated"),
+    [
+        ([{}, {}], 0),
+        ([{"forward_flip": 5.0}, {}, {}, {"forward_flip": 5.0}], 1),  # slower than native, until both know of it
+        ([{}, {"dgrad_left": 5.0}] * 3, 2),  # never found, and given up
+    ],
+    ids=str,
+)
+def test_suspicious_cases_are_measured_again(
+    readings: list[dict[str, float]], repeated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [timed(**each) for each in readings]
+    monkeypatch.setattr(linear, "measure", lambda shapes, budget_s: {shapes[0]: left.pop(0)})
+    assert linear.measured(SHAPE, 1, 1.0)["repeated"] == repeated and left == []
 
 
 def test_minimal_pays_for_its_copy() -> None:
-    verdict = judge(CASE, 4, timed(forward_copy=8.0), timed(forward_copy=8.0, refresh=2.0))
-    assert verdict.minimal == verdict.adaptive == Routes(forward=Route.COPY)
-    assert verdict.minimal_s == pytest.approx(4 * 0.028 + 0.002)
+    case = judged(4, timed(forward_copy=8.0), timed(forward_copy=8.0, refresh=2.0))
+    assert case["routes"]["minimal"] == case["routes"]["adaptive"] == str(Routes(forward=Route.COPY))
+    assert case["minimal_s"] == pytest.approx(4 * 0.028 + 0.002)
 
 
 def test_merging_keeps_the_lesser() -> None:
@@ -62,13 +83,13 @@ def test_merging_keeps_the_lesser() -> None:
     assert both.refresh_s == 0.001
 
 
-def test_shares_and_summary() -> None:
-    assert shares([0.5, 0.995, 1.005, 1.02]) == (1, 2, 1)
-    good = judge(CASE, 1, timed(dgrad_left=5.0), timed(dgrad_left=5.0))
-    text = "\n".join(summary([good, judge(CASE, 1, timed(), timed())]))
-    assert "| all: 2 | adaptive | 1 | 1 | 0 | 0.913 | 1.000 |" in text
-    assert "Adaptive leaves 1 of 2 layers untouched. In 1 cases" in text
-    assert "| float32 | 4 | 8 -> 6 | m | 30.000 ms | 1.000 | 0.833 | 0.833 |" in table([good])
+def test_table_and_summary() -> None:
+    good = judged(1, timed(dgrad_left=5.0), timed(dgrad_left=5.0))
+    bad = judged(1, timed(wgrad_left=5.0), timed(wgrad_left=15.0))
+    text = "\n".join(summary([good, judged(1, timed(), timed()), bad]))
+    assert "| all: 3 | adaptive | 1 | 1 | 1 | 0.991 | 1.167 |" in text
+    assert "Adaptive leaves 1 of 3 layers untouched. In 1 cases" in text
+    assert "| float32 | 4 | 8 -> 6 | m | 30.000 ms | 1.000 | 0.833 | 0.833 |" in "\n".join(table([good]))
 
 
 @pytest.mark.parametrize(
@@ -96,8 +117,8 @@ def somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("somewhere")
 def test_a_run_leaves_a_record(tmp_path: Path) -> None:
-    todo = [CASE, replace(CASE, shape=replace(CASE.shape, stored="in_out", dtype="bfloat16"))]
-    assert linear.linear(todo, 2, 1, 0, tmp_path, "the command", lambda line: None) == ExitCode.FINISHED
+    todo = {SHAPE: ["m"], replace(SHAPE, stored="in_out", dtype="bfloat16"): ["m"]}
+    assert linear.run(todo, 2, 1, 0, tmp_path, "the command", lambda line: None) == ExitCode.FINISHED
     (folder,) = tmp_path.iterdir()
     record = json.loads((folder / "record.json").read_text())
     assert record["command"] == "the command" and len(record["cases"]) == 2
@@ -116,7 +137,10 @@ def test_an_interrupted_run_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.
         return right(*arguments)
 
     monkeypatch.setattr(linear, "measured", once)
-    assert linear.linear([CASE, CASE], 2, 1, 0, tmp_path, "c", lambda line: None) == ExitCode.INTERRUPTED
+    assert (
+        linear.run({SHAPE: [], replace(SHAPE, rows=5): []}, 2, 1, 0, tmp_path, "c", lambda line: None)
+        == ExitCode.INTERRUPTED
+    )
     (folder,) = tmp_path.iterdir()
     assert len(json.loads((folder / "record.json").read_text())["cases"]) == 1
 

@@ -2,8 +2,7 @@
 
 import copy
 import io
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from strategies.core.linears import LEGAL, Gemm, Route, Routes
-from strategies.engine.routed_linear import Routed, copies_of, route, storage_of, turned, weights_changed
+from strategies.engine.routed_linear import Routed, copies_of, route, storage_of, transposed, weights_changed
+from tests.helpers.pairwise import Table
 
 KINDS = ("linear", "conv1d")
 BOTH = Routes(forward=Route.COPY, dgrad=Route.COPY)
@@ -34,15 +34,6 @@ def routed(made: Any, routes: Routes) -> Any:
     return model[0]
 
 
-def every() -> Iterator[Routes]:
-    """Every route of every product, the others native; and all together."""
-    for gemm in Gemm:
-        for each in LEGAL[gemm]:
-            yield Routes(**{gemm.value: each})
-    for each in Route:
-        yield Routes(each, each, Route.NATIVE if each is Route.COPY else each)
-
-
 def results(made: Any, x: Tensor) -> list[Tensor]:
     """Output and gradients of one forward and backward."""
     made.zero_grad()
@@ -54,47 +45,61 @@ def results(made: Any, x: Tensor) -> list[Tensor]:
     return [out, x.grad, *(param.grad for param in made.parameters())]
 
 
-@pytest.mark.parametrize(("kind", "routes"), product(KINDS, every()), ids=str)
-def test_derivatives(kind: str, routes: Routes) -> None:
-    made = routed(layer(kind, 3, 5), routes)
+ROUTES: Mapping[str, Sequence[object]] = {"kind": KINDS, **{gemm.value: routes for gemm, routes in LEGAL.items()}}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def ids(row: Mapping[str, Any]) -> str:
+    return ", ".join(str(getattr(level, "value", level)) for level in row.values())
+
+
+def routes_of(row: Mapping[str, Any]) -> Routes:
+    return Routes(**{gemm.value: row[gemm.value] for gemm in Gemm})
+
+
+@pytest.mark.parametrize("row", Table(ROUTES).rows(), ids=ids)
+def test_derivatives(row: Mapping[str, Any]) -> None:
+    """Any two routes of two products, and every route of both kinds of layers."""
+    made = routed(layer(row["kind"], 3, 5), routes_of(row))
 
     def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.func.functional_call(made, {"weight": weight, "bias": bias}, (x,))
 
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    if not routes.copies:  # a copy is made of parameters as they are; numerical differences change them unseen
+    if not routes_of(row).copies:  # numerical differences change the weight unseen
         assert torch.autograd.gradcheck(call, (x, made.weight, made.bias))
         assert torch.autograd.gradgradcheck(call, (x, made.weight, made.bias))
     assert torch.autograd.gradcheck(made, (x,))
     assert torch.autograd.gradgradcheck(made, (x,))
 
 
-SHAPES = [((7, 13), 5), ((1, 9), 4), ((2, 3, 11), 7), ((6,), 3), ((0, 5), 4), ((3, 1, 1), 1), ((2, 2, 2, 8), 16)]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# Odd sizes, one token, one number, no token, any number of dimensions; rows that are transposed, strided or repeated.
+INPUTS: Mapping[str, Callable[[], Tensor]] = {
+    "matrix": lambda: torch.randn(7, 13),
+    "one token": lambda: torch.randn(1, 9),
+    "three dimensions": lambda: torch.randn(2, 3, 11),
+    "vector": lambda: torch.randn(6),
+    "no token": lambda: torch.randn(0, 5),
+    "one number": lambda: torch.randn(3, 1, 1),
+    "transposed": lambda: torch.randn(6, 4, 3).transpose(0, 2),
+    "strided": lambda: torch.randn(8, 12)[::2, ::2],
+    "repeated": lambda: torch.randn(1, 6).expand(4, 6),
+}
+FACTORS = {**ROUTES, "dtype": list(TOLERANCE), "input": list(INPUTS), "outputs": [1, 4, 16], "bias": [True, False]}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("kind", "routes"), product(KINDS, every()), ids=str)
-def test_values_are_those_of_the_stock_layer(kind: str, routes: Routes, dtype: torch.dtype) -> None:
-    """Odd sizes, one token, one number, no token, and any number of dimensions."""
-    for (*lead, inputs), outputs in SHAPES:
-        made = layer(kind, inputs, outputs, dtype=dtype)
-        x = torch.randn(*lead, inputs, dtype=torch.float64).to(dtype)
-        for expected, found in zip(results(made, x), results(routed(made, routes), x), strict=True):
-            assert found.shape == expected.shape and found.dtype == expected.dtype
-            torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(("kind", "routes"), product(KINDS, filter(lambda each: not each.native, every())), ids=str)
-def test_inputs_that_do_not_lie_in_order(kind: str, routes: Routes) -> None:
-    made = layer(kind, 6, 5)
-    across = torch.randn(6, 4, 3, dtype=torch.float64).transpose(0, 2)
-    stepped = torch.randn(8, 12, dtype=torch.float64)[::2, ::2]
-    same = torch.randn(1, 6, dtype=torch.float64).expand(4, 6)
-    for x in (across, stepped, same):
-        in_order = x.contiguous()  # which the stock Conv1D insists on
-        for expected, found in zip(results(made, in_order), results(routed(made, routes), x), strict=True):
-            torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("row", Table(FACTORS, [(("kind", "conv1d"), ("bias", False))]).rows(), ids=ids)
+def test_values_are_those_of_the_stock_layer(row: Mapping[str, Any]) -> None:
+    torch.manual_seed(1)
+    x = INPUTS[row["input"]]().to(row["dtype"])
+    made = layer(row["kind"], x.shape[-1], row["outputs"], bias=row["bias"], dtype=row["dtype"])
+    tolerance = TOLERANCE[row["dtype"]]
+    expected = results(made, x.contiguous())  # which the stock Conv1D insists on
+    found = results(routed(made, routes_of(row)), x)
+    assert found[0].is_contiguous(), "the layers after it may call view"
+    for one, other in zip(expected, found, strict=True):
+        assert other.shape == one.shape and other.dtype == one.dtype
+        torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,6 +113,13 @@ def test_native_products_inside_have_the_bits_of_torch(kind: str, dtype: torch.d
     assert torch.equal(found[0], out) and torch.equal(found[1], into_x) and torch.equal(found[3], into_bias)
     found = results(routed(made, Routes(forward=Route.COPY)), x)
     assert torch.equal(found[1], into_x) and torch.equal(found[2], into_weight)
+
+
+def test_a_native_forward_makes_the_call_of_the_stock_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other calls may have the same bits at some sizes only."""
+    made = routed(layer("linear", 3, 4), Routes(wgrad=Route.LEFT))
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight, bias: x.new_full((len(x), len(weight)), 7.0))
+    assert (made(torch.randn(2, 3, dtype=torch.float64)) == 7.0).all()
 
 
 def test_native_layers_are_not_touched() -> None:
@@ -158,7 +170,7 @@ def test_announced_steps_make_the_copy_once_each() -> None:
     made(x).sum().backward()
     weights_changed([made])
     made(x).sum().backward()
-    held = made._copy.of(made.weight, torch.float64)
+    held = made._copy._tensor
     version = held._version
     made(x).sum().backward()  # the second micro-batch
     assert held._version == version
@@ -168,7 +180,7 @@ def test_announced_steps_make_the_copy_once_each() -> None:
     assert held._version > version and torch.equal(held, made.weight.t())
 
 
-def test_the_copy_is_made_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_is_made_once_per_change() -> None:
     made = routed(layer("linear", 3, 4), BOTH)
     x = torch.randn(2, 3, dtype=torch.float64)
     made(x)
@@ -321,7 +333,7 @@ def test_other_layers_are_refused_by_name() -> None:
         route(model, {"0": BOTH})
 
 
-def test_turned_is_the_same_matrix() -> None:
+def test_a_transposed_matrix_has_the_same_values() -> None:
     matrix = torch.randn(3, 4)
-    assert torch.equal(turned(matrix), matrix) and turned(matrix).stride() == (1, 3)
-    assert turned(turned(matrix)).stride() == (4, 1)
+    assert torch.equal(transposed(matrix), matrix) and transposed(matrix).stride() == (1, 3)
+    assert transposed(transposed(matrix)).stride() == (4, 1)

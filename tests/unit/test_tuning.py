@@ -4,31 +4,20 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from strategies.core.facts import Facts
 from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
+from strategies.core.registry import find
 from tests.helpers.fakes import facts
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.machine import gemm_cache, gemm_timing
-from trainer.machine.gemm_cache import (
-    REFRESH,
-    ROUTED,
-    STOCK,
-    Bench,
-    from_json,
-    load,
-    name_of,
-    place_of,
-    save,
-    to_json,
-    tune,
-    with_timings,
-)
+from trainer.machine.gemm_cache import from_json, load, name_of, place_of, save, timings_of, to_json
+from trainer.machine.gemm_timing import REFRESH, ROUNDS, ROUTED, STOCK, Say, timers_of, tune
 from trainer.machine.probe import probe
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
@@ -64,11 +53,6 @@ def made(shape: Shape = SMALL, value: float = 1e-3) -> Timed:
     return Timed(shape, (*((gemm, Route.NATIVE, value) for gemm in Gemm), (Gemm.WGRAD, Route.LEFT, 5e-4)), 2e-4, 3e-5)
 
 
-def known(*shapes: Shape) -> Facts:
-    layers = tuple(Linear(f"l{number}", "layers.0", shape) for number, shape in enumerate(shapes or (SMALL,)))
-    return replace(facts(), linears=layers)
-
-
 def test_routes_take_turns_and_the_least_counts() -> None:
     flipped = (Gemm.FORWARD, Route.FLIP)
     fake = Fake(each_s=0.001, readings={flipped: [9.0, 0.0012, 5.0, 0.0011, *[7.0] * 20]})
@@ -76,7 +60,7 @@ def test_routes_take_turns_and_the_least_counts() -> None:
     assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 0.0011}
     assert found.refresh_s == 0.001 and found.overhead_s == 0.0
     one_round = list(fake.prepare(SMALL))
-    assert fake.calls == one_round * gemm_cache.ROUNDS
+    assert fake.calls == one_round * ROUNDS
 
 
 def test_what_routing_itself_costs_is_measured() -> None:
@@ -89,7 +73,7 @@ def test_what_is_far_behind_after_two_rounds_gets_no_more() -> None:
     fake = Fake(each_s=0.001, readings={flipped: [9.0, 3.0, 0.0001]})
     found = tune([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[SMALL]
     assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 3.0}
-    assert fake.calls.count(flipped) == 2 and fake.calls.count((Gemm.FORWARD, Route.NATIVE)) == gemm_cache.ROUNDS
+    assert fake.calls.count(flipped) == 2 and fake.calls.count((Gemm.FORWARD, Route.NATIVE)) == ROUNDS
 
 
 def test_the_budget_ends_it_and_what_is_left_is_said() -> None:
@@ -131,12 +115,12 @@ def test_what_was_measured_comes_back(tmp_path: Path) -> None:
 
 
 def test_other_machines_keep_their_entries(tmp_path: Path) -> None:
-    path, other = tmp_path / "linear.json", replace(PLACE, threads=99)
+    path, other = tmp_path / "linear.json", {**PLACE, "threads": 99}
     save(path, other, {name_of(SMALL): to_json(made())})
     save(path, PLACE, {name_of(LARGE): to_json(made(LARGE))})
     assert set(load(path, other)[0]) == {name_of(SMALL)} and set(load(path, PLACE)[0]) == {name_of(LARGE)}
     for threads in range(100, 140):
-        save(path, replace(PLACE, threads=threads), {})
+        save(path, {**PLACE, "threads": threads}, {})
     assert len(json.loads(path.read_text())["measured"]) == gemm_cache.MOST_ENTRIES
 
 
@@ -145,14 +129,14 @@ def test_other_machines_keep_their_entries(tmp_path: Path) -> None:
     [
         {"threads": 99},
         {"settings": "deterministic"},
-        {"machine": replace(PLACE.machine, torch="1.0")},
-        {"machine": replace(PLACE.machine, device="NVIDIA other")},
+        {"machine": PLACE["machine"] | {"torch": "1.0"}},
+        {"machine": PLACE["machine"] | {"device": "NVIDIA other"}},
     ],
     ids=str,
 )
 def test_timings_of_another_machine_are_not_used(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "linear.json"
-    save(path, replace(PLACE, **change), {name_of(SMALL): to_json(made())})
+    save(path, {**PLACE, **change}, {name_of(SMALL): to_json(made())})
     shapes, ignored = load(path, PLACE)
     assert shapes == {} and ignored.startswith(f"{path} is not used") and "\n" not in ignored
 
@@ -172,7 +156,9 @@ def test_a_broken_file_is_ignored_in_one_line_and_replaced(text: str, tmp_path: 
 
 
 def test_what_a_device_runs_on_is_part_of_the_place() -> None:
-    settings = {kind: place_of(replace(probe(), device_kind=kind)).settings for kind in ("cpu", "cuda", "xpu", "hpu")}
+    settings = {
+        kind: place_of(replace(probe(), device_kind=kind))["settings"] for kind in ("cpu", "cuda", "xpu", "hpu")
+    }
     assert settings["cuda"] == f"{settings['cpu']}, CUDA {torch.version.cuda}" or torch.version.hip
     assert settings["xpu"] == f"{settings['cpu']}, XPU {torch.version.xpu}"
     assert settings["hpu"] == settings["cpu"], "no row says what its versions are"
@@ -211,41 +197,67 @@ def test_every_part_of_a_shape_is_in_its_key(change: dict[str, Any]) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake(each_s=1e-3)
-    monkeypatch.setattr(gemm_cache.Bench, "prepare", lambda self, shape: fake.prepare(shape))
+    monkeypatch.setattr(gemm_cache, "timers_of", lambda shape, device: fake.prepare(shape))
     return fake
+
+
+def timings(path: Path, *shapes: Shape, budget_s: float = 60.0, say: Say = lambda line: None) -> tuple[Timed, ...]:
+    return timings_of(shapes, probe(), path, threads=None, budget_s=budget_s, say=say)
 
 
 def test_the_second_run_measures_nothing(fake: Fake, tmp_path: Path) -> None:
     path = tmp_path / "linear.json"
-    first = with_timings(known(SMALL, LARGE), probe(), path=path, budget_s=60)
+    first = timings(path, SMALL, LARGE)
     calls = len(fake.calls)
-    assert calls > 0 and {timed.shape for timed in first.timings} == {SMALL, LARGE}
-    again = with_timings(known(SMALL, LARGE), probe(), path=path, budget_s=60)
-    assert len(fake.calls) == calls and set(again.timings) == set(first.timings)
-    more = with_timings(known(SMALL, replace(SMALL, rows=9)), probe(), path=path, budget_s=60)
-    assert len(fake.calls) > calls and len(more.timings) == 2
+    assert calls > 0 and {timed.shape for timed in first} == {SMALL, LARGE}
+    assert timings(path, SMALL, LARGE) == first and len(fake.calls) == calls
+    more = timings(path, SMALL, replace(SMALL, rows=9))
+    assert len(fake.calls) > calls and len(more) == 2
 
 
 def test_showing_a_plan_measures_nothing(fake: Fake, tmp_path: Path) -> None:
-    assert with_timings(known(), probe(), path=tmp_path / "none.json").timings == ()
+    assert timings(tmp_path / "none.json", SMALL, budget_s=0.0) == ()
     assert fake.calls == []
 
 
 def test_a_file_that_cannot_be_written_costs_a_line(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "file").write_text("")
-    found = with_timings(known(), probe(), path=tmp_path / "file" / "x.json", budget_s=60, say=said.append)
-    assert len(found.timings) == 1 and "the next run measures again" in said[-1]
+    found = timings(tmp_path / "file" / "x.json", SMALL, say=said.append)
+    assert len(found) == 1 and "the next run measures again" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "origin", "tune", "asked"),
+    [
+        ({"budget_s": 7.0}, "here", True, ["linear.json", None, 7.0]),
+        ({"budget_s": 7.0, "cache": "x.json"}, "here", False, ["x.json", None, 0.0]),
+        ({"transpose": "minimal"}, "here", True, None),
+        ({}, "profile", True, None),
+    ],
+    ids=str,
+)
+def test_only_adaptive_asks_for_timings_of_this_machine(
+    options: dict[str, Any], origin: Any, tune: bool, asked: list[Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[Any]] = []
+
+    def record(shapes: Any, machine: Any, path: Path, *, threads: int | None, budget_s: float, say: Say) -> Any:
+        calls.append([path.name, threads, budget_s])
+        return (made(),)
+
+    monkeypatch.setattr(gemm_cache, "timings_of", record)
+    config: Any = SimpleNamespace(strategies={"linear": find("linear").model_validate(options)})
+    given = replace(facts(), linears=(Linear("l", "layers.0", SMALL),))
+    machine = replace(probe(), origin=origin)
+    found = gemm_cache.for_config(config, given, Ranks(), machine, tune=tune, say=lambda line: None)
+    assert calls == ([asked] if asked else []) and found.timings == ((made(),) if asked else ())
 
 
 def decided(ranks: Ranks) -> list[float]:
-    """On every rank: what all take, though each would decide otherwise. Their sum over ranks shows that all did."""
-    from strategies.core.linears import Timed
-
-    mine = replace(known(), timings=(made(value=1.0 + ranks.rank),))
-    taken = gemm_cache.of_all_ranks(known(), lambda: mine).timings
-    assert isinstance(taken[0], Timed)
-    seconds = torch.tensor([taken[0].of(Gemm.FORWARD)[Route.NATIVE]])
+    """On every rank: the seconds that it takes, though each would find others. Their sum shows whether all agree."""
+    (taken,) = gemm_cache.of_first_rank(lambda: (made(value=1.0 + ranks.rank),))
+    seconds = torch.tensor([taken.of(Gemm.FORWARD)[Route.NATIVE]])
     torch.distributed.all_reduce(seconds)
     return [float(seconds)]
 
@@ -261,19 +273,18 @@ def test_the_first_rank_decides_for_all() -> None:
 @pytest.mark.parametrize("stored", ["out_in", "in_out"])
 def test_real_products_are_timed_over_every_route(stored: Any) -> None:
     shape = Shape(3, 5, 7, stored, "float32")
-    found = tune([shape], Bench("cpu").prepare, 5.0, lambda line: None)[shape]
+    found = tune([shape], lambda shape: timers_of(shape, "cpu"), 5.0, lambda line: None)[shape]
     assert {gemm: len(found.of(gemm)) for gemm in Gemm} == {Gemm.FORWARD: 5, Gemm.DGRAD: 5, Gemm.WGRAD: 4}
-    assert all(seconds > 0 for *_, seconds in found) and found.refresh_s > 0
+    assert all(seconds > 0 for *_, seconds in found.seconds) and found.refresh_s > 0
     assert 0 <= found.overhead_s < 1e-2
 
 
 def test_a_route_with_another_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gemm_timing._works
+    right = gemm_timing.compute
 
-    def works(shape: Shape, gemm: Gemm, route: Route) -> Any:
-        work = right(shape, gemm, route)
-        return (lambda held: work(held) * 1.01) if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else work
+    def wrong(shape: Shape, gemm: Gemm, route: Route, operands: Any) -> Any:
+        return right(shape, gemm, route, operands) * (1.01 if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else 1.0)
 
-    monkeypatch.setattr(gemm_timing, "_works", works)
-    runs = Bench("cpu").prepare(Shape(3, 5, 7, "out_in", "float32"))
-    assert (Gemm.DGRAD, Route.FLIP) not in runs and (Gemm.FORWARD, Route.FLIP) in runs
+    monkeypatch.setattr(gemm_timing, "compute", wrong)
+    timers = timers_of(Shape(3, 5, 7, "out_in", "float32"), "cpu")
+    assert (Gemm.DGRAD, Route.FLIP) not in timers and (Gemm.FORWARD, Route.FLIP) in timers

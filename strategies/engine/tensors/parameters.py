@@ -136,14 +136,14 @@ class StowedParameter(Copied, nn.Parameter):
         """Its newest value, to read."""
         return self._newest()
 
-    def _newest(self) -> Tensor:
-        shown: Tensor = RAW_DATA.__get__(self).as_subclass(ReadOnly)
-        return shown
-
     @data.setter
     def data(self, value: Tensor) -> None:
         if value is not self:  # ``model.to(device)`` assigns the parameter itself if nothing changes
             raise RuntimeError(f"{self._keeper.name}: the memory of a stowed model is planned; {WRITE}")
+
+    def _newest(self) -> Tensor:
+        shown: Tensor = RAW_DATA.__get__(self).as_subclass(ReadOnly)
+        return shown
 
     @property
     def grad(self) -> Tensor | None:
