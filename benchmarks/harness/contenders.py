@@ -100,15 +100,10 @@ class Ours(Trained):
 
         super().__init__(work, device)
         self.model = model
-        plan = plan_for(
-            model,
-            batch=(work.rows, work.length),
-            accumulation=work.accumulation,
-            max_grad_norm=work.max_grad_norm,
-            **options,
-        )
-        print(table(plan), flush=True)
-        self.optimizer = stow(model, plan, rule=AdamW(**work.adamw))
+        batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
+        self.plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
+        print(table(self.plan), flush=True)
+        self.optimizer = stow(model, self.plan, rule=AdamW(**work.adamw), device=device)
         self.settings = options
 
     def update(self) -> None:
