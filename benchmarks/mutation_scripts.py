@@ -1,4 +1,5 @@
-"""What people do with a stowed model besides training it: scripts for the cases of ``mutations.py``.
+"""What people do with a stowed model besides training it: scripts for the cases of ``mutations.py``. (Loading weights
+and ``present`` reach no place of their own; ``tests/accelerator`` runs them on the simulated device.)
 
 A script takes a model and its optimizer, stowed or plain (``tests.helpers.sides.Plain``), and returns what it saw.
 """
@@ -61,21 +62,6 @@ def reads(model: nn.Module, optimizer: Any) -> Seen:
     return found
 
 
-def presents(model: nn.Module, optimizer: Any) -> Seen:
-    params, found = list(model.parameters()), []
-    for batch in batches(4):
-        model(**batch).loss.backward()
-        with optimizer.present(params[2:4]), torch.no_grad():
-            params[3].add_(0.25)
-        finish(optimizer)
-        with optimizer.present(params):
-            found += [param.detach().clone() for param in params]
-        with optimizer.present(params[3:7]), torch.no_grad():
-            params[4].mul_(1.5)
-            found.append(model(**batch).loss)
-    return found
-
-
 def state_dicts(model: nn.Module, optimizer: Any) -> Seen:
     found: Seen = []
     layers: Any = model.layers
@@ -86,21 +72,6 @@ def state_dicts(model: nn.Module, optimizer: Any) -> Seen:
         found.append(copies(layers[1]))
         finish(optimizer)
         found += [copies(layers[2]), copies(model)]
-    return found
-
-
-def loads(model: nn.Module, optimizer: Any) -> Seen:
-    """Load weights of the whole model, and of one layer."""
-    other = {name: value * 0.5 for name, value in copies(model).items()}
-    layers: Any = model.layers
-    part = {name.removeprefix("layers.3."): value for name, value in other.items() if name.startswith("layers.3.")}
-    found = []
-    for number, batch in enumerate(batches(6)):
-        found.append(step(model, optimizer, batch))
-        if number == 1:
-            model.load_state_dict(other)
-        if number == 3:
-            layers[3].load_state_dict(part)
     return found
 
 
@@ -164,19 +135,19 @@ def gradients(model: nn.Module, optimizer: Any) -> Seen:
     return found
 
 
-def evaluates(model: nn.Module, optimizer: Any, norm: float = 0.0) -> Seen:
-    """Evaluate before and after each step. With a norm the script clips first, so that what an update waits for is
-    older than the last use of the weights."""
+def evaluates(model: nn.Module, optimizer: Any) -> Seen:
+    """Evaluate before and after each step. Clipping comes first, so that what an update waits for is older than the
+    last use of the weights."""
     found: Seen = []
     for batch in batches(5):
-        loss = model(**batch).loss
-        loss.backward()
-        found += [loss, optimizer.clip_grad_norm_(norm)] if norm else [loss]
-        with torch.no_grad():
-            found.append(model(**batch).loss)
-        finish(optimizer)
-        with torch.no_grad():
-            found.append(model(**batch).loss)
+        found.append(model(**batch).loss)
+        found[-1].backward()
+        found.append(optimizer.clip_grad_norm_(0.5))
+        for update in (False, True):
+            if update:
+                finish(optimizer)
+            with torch.no_grad():
+                found.append(model(**batch).loss)
     return found
 
 
@@ -271,17 +242,14 @@ class Script:
 _trains = partial(Script, trains, accumulation=3, max_norm=0.5)
 SCRIPTS: Mapping[str, Script] = {
     "reads": Script(reads),
-    "present": Script(presents),
     "state dicts": Script(state_dicts),
-    "load": Script(loads),
     "save": Script(saves),
     "infinite": Script(infinite, max_norm=0.5),
     "infinite, unclipped": Script(infinite),
     "infinite, unfused": Script(infinite, max_norm=0.5, fused=False),
     "fewer": Script(fewer, accumulation=3, max_norm=0.5),
     "gradients": Script(gradients, accumulation=3),
-    "evaluates": Script(evaluates),
-    "evaluates, clipped": Script(partial(evaluates, norm=0.5), max_norm=0.5),
+    "evaluates": Script(evaluates, max_norm=0.5),
     "on and off": Script(on_and_off, max_norm=0.5),
     "states": Script(states),
     "writes late": Script(writes_late),

@@ -85,11 +85,11 @@ def _row(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Aligned Markdown, followed by the remarks on single rows."""
+    """Markdown that is also aligned, then what is to be known of single rows."""
     lines = [HEAD, tuple("---" for _ in HEAD), *map(_cells, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
     lines[1] = tuple("-" * width for width in widths)
-    text = [f"| {first.ljust(widths[0])} | {' | '.join(map(str.rjust, rest, widths[1:]))} |" for first, *rest in lines]
+    text = ["| " + " | ".join(map(_padded, range(len(HEAD)), line, widths)) + " |" for line in lines]
     remarks = [f"- {row.label}: {note}" for row in rows for note in row.notes]
     remarks += [f"- {row.label} failed: {row.failed}" for row in rows if row.failed is not None]
     disturbed = [f"{row.label} {row.others_share:.0%}" for row in rows if row.others_share > QUIET]
@@ -102,16 +102,21 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.tokens_per_s is None:
         return (row.label, "failed", *[""] * (len(HEAD) - 2))
     speed, ratio = row.tokens_per_s, row.of_plain
-    sizes = (row.device_bytes, row.host_bytes, row.backward_bytes)
     return (
         row.label,
         f"{speed.median:,.0f}",
         f"{speed.least:,.0f} to {speed.most:,.0f}",
         f"{ratio.median:.3f}" if ratio else UNKNOWN,
         f"{ratio.least:.3f} to {ratio.most:.3f}" if ratio else UNKNOWN,
-        *(UNKNOWN if size is None else human_bytes(size) for size in sizes),
-        UNKNOWN if row.loss is None else human_number(row.loss, 6),
+        human_bytes(row.device_bytes) if row.device_bytes is not None else UNKNOWN,
+        human_bytes(row.host_bytes) if row.host_bytes is not None else UNKNOWN,
+        human_bytes(row.backward_bytes) if row.backward_bytes is not None else UNKNOWN,
+        human_number(row.loss, 6) if row.loss is not None else UNKNOWN,
     )
+
+
+def _padded(column: int, cell: str, width: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
