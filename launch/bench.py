@@ -16,7 +16,9 @@ import argparse
 import difflib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ConfigError, ExitCode, UserError
 from trainer.machine.probe import cores
 
+THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE}
 RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 
 
@@ -40,17 +43,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """One subcommand per theme. Values stay text and are checked by ``benchmarks.harness.work``."""
+    """One subcommand per theme. ``benchmarks.harness.work`` parses the values and raises ConfigError itself."""
     whole = Parser(description=(__doc__ or "").splitlines()[0])
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
     offload = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
-    add_work(offload, work.OFFLOAD)
+    add_work(offload, THEMES["offload"])
     offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     again = themes.add_parser("recompute", help="keeping less for backward: memory and speed", allow_abbrev=False)
-    add_work(again, work.RECOMPUTE)
-    again.add_argument("--attention", default="sdpa", metavar="NAME", help=f"{', '.join(work.ATTENTIONS)} (sdpa)")
-    again.add_argument("--dropout", default="0", metavar="P", help="of attention's probabilities (default 0)")
+    add_work(again, THEMES["recompute"])
+    _add(
+        again, "--attention", partial(work.choice, allowed=work.ATTENTIONS), "sdpa", "NAME", ", ".join(work.ATTENTIONS)
+    )
+    _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")
     _add_linear(themes)
     return whole
 
@@ -58,16 +63,21 @@ def parser() -> Parser:
 def add_work(one: Parser, contenders: Sequence[work.Contender]) -> None:
     """Add the options of the work and the contenders."""
     names = ", ".join(each.label for each in contenders)
-    one.add_argument("--model", default="45m", metavar="NAME", help=f"{', '.join(work.MODELS)} (default 45m)")
-    one.add_argument("--tokens", metavar="N", help="per optimizer step; determines the rows (default: the model's own)")
-    one.add_argument("--rows", metavar="N", help="of a micro-batch")
-    one.add_argument("--length", metavar="N", help="tokens of a row")
-    one.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per step (default 1)")
-    one.add_argument("--dtype", default="fp32", metavar="NAME", help=f"{', '.join(work.DTYPES)} (default fp32)")
-    one.add_argument("--steps", default="5", metavar="N", help="measured optimizer steps (default 5)")
-    one.add_argument("--rounds", default="3", metavar="N", help="runs of each contender (default 3)")
+    _add(one, "--model", partial(work.choice, allowed=work.MODELS), "45m", "NAME", ", ".join(work.MODELS))
+    _add(one, "--tokens", work.whole, None, "N", "per optimizer step; determines the rows")
+    _add(one, "--rows", work.whole, None, "N", "of a micro-batch")
+    _add(one, "--length", work.whole, None, "N", "tokens of a row")
+    _add(one, "--accumulation", work.whole, "1", "N", "micro-batches per step")
+    _add(one, "--dtype", partial(work.choice, allowed=work.DTYPES), "fp32", "NAME", ", ".join(work.DTYPES))
+    _add(one, "--steps", work.whole, "5", "N", "measured optimizer steps")
+    _add(one, "--rounds", work.whole, "3", "N", "runs of each contender")
     one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
     one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
+
+
+def _add(one: Parser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str) -> None:
+    text = f"{text} (default {default or 'of the model'})"
+    one.add_argument(option, type=partial(parse, option), default=default, metavar=value, help=text)
 
 
 def _add_linear(themes: Any) -> None:
@@ -103,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.theme == "linear":
             return of_linear(given, command)
         todo, contenders = wanted(given)
-        rounds = work.whole("--rounds", given.rounds)
-        return compare(todo, contenders, rounds, given, command)
+        return compare(todo, contenders, given, command)
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.code
@@ -115,15 +124,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def compare(
-    todo: work.Work, contenders: Sequence[work.Contender], rounds: int, given: argparse.Namespace, command: str
-) -> ExitCode:
+def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argparse.Namespace, command: str) -> ExitCode:
     """Run every contender in every round. The record is written after each run, so that an interrupt loses none.
 
     Raises:
         ConfigError: if no folder can be made in ``--out``.
     """
-    around = processes.surroundings()
+    around, rounds = processes.surroundings(), given.rounds
     folder = record.new_folder(given.out, given.theme, around["hardware"])
     say(f"{len(contenders)} contenders, {rounds} rounds; {record.conditions(todo, rounds, around)}")
     runs: list[processes.Run] = []
@@ -154,23 +161,11 @@ def of_linear(given: argparse.Namespace, command: str) -> int:
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:
-    """The work and the contenders that the options ask for. Raise ConfigError for a value that is not allowed."""
-    numbers = {name: getattr(given, name) for name in ("tokens", "rows", "length", "accumulation", "steps")}
-    is_offload = given.theme == "offload"
-    extra: dict[str, Any] = {"recompute": given.recompute} if is_offload else {}
-    if not is_offload:
-        extra["attention"] = work.choice("--attention", given.attention, work.ATTENTIONS)
-        extra["dropout"] = work.part("--dropout", given.dropout)
-    todo = work.work(
-        work.choice("--model", given.model, work.MODELS),
-        dtype=work.choice("--dtype", given.dtype, work.DTYPES),
-        **extra,
-        **{name: work.whole(f"--{name}", text) for name, text in numbers.items() if text is not None},
-    )
-    names = listed(given.subjects)
-    if is_offload:
-        return todo, work.contenders(names, listed(given.gpu_memory))
-    return todo, work.contenders(names, theme=work.RECOMPUTE)
+    """The work and the contenders that the options ask for. Raise ConfigError if they contradict each other."""
+    names = {each.name for each in fields(work.Work)} | {"tokens"}
+    options = {name: value for name, value in vars(given).items() if name in names and value is not None}
+    budgets = listed(getattr(given, "gpu_memory", ""))
+    return work.work(**options), work.contenders(listed(given.subjects), budgets, THEMES[given.theme])
 
 
 def listed(text: str) -> list[str]:
