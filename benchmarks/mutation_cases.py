@@ -243,9 +243,10 @@ class Layer(nn.Module):
 
 def saved(loop: str) -> Program:
     """What people do with graphs: a loop of ``tests/parity/test_activations.py``."""
-    from tests.parity import test_activations as tests
 
     def run(moves: Transfer | None, device: str) -> list[Tensor]:
+        from tests.parity import test_activations as tests  # starts threads, so not before the fork
+
         tests.rows = lambda number: torch.randn(number, 6).to(device).requires_grad_()
         with mock.patch.object(tests, "Layer", Layer):
             model = tests.Stack(6).to(device)
