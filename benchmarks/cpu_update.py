@@ -1,11 +1,11 @@
-"""Which AdamW updates host memory faster, torch's or DeepSpeed's? ``python benchmarks/cpu_update.py --out FOLDER``
+"""AdamW on host memory: is torch's kernel or DeepSpeed's faster? ``python benchmarks/cpu_update.py --out FOLDER``
 
-On flat fp32 buffers, with fp32 gradients in one call, and with bf16 gradients chunk by chunk, so that the scratch
-stays in cache: widen the gradient, multiply by the clip factor, update, round the weight to bf16. (Neither kernel
-reads bf16 gradients beside fp32 weights.) Every round runs every case once, so that a disturbance meets all alike;
-the best round counts. *Held up* is the longest time the main thread could not run Python while another thread ran
-the update: a kernel that keeps the interpreter lock shows its whole duration there. DeepSpeed's kernel takes part
-if it is compiled, or with ``--build``. Each call adds a run to ``record.json`` and writes ``table.md`` anew.
+The kernels update flat fp32 buffers, with fp32 gradients in one call, and with bf16 gradients in chunks, so that the
+scratch buffer stays in cache: widen the gradient, multiply by the clip factor, update, round the weight to bf16.
+(Neither kernel reads bf16 gradients with fp32 weights.) Every round runs every case once, so that a disturbance affects
+all alike; the best round counts. *Held up* is the longest time that the main thread could not run Python while another
+thread ran the update: a kernel that keeps the interpreter lock shows its whole duration there. DeepSpeed's kernel takes
+part if it is compiled, or with ``--build``. Each call appends a run to ``record.json`` and rewrites ``table.md``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None
 
 
 def torch_kernel(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-    """The kernel of ``torch.optim.AdamW(fused=True)``, called, like the other, without its Python wrapper."""
+    """The kernel of ``torch.optim.AdamW(fused=True)``, without its Python wrapper, like the other one."""
     options: dict[str, Any] = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "eps": EPS, "weight_decay": DECAY}
     torch._fused_adamw_([p], [g], [m], [v], [], [STEP], amsgrad=False, maximize=False, **options)
 
 
 def deepspeed_kernel(build: bool) -> Kernel | None:
-    """The kernel of DeepSpeedCPUAdam, None where it is not compiled and shall not be."""
+    """The kernel of DeepSpeedCPUAdam; None if it is not compiled and ``build`` is false."""
     if not build and not (cache_folder() / CPU_ADAM.name / f"{CPU_ADAM.name}.so").exists():
         return None
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -58,7 +58,7 @@ def deepspeed_kernel(build: bool) -> Kernel | None:
 
 
 def cases(n: int, kernels: dict[str, Kernel]) -> list[tuple[str, str, Update]]:
-    """(gradients and chunk, kernel, update); all work on the same buffers."""
+    """(gradients and chunk, name of the kernel, update) of each case; all share the same buffers."""
     p, m, v, g = torch.randn(n), torch.zeros(n), torch.zeros(n), torch.randn(n).mul_(1e-2)
     low, out, scratch, factor = g.bfloat16(), torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n), torch.tensor(0.7)
 
@@ -79,7 +79,7 @@ def cases(n: int, kernels: dict[str, Kernel]) -> list[tuple[str, str, Update]]:
 
 
 def held_up(update: Update) -> float:
-    """The longest pause, in seconds, of this thread's Python while another thread runs the update."""
+    """Seconds of the longest pause of this thread's Python while another thread runs the update."""
     worker, seen = threading.Thread(target=update), [time.perf_counter()]
     worker.start()
     while worker.is_alive():
@@ -89,7 +89,7 @@ def held_up(update: Update) -> float:
 
 
 def measure(n: int, rounds: int, kernels: dict[str, Kernel]) -> list[dict[str, Any]]:
-    """The best of the rounds for every case, with one thread and with one per core."""
+    """The best round of every case, with one thread and with one per core."""
     rows: dict[tuple[str, str, int], list[float]] = {}
     todo = [(*case, team) for case in cases(n, kernels) for team in sorted({1, cores()[1]})]
     for _ in range(rounds):
@@ -106,7 +106,7 @@ def measure(n: int, rounds: int, kernels: dict[str, Kernel]) -> list[dict[str, A
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown, a row per case, and who is faster."""
+    """Markdown: a row per case, then which kernel is faster."""
     head = ["gradients", "kernel", "threads", *(f"run {i + 1}, G/s" for i in range(len(runs))), "GB/s", "held up, ms"]
     lines, best = [head, ["---"] * len(head)], dict[tuple[str, int, str], float]()
     for same in zip(*(run["rows"] for run in runs), strict=True):

@@ -1,18 +1,21 @@
-"""What is asked of a machine with an accelerator, in parts that end in time and lose nothing.
+"""The checks to run on a machine with an accelerator, in parts that end in time and lose nothing that was found.
 
     python benchmarks/gpu_check.py PART --out FOLDER [--seconds 480] [--known results.jsonl] [--rehearse]
 
-A part is a list of steps, most valuable first; ``PARTS`` says which. Each step is a process under a limit of its own,
-then killed with all that it started; faulthandler says where it was. What a step finds it prints as lines of
-JSON, and each is written into ``results.jsonl`` as it comes. A step that ended well is not run again where ``--known``
-holds its end. No step begins that the part has no time for. The table comes last, and everything is in one tar.
+A part (see ``PARTS``) is a list of steps, the most valuable first. Each step is a process with its own time limit; at
+the limit faulthandler prints where it was, and the process is killed with all that it started. Lines of JSON that a
+step prints are copied into ``results.jsonl`` at once. A step that succeeded according to ``--known`` is not run again,
+and no step starts that the part has no time left for. At the end a table is printed and the part's folder is packed
+into one tar.
 
-``--rehearse``: the same steps with the smallest models, on any machine; what fails there would have failed here.
+``--rehearse`` runs the same steps with the smallest models on any machine, to find mistakes before time on a GPU is
+spent.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -27,15 +30,14 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-TAR_BYTES = 16 << 20  # what may come back
-LARGEST_FILE = 2 << 20
-GRACE_S = 10  # for faulthandler to speak
+LARGEST_FILE = 2 << 20  # larger files stay on the machine
+GRACE_S = 10  # for faulthandler to print the stacks
 PEERS = ("ours-budget", "deepspeed-zero2", "superoffload", "deepspeed-zero3", "fsdp2", "torchao")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command and its limit."""
+    """A command for Python, and how long it may run."""
 
     name: str
     limit_s: float
@@ -44,201 +46,172 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What differs between the machine and the rehearsal: names of models, numbers of cases, options."""
+    """What differs between the machine and the rehearsal: models, numbers of cases, budgets, tokens, options."""
 
     large: str
     small: str
     cases: int
     grid: int
     budgets: tuple[str, ...]
-    peer_budget: str
+    most: str  # the budget for the largest model
+    dtype: str
     tokens: Mapping[str, str]
     length: str
-    device: tuple[str, ...]  # options; without them the accelerator is taken
+    device: tuple[str, ...]  # options; without them the accelerator is used
+    pinned: str  # GiB
+    linear: tuple[str, ...]
 
 
-REAL = Size("6.7b", "1.3b", 20, 120, ("12GiB", "24GiB", "60GiB"), "24GiB",
-            {"8k": "8192", "2k": "2048", "16k": "16384", "32k": "32768"}, "2048", ())  # fmt: skip
-REHEARSED = Size("tiny", "tiny", 1, 4, ("1500KiB", "4MiB", "64MiB"), "1500KiB",
-                 {"8k": "64", "2k": "32", "16k": "96", "32k": "128"}, "32", ("--device", "cpu"))  # fmt: skip
+REAL = Size(
+    "6.7b", "1.3b", 20, 120, ("12GiB", "24GiB", "60GiB"), "76GiB", "bf16",
+    {"8k": "8192", "2k": "2048", "16k": "16384", "32k": "32768", "recompute": "4096", "linear": "2048,8192"}, "2048",
+    (), "1,40", ("--seconds", "0.5", "--steps", "8"),
+)  # fmt: skip
+REHEARSED = Size(
+    "tiny", "tiny", 1, 4, ("1500KiB", "4MiB", "64MiB"), "64MiB", "fp32",
+    {"8k": "64", "2k": "32", "16k": "96", "32k": "128", "recompute": "64", "linear": "4"}, "32",
+    ("--device", "cpu"), "0.01", ("--seconds", "1", "--models", "gpt2-xl"),
+)  # fmt: skip
 
 
 def machine(size: Size, out: Path) -> Iterator[Step]:
     """(a) What the machine is, and how fast its parts are."""
-    pinned = "1,40" if size is REAL else "0.01"
-    yield Step("machine", 120, ("-m", "benchmarks.gpu_machine", "--gib", pinned))
+    yield Step("machine", 120, ("-m", "benchmarks.gpu_machine", "--gib", size.pinned))
     yield Step("doctor", 60, ("launch/doctor.py", "--json", str(out / "doctor.json")))
     yield Step("rates", 120, ("launch/doctor.py", "--rates", "--out", str(out / "rates.json")))
     yield Step("build", 300, ("launch/doctor.py", "--build"))
 
 
 def engine(size: Size, out: Path) -> Iterator[Step]:
-    """(b) Bits: plain training against itself, real widths, then the grid with pauses on the streams."""
-    script = ("-m", "benchmarks.gpu_engine", *size.device, "--out", str(out))
+    """(b) Exactness: models of a real width, the grid with pauses on the streams, saved tensors on the host."""
+    script = ("-m", "benchmarks.gpu_engine", *size.device)
     yield Step("real widths", 200, (*script, "--wide", str(size.cases), "--cases", "0"))
     yield Step("grid", 220, (*script, "--wide", "0", "--cases", str(size.grid)))
     yield Step("saved on the host", 200, (*script, "--wide", "0", "--cases", "0", "--saved"))
 
 
+def _planned(size: Size, model: str, budget: str) -> tuple[str, ...]:
+    command = ("-m", "benchmarks.gpu_plan", "--model", model, "--gpu-memory", budget)
+    return *command, "--length", size.length, *size.device
+
+
 def planned(size: Size, out: Path) -> Iterator[Step]:
-    """(c) Predicted against measured, at three budgets."""
+    """(c) Predicted against measured memory and time, at three budgets."""
     for budget in size.budgets:
-        command = ("-m", "benchmarks.gpu_plan", "--model", size.large, "--gpu-memory", budget, "--length", size.length)
-        yield Step(f"{size.large} in {budget}", 150, (*command, *size.device))
+        yield Step(f"{size.large} in {budget}", 150, _planned(size, size.large, budget))
 
 
-def _offload(size: Size, model: str, subject: str, tokens: str, out: Path) -> tuple[str, ...]:
-    dtype = "bf16" if size is REAL else "fp32"
-    return (
-        "launch/bench.py", "offload", "--model", model, "--dtype", dtype, "--tokens", size.tokens[tokens], "--length",
-        size.length, "--recompute", "--rounds", "1", "--steps", "3", "--subjects", subject, "--gpu-memory",
-        size.peer_budget, "--out", str(out / f"{model}-{tokens}-{subject}"),
-    )  # fmt: skip
+def _offload(size: Size, model: str, tokens: str, names: Sequence[str], limit_s: float, out: Path) -> Iterator[Step]:
+    """One contender per step."""
+    for name in names:
+        command = (
+            "launch/bench.py", "offload", "--model", model, "--dtype", size.dtype, "--tokens", size.tokens[tokens],
+            "--length", size.length, "--recompute", "--rounds", "1", "--steps", "3", "--subjects", name,
+            "--gpu-memory", size.budgets[size is REAL], "--out", str(out / f"{model}-{tokens}-{name}"),
+        )  # fmt: skip
+        yield Step(f"{model}, {tokens}, {name}", limit_s, command)
 
 
 def peers(size: Size, out: Path) -> Iterator[Step]:
-    """(d) The strongest point first: 8k tokens per step, clipping, 24 GiB; one subject per step."""
-    for subject in PEERS:
-        yield Step(f"{size.large}, 8k, {subject}", 150, _offload(size, size.large, subject, "8k", out))
-    for subject in ("plain", "ours-resident"):
-        yield Step(f"{size.small}, 8k, {subject}", 90, _offload(size, size.small, subject, "8k", out))
+    """(d) The peers where they are strongest: 8k tokens per step, clipping, 24 GiB."""
+    yield from _offload(size, size.large, "8k", PEERS, 150, out)
+    yield from _offload(size, size.small, "8k", ("plain", "ours-resident"), 90, out)
 
 
 def more_peers(size: Size, out: Path) -> Iterator[Step]:
-    """(d) The other points."""
+    """(d) Other numbers of tokens."""
     for model in dict.fromkeys((size.large, size.small)):
         for tokens in ("2k", "16k", "32k"):
-            for subject in ("ours-budget", "deepspeed-zero2", "deepspeed-zero3"):
-                yield Step(f"{model}, {tokens}, {subject}", 150, _offload(size, model, subject, tokens, out))
+            yield from _offload(size, model, tokens, ("ours-budget", "deepspeed-zero2", "deepspeed-zero3"), 150, out)
 
 
 def linear(size: Size, out: Path) -> Iterator[Step]:
     """(e) Routes of linear layers."""
-    dtypes, tokens = ("bf16", "2048,8192") if size is REAL else ("fp32", "4")
-    options = ("--dtypes", dtypes, "--tokens", tokens, "--step-model", size.small, "--out", str(out / "linear"))
-    more = ("--seconds", "0.5", "--steps", "8") if size is REAL else ("--seconds", "1", "--models", "gpt2-xl")
-    yield Step("linear", 400, ("launch/bench.py", "linear", *options, *more))
+    command = (
+        "launch/bench.py", "linear", "--dtypes", size.dtype, "--tokens", size.tokens["linear"], "--step-model",
+        size.small, "--out", str(out / "linear"), *size.linear,
+    )  # fmt: skip
+    yield Step("linear", 400, command)
 
 
 def recompute(size: Size, out: Path) -> Iterator[Step]:
-    """(f) Keeping less for backward."""
-    tokens = "4096" if size is REAL else "64"
+    """(f) What forward keeps for backward."""
     names = "plain,ours-selective,ours-selective-host,ours-full,ours-auto-50,hf-checkpointing,hf-checkpointing-host"
     for attention in ("sdpa", "eager"):
-        yield Step(
-            f"recompute, {attention}",
-            220,
-            ("launch/bench.py", "recompute", "--model", size.small, "--tokens", tokens, "--attention", attention,
-             "--rounds", "1", "--subjects", names, "--out", str(out / attention)),
+        command = (
+            "launch/bench.py", "recompute", "--model", size.small, "--tokens", size.tokens["recompute"], "--attention",
+            attention, "--rounds", "1", "--subjects", names, "--out", str(out / attention),
         )  # fmt: skip
+        yield Step(f"recompute, {attention}", 220, command)
 
 
 def largest(size: Size, out: Path) -> Iterator[Step]:
-    """(g) The largest model that trains, exactly, in this device and this host."""
-    budget = "76GiB" if size is REAL else "64MiB"
-    command = ("-m", "benchmarks.gpu_plan", "--model", "largest" if size is REAL else "tiny", "--gpu-memory", budget)
-    yield Step("largest", 400, (*command, "--length", size.length, *size.device))
+    """(g) The largest model that can be trained exactly on this device and host."""
+    yield Step("largest", 400, _planned(size, "largest" if size is REAL else "tiny", size.most))
 
 
 PARTS: Mapping[str, Callable[[Size, Path], Iterator[Step]]] = {
-    "machine": machine,
-    "engine": engine,
-    "plan": planned,
-    "peers": peers,
-    "more-peers": more_peers,
-    "linear": linear,
-    "recompute": recompute,
-    "largest": largest,
-}
+    "machine": machine, "engine": engine, "plan": planned, "peers": peers, "more-peers": more_peers, "linear": linear,
+    "recompute": recompute, "largest": largest,
+}  # fmt: skip
 
 
-class Results:
-    """Lines of JSON, written as they come."""
-
-    def __init__(self, path: Path, known: Path | None) -> None:
-        self._path = path
-        self.done = set[tuple[str, str]]()
-        self.ends: list[dict[str, Any]] = []
-        for line in known.read_text().splitlines() if known is not None and known.exists() else ():
-            row = json.loads(line)
-            if row.get("rc") == 0:
-                self.done.add((row["part"], row["step"]))
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """One more, at once."""
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if "rc" in row:
-            self.ends.append(dict(row))
+def succeeded(known: Path) -> set[tuple[str, str]]:
+    """Part and step of each success in a ``results.jsonl``, which need not exist."""
+    rows = map(json.loads, known.read_text().splitlines() if known.exists() else ())
+    return {(row["part"], row["step"]) for row in rows if row.get("rc") == 0}
 
 
-def run(part: str, step: Step, limit_s: float, out: Path, results: Results) -> None:
-    """One step, to its end or its limit."""
+def run(part: str, step: Step, limit_s: float, out: Path) -> dict[str, Any]:
+    """Run a step to its end or its limit. Returns its line of ``results.jsonl``, which also gets what it finds."""
     log = out / f"{step.name.replace(' ', '-').replace(',', '')}.txt"
-    began = time.monotonic()
+    began, last = time.monotonic(), ""
     environment = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
         [sys.executable, "-X", "faulthandler", *step.command], cwd=REPO, env=environment, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
-    watch = threading.Timer(limit_s, _end, [process])
-    watch.start()
-    last = ""
+    timer = threading.Timer(limit_s, _end, [process])
+    timer.start()
     assert process.stdout is not None
-    with log.open("w") as file:
+    with log.open("w", buffering=1) as file, (out.parent / "results.jsonl").open("a", buffering=1) as results:
         for line in process.stdout:
             file.write(line)
-            file.flush()
             last = line.strip() or last
             if line.startswith("{"):
-                results.write({"part": part, "step": step.name, "found": json.loads(line)})
-    rc = process.wait()
-    watch.cancel()
-    _kill(process)
-    seconds = time.monotonic() - began
-    row = {"part": part, "step": step.name, "rc": rc, "seconds": round(seconds, 1), "limit_s": limit_s, "last": last}
-    results.write(row)
+                results.write(json.dumps({"part": part, "step": step.name, "found": json.loads(line)}) + "\n")
+        rc = process.wait()
+        timer.cancel()
+        _kill(process)
+        seconds = round(time.monotonic() - began, 1)
+        row = {"part": part, "step": step.name, "rc": rc, "seconds": seconds, "limit_s": limit_s, "last": last}
+        results.write(json.dumps(row) + "\n")
     print(f"{step.name}: exit {rc} after {seconds:.0f} s of {limit_s:.0f}", flush=True)
+    return row
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Where is it? Then it is killed, with all that it started."""
+    """Let faulthandler print the stacks, then kill the process with all that it started."""
     process.send_signal(signal.SIGABRT)
     time.sleep(GRACE_S)
     _kill(process)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
-def table(ends: Sequence[Mapping[str, Any]], left: Sequence[str]) -> str:
-    """What ran, and what did not."""
-    rows = [f"{end['part']:<12} {end['step']:<34} exit {end['rc']:>4} {end['seconds']:>7.1f} s  {end['last'][:80]}"
-            for end in ends]  # fmt: skip
-    return "\n".join([*rows, *(f"not run, no time left: {name}" for name in left)])
-
-
-def packed(out: Path, part: str) -> Path:
-    """Everything in one file that is not too large to come back; what is left out is named."""
-    target = out.parent / f"gpu-{part}.tar.gz"
+def packed(out: Path, part: str) -> None:
+    """Pack the part's folder into a tar beside it; the names of files that are too large go into ``left_out.txt``."""
     left_out = [path for path in out.rglob("*") if path.is_file() and path.stat().st_size > LARGEST_FILE]
     (out / "left_out.txt").write_text("".join(f"{path.relative_to(out)}\n" for path in left_out))
-    with tarfile.open(target, "w:gz") as tar:
+    with tarfile.open(out.parent / f"gpu-{part}.tar.gz", "w:gz") as tar:
         tar.add(out, arcname=part, filter=lambda info: info if info.size <= LARGEST_FILE else None)
-    if target.stat().st_size > TAR_BYTES:
-        with tarfile.open(target, "w:gz") as tar:
-            tar.add(out.parent / "results.jsonl", arcname="results.jsonl")
-    return target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The whole command; 1 where a step failed or was not run."""
+    """The whole command; 1 if a step failed or was not run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu-check")))
@@ -246,24 +219,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="for the part (default 480)")
     parser.add_argument("--rehearse", action="store_true", help="the smallest models, on any machine")
     given = parser.parse_args(argv)
-    given.out.mkdir(parents=True, exist_ok=True)
     size = REHEARSED if given.rehearse else REAL
-    results = Results(given.out / "results.jsonl", None if given.rehearse else given.known)
-    deadline, left = time.monotonic() + given.seconds, []
+    known = set[tuple[str, str]]() if given.rehearse else succeeded(given.known)
+    deadline, ends, left = time.monotonic() + given.seconds, [], []
     for part in PARTS if given.part == "all" else [given.part]:
         out = given.out / part
-        out.mkdir(exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         for step in PARTS[part](size, out):
             limit_s = min(step.limit_s, deadline - time.monotonic() - GRACE_S)
-            if (part, step.name) in results.done:
+            if (part, step.name) in known:
                 print(f"{step.name}: recorded already", flush=True)
             elif limit_s < step.limit_s / 4:
                 left.append(step.name)
             else:
-                run(part, step, limit_s, out, results)
+                ends.append(run(part, step, limit_s, out))
         packed(out, part)
-    print(table(results.ends, left), flush=True)
-    return int(bool(left) or any(end["rc"] for end in results.ends))
+    for end in ends:
+        print(f"{end['part']:<12} {end['step']:<34} exit {end['rc']:>4} {end['seconds']:>7.1f} s  {end['last'][:80]}")
+    for name in left:
+        print(f"not run, no time left: {name}", flush=True)
+    return int(bool(left) or any(end["rc"] for end in ends))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The memory engine and saved tensors on the host, on an accelerator: exactness, and races with pauses on the streams.
+"""Exactness of the memory engine and of saved tensors on the host, on an accelerator, with pauses on the streams.
 
-    python -m benchmarks.gpu_engine --out folder [--wide 20] [--cases 120] [--saved] [--device cpu]
+    python -m benchmarks.gpu_engine [--wide 20] [--cases 120] [--saved] [--device cpu]
 
-Sites that update on the device must equal plain training on the same device bit for bit. Where the CPU's kernel
-updates, the largest difference is reported relative to the largest number of the tensor. Before each comparison plain
-training is compared with itself: where that differs nothing can be said. ``--device cpu`` tries the script, and
-``--device sim`` is the simulated accelerator of the tests, whose device and host have the same kernels. Each case is a
-line of JSON, printed as it ends.
+Where the device updates, the result must equal plain training on the same device bit for bit. Where the CPU's kernel
+updates, the largest difference relative to the tensor's largest number is reported. Before each comparison plain
+training is compared with itself: if that differs, the case says nothing. ``--device cpu`` tries out the script, and
+``--device sim`` uses the simulated accelerator of the tests, whose device and host have the same kernels. Each case is
+printed as a line of JSON when it ends.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,21 +38,21 @@ from trainer.verify.differences import repeat_sums
 
 LONGEST_PAUSE = 4096  # rows: about a millisecond, longer than any copy or kernel of these models
 LONGEST_DELAYS_US = 300, 100  # of copies and kernels on the simulated device
-ROW = 32  # elements, each with a thread of its own: the rest of the device stays free
+ROW = 32  # elements, one thread each, so that the rest of the device stays free
 
 
 @cache
 def rows_of(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What pauses read and write. Never given back, for a pause may still run when its transfer is gone."""
+    """Tensors that pauses read and write. Never freed: a pause may still run when its transfer is gone."""
     given, sums = (torch.zeros(LONGEST_PAUSE, ROW, dtype=torch.int64, device=device) for _ in range(2))
     return given, sums
 
 
 class Paused(AcceleratorTransfer):
-    """Each copy waits a random time on its stream before it starts: what relies on luck fails.
+    """Delays each copy on its stream by a random time, so that a missing wait changes the result.
 
-    A pause is a running sum down the rows, which few threads make one row after the other. A kernel that fills the
-    device, as a matrix product does, would hold up compute as well, and then nobody would read too early.
+    A pause is a cumulative sum down the rows, which few threads compute row by row. A kernel that fills the device, as
+    a matrix product does, would delay compute as well and so hide a read that comes too early.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,76 +93,50 @@ def wide(number: int) -> list[tuple[Row, torch.dtype]]:
     return found[:number]
 
 
-def try_case(row: Row, dtype: torch.dtype, device: str, *, pauses: bool) -> dict[str, Any]:
-    """One case; an error is a result."""
-    transfer: Transfer = transfer_for(torch.device(device))
-    if pauses:
-        transfer = Paused(torch.device(device)) if device != "cpu" else Delayed()
+def paused(device: str) -> Transfer:
+    """A transfer with pauses."""
+    return Delayed() if device == "cpu" else Paused(torch.device(device))
+
+
+def tried(record: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """``record`` with what ``run`` found, printed as a line of JSON; an error is a result, too."""
     started_s = time.perf_counter()
-    record = {"case": title(row), "dtype": str(dtype), "pauses": pauses, "site": dict(row)["site"], "error": ""}
     try:
-        record["noise"] = len(noise(row, dtype, device))
-        record["worst"] = worst(*both(row, dtype, device, transfer))
-    except Exception as error:  # the table shows it, the others still run
+        record |= {"error": "", **run()}
+    except Exception as error:  # the others still run
         record |= {"worst": float("inf"), "error": f"{type(error).__name__}: {error}"}
-    return record | {"seconds": time.perf_counter() - started_s}
+    record["seconds"] = time.perf_counter() - started_s
+    print(json.dumps(record), flush=True)
+    return record
 
 
-def saved_on_host(device: str) -> list[dict[str, Any]]:
-    """Gradients with saved tensors on the host and without, against plain training with dropout: bit for bit."""
-    batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches()]
-    found = []
-    for name, attention, dtype, policy in product(
-        ("gpt2", "llama"), ("eager", "sdpa"), (torch.float32, torch.bfloat16), POLICIES
-    ):
-        record = {"case": f"{name} {attention}: {policy}", "dtype": str(dtype), "site": "device", "error": ""}
-        try:
-            plain, model = (made(name, True, attention, dtype).to(device) for _ in range(2))
-            facts = plan_for(model, batch=micro_batches()[0], max_grad_norm=None).facts
-            recompute(
-                model, decided(facts, POLICIES[policy]), Paused(torch.device(device)) if device != "cpu" else None
-            )
-            pairs = zip(steps(plain, batches * 2), steps(model, batches * 2), strict=True)
-            room = room_of(model)
-            unequal = sum(not torch.equal(one[key], two[key]) for one, two in pairs for key in one)
-            record |= {"worst": float(unequal), "refused": room.num_refused if room else 0}
-        except Exception as error:  # the table shows it, the others still run
-            record |= {"worst": float("inf"), "error": f"{type(error).__name__}: {error}"}
-        found.append(record)
-        print(json.dumps(record), flush=True)
-    return found
+def try_case(row: Row, dtype: torch.dtype, device: str, *, pauses: bool) -> dict[str, Any]:
+    """A case of the grid."""
+
+    def run() -> dict[str, Any]:
+        transfer = paused(device) if pauses else transfer_for(torch.device(device))
+        return {"noise": len(noise(row, dtype, device)), "worst": worst(*both(row, dtype, device, transfer))}
+
+    return tried({"case": title(row), "dtype": str(dtype), "pauses": pauses, "site": row["site"]}, run)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--wide", type=int, default=20, help="cases at a real width")
-    parser.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
-    parser.add_argument("--saved", action="store_true", help="saved tensors on the host")
-    kind = accelerator.kind()
-    parser.add_argument("--device", default=kind, required=kind is None, help="default: the accelerator")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.device == simulated.NAME:
-        simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
-    repeat_sums()
-    cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
-    random.Random(0).shuffle(cases)
-    todo = [*wide(arguments.wide), *cases[: arguments.cases]]
-    records = []
-    for number, (row, dtype) in enumerate(todo, start=1):
-        records.append(try_case(row, dtype, arguments.device, pauses=number % 2 == 0))
-        print(json.dumps(records[-1]), flush=True)
-    records += saved_on_host(arguments.device) if arguments.saved else []
-    counts = Counter(map(verdict, records))
-    for record in records:
-        if not verdict(record).endswith("ok"):
-            print(f"{record['case']} {record['dtype']}: {record['worst']:.1e} {record['error']}")
-    print("; ".join(f"{name}: {number}" for name, number in sorted(counts.items())))
-    return 0 if all(name.endswith("ok") for name in counts) else 1
+def try_saved(name: str, attention: str, dtype: torch.dtype, policy: str, device: str) -> dict[str, Any]:
+    """Gradients with saved tensors on the host; ``worst`` counts those that differ from plain training."""
+
+    def run() -> dict[str, Any]:
+        batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches()]
+        plain, model = (made(name, True, attention, dtype).to(device) for _ in range(2))
+        facts = plan_for(model, batch=micro_batches()[0], max_grad_norm=None).facts
+        recompute(model, decided(facts, POLICIES[policy]), None if device == "cpu" else paused(device))
+        pairs = zip(steps(plain, batches * 2), steps(model, batches * 2), strict=True)
+        room = room_of(model)
+        unequal = sum(not torch.equal(one[key], two[key]) for one, two in pairs for key in one)
+        return {"worst": float(unequal), "refused": room.num_refused if room else 0}
+
+    return tried({"case": f"{name} {attention}: {policy}", "dtype": str(dtype), "site": "device"}, run)
 
 
-def verdict(record: Mapping[str, Any]) -> str:
+def outcome(record: Mapping[str, Any]) -> str:
     """What a case shows."""
     exact = record["site"] in ("device", "streamed")
     kind = "bit for bit" if exact else "host kernel"
@@ -172,6 +145,33 @@ def verdict(record: Mapping[str, Any]) -> str:
     if record.get("noise"):
         return f"{kind}: plain training differs from itself"
     return f"{kind}: {'ok' if record['worst'] <= (0.0 if exact else 1e-3) else 'DIFFERS'}"
+
+
+def main() -> int:
+    """The whole command; 1 unless every case is ok."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--wide", type=int, default=20, help="cases at a real width")
+    parser.add_argument("--cases", type=int, default=120, help="of the grid, every other one with pauses")
+    parser.add_argument("--saved", action="store_true", help="saved tensors on the host")
+    kind = accelerator.kind()
+    parser.add_argument("--device", default=kind, required=kind is None, help="default: the accelerator")
+    given = parser.parse_args()
+    if given.device == simulated.NAME:
+        simulated.load().delay(LONGEST_DELAYS_US[0], LONGEST_DELAYS_US[1])
+    repeat_sums()
+    cases = [(row, torch.float32) for row in FP32.rows()] + [(row, torch.bfloat16) for row in BF16.rows()]
+    random.Random(0).shuffle(cases)
+    todo = [*wide(given.wide), *cases[: given.cases]]
+    records = [try_case(*case, given.device, pauses=number % 2 == 1) for number, case in enumerate(todo)]
+    dtypes = (torch.float32, torch.bfloat16)
+    for saved in product(("gpt2", "llama"), ("eager", "sdpa"), dtypes, POLICIES) if given.saved else ():
+        records.append(try_saved(*saved, given.device))
+    counts = Counter(map(outcome, records))
+    for record in records:
+        if not outcome(record).endswith("ok"):
+            print(f"{record['case']} {record['dtype']}: {record['worst']:.1e} {record['error']}")
+    print("; ".join(f"{name}: {number}" for name, number in sorted(counts.items())))
+    return 0 if all(name.endswith("ok") for name in counts) else 1
 
 
 if __name__ == "__main__":

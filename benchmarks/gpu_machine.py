@@ -1,4 +1,4 @@
-"""What a machine with an accelerator is: names, sizes, and how long it takes to pin memory and to copy. Lines of JSON.
+"""A machine with an accelerator: names, sizes, and the time to pin memory and to copy. Prints lines of JSON.
 
 python -m benchmarks.gpu_machine --gib 1,40
 """
@@ -40,7 +40,7 @@ def about() -> dict[str, Any]:
 
 
 def pinning(gib: float) -> dict[str, Any]:
-    """Seconds to map, to pin, to copy there and back once each, and to give up."""
+    """Seconds to map and to pin memory, bytes per second of copies up and down, seconds to unpin."""
     size = int(gib * (1 << 30))
     device = accelerator.current()
     began = time.perf_counter()
@@ -69,7 +69,7 @@ def pinning(gib: float) -> dict[str, Any]:
 def main() -> None:
     """The whole command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gib", default="1,40", help="how much is pinned, one after the other")
+    parser.add_argument("--gib", default="1,40", help="how much to pin, one after the other")
     given = parser.parse_args()
     print(json.dumps(about()), flush=True)
     for gib in given.gib.split(","):

@@ -1,82 +1,53 @@
-"""Cases for ``mutations.py``: training on the simulated accelerator while one lane lags behind the others.
+"""Cases for ``mutations.py``: programs that train plainly and with the engine, each with one lane slowed down in turn.
 
-A case returns what differs from plain training on the same device: nothing, if no wait is missing. The models are small
-and written by hand; many cases cost little, and what is waited for is the same.
+A program trains on the grid below, runs a script (``mutation_scripts``), sends saved tensors to the host, or reduces
+gradients over two ranks, one of them made up. A case passes if the program returns the same bits as plain training on
+the same device. The models are small, so that many cases cost little.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, product
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from strategies.core.plan import INPUT
+from benchmarks.mutation_scripts import LAYOUTS, SCRIPTS, TIMES, closes, on_and_off
+from benchmarks.slow_lanes import DEVICE, LANES, Slow, quickly, slowly
 from strategies.engine import AdamW, stow
-from strategies.engine.activations import HostRoom, arena_of_saved
-from strategies.engine.checkpointing import checkpoint_blocks
 from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane, Transfer
-from strategies.engine.worker import Worker
-from tests.helpers import simulated
-from tests.helpers.engine import DECAY, LR, Result, differences, plain, plan_of
+from strategies.engine.transfer.transfer import Lane, Transfer
+from tests.helpers import engine as loops
+from tests.helpers import sides
 from tests.helpers.grid import FORBIDDEN, NORMS
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
 from tests.helpers.pairwise import Row, Table
 
-DEVICE, STEPS = "sim:0", 4
-SLOW_US = {Lane.UP: 400, Lane.DOWN: 400, Lane.COMPUTE: 60, Lane.HOST: 4000}  # each piece of work takes longer by this
-LANES: Mapping[str, tuple[Lane, ...]] = {"all": (), **{lane.value: (lane,) for lane in Lane}}
+STEPS = 4
 
 
-# --- who is slow -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Something that is done plainly and with the engine; both must return the same.
 
+    ``key`` says what plain training depends on; ``stowed`` takes the transfer and the device; ``times`` and ``also``
+    say how slow lanes are, and which are slow in every case.
+    """
 
-@cache
-def library() -> Any:
-    """The simulated device; the worker is slow where its lane is to be."""
-    submit = Worker.submit
-
-    def late(self: Worker, priority: int, work: Callable[[], Any]) -> Any:
-        def later() -> Any:
-            time.sleep(SLOW_US[Lane.HOST] / 1e6 if Lane.HOST in Slow.lanes else 0)
-            return work()
-
-        return submit(self, priority, later)
-
-    Worker.submit = late  # type: ignore[method-assign, assignment]
-    return simulated.load()
-
-
-class Slow(AcceleratorTransfer):
-    """Each lane is delayed at random, or ``lanes`` lag behind the others."""
-
-    lanes: tuple[Lane, ...] = ()
-    times = 1  # as slow as ``SLOW_US`` says
-
-    def __init__(self) -> None:
-        super().__init__(torch.device(DEVICE))
-        library().delay(*((300, 100) if not self.lanes and self.times else (0, 0)))
-        library().slow(0, self._us(Lane.COMPUTE))
-        for lane, stream in self._streams.items():
-            library().slow(stream.stream_id, self._us(lane))
-
-    def _us(self, lane: Lane) -> int:
-        return self.times * SLOW_US[lane] if lane in self.lanes else 0
-
-
-def slowly(lane: str, times: int = 1) -> None:
-    """For transfers that are made from now on; ``times`` 0: nothing is slow."""
-    Slow.lanes, Slow.times = LANES[lane], times
-
-
-def quickly() -> None:
-    library().delay(0, 0)
-    library().slow(0, 0)
+    key: tuple[object, ...]
+    plain: Callable[[], Any]
+    stowed: Callable[[Transfer, str], Any]
+    times: int = TIMES
+    also: tuple[Lane, ...] = ()
 
 
 # --- the grid --------------------------------------------------------------------------------------------------------
@@ -93,104 +64,174 @@ ROWS = Table(
         "recompute": (False, True),
         "prefetch": (2, 0, 1, 5),
         "dtype": ("float32", "bfloat16"),
-        "looks": (False, True),  # reads each loss at once; else the host runs ahead to the end
+        "looks": (False, True),  # the host waits for compute at each forward; else it runs ahead to the end
         "slow": tuple(LANES),
     },
     FORBIDDEN,
     strength=3,
 )
 SPECS = {
-    "two": Spec(width=16, hidden=(24, 16), calls=(0, 1)),  # buckets that are trained: each has a slot of its own
+    "two": Spec(width=16, hidden=(24, 16), calls=(0, 1)),  # only its blocks train: each bucket has a slot of its own
     "few": Spec(width=16, hidden=(24, 16), calls=(0, 1)),
     "blocks": Spec(width=16, hidden=(24, 16, 32, 24, 16, 8), calls=(0, 1, 2, 3, 4, 5)),
     "shared": Spec(width=12, hidden=(8, 10, 12, 16), calls=(0, 1, 2, 1, 3, 0), shares=(2, 1), on_root=True, frozen=2),
 }
 
 
-def made(case: Mapping[str, Any]) -> nn.Module:
+def made(kind: str, dtype: str = "float32", recompute: bool = False) -> nn.Module:
+    """A model, with the same weights each time."""
     torch.manual_seed(0)
-    if case["model"] == "experts":
-        model: Any = build("experts")
-        model.recompute = {"use_reentrant": False} if case["recompute"] else None
+    model: Any
+    if kind == "experts":
+        model = build("experts")
+        model.recompute = {"use_reentrant": False} if recompute else None
     else:
-        model = Odd(replace(SPECS[case["model"]], recompute=int(case["recompute"])))
-        model.embed.requires_grad_(case["model"] != "two")
-    trained: nn.Module = model.to(getattr(torch, case["dtype"])).train()
+        model = Odd(replace(SPECS[kind], recompute=int(recompute)))
+        model.embed.requires_grad_(kind != "two")
+    trained: nn.Module = model.to(getattr(torch, dtype)).train()
     return trained
 
 
-def planned(case: Mapping[str, Any]) -> Any:
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "accumulation")}
-    return plan_of(made(case), in_backward=case["clip"] == "in-backward", max_norm=NORMS[case["clip"]], **where)
+def on_grid(row: Row) -> Program:
+    """Ordinary training."""
+    case: Mapping[str, Any] = row
+    loop: dict[str, Any] = {"accumulation": case["accumulation"], "max_norm": NORMS[case["clip"]]}
+    model = partial(made, case["model"], case["dtype"], case["recompute"])
+    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
+    plan = loops.plan_of(model(), in_backward=case["clip"] == "in-backward", **where, **loop)
+
+    def batches(device: str) -> list[dict[str, Tensor]]:
+        count = STEPS * case["accumulation"]
+        found = tokens("experts", count) if case["model"] == "experts" else odd_batches(count)
+        return [{name: value.to(device) for name, value in batch.items()} for batch in found]
+
+    def plain() -> Any:
+        return _values(loops.plain(model().to(DEVICE), batches(DEVICE), **loop))
+
+    def stowed(moves: Transfer, device: str) -> Any:
+        there = model()
+        if case["looks"]:
+            there.register_forward_pre_hook(lambda *_: torch.accelerator.current_stream().synchronize())
+        return _values(loops.stowed(there, plan, batches(device), transfer=moves, device=device, **loop))
+
+    key = tuple(row[name] for name in ("model", "clip", "accumulation", "recompute", "dtype"))
+    return Program(("grid", *key), plain, stowed, times=1)
 
 
-def batches_of(case: Mapping[str, Any], device: str) -> list[dict[str, Tensor]]:
-    count = STEPS * case["accumulation"]
-    found = tokens("experts", count) if case["model"] == "experts" else odd_batches(count)
-    return [{name: value.to(device) for name, value in batch.items()} for batch in found]
+def _values(found: loops.Result) -> list[Any]:
+    return [found.losses, found.norms, found.tensors]
 
 
-def key_of(row: Row) -> tuple[object, ...]:
-    """What plain training has to know."""
-    return tuple(row[name] for name in ("model", "clip", "accumulation", "recompute", "dtype"))
+# --- scripts ---------------------------------------------------------------------------------------------------------
 
 
-def plainly(case: Mapping[str, Any]) -> Result:
-    quickly()
-    loop = {"accumulation": case["accumulation"], "max_norm": NORMS[case["clip"]]}
-    return plain(made(case).to(DEVICE), batches_of(case, DEVICE), **loop)
+def scripted(name: str, layout: str) -> Program:
+    """A script under a layout."""
+    script = SCRIPTS[name]
+
+    def seen(model: nn.Module, optimizer: Any) -> list[Any]:
+        found = script.run(model, optimizer)
+        return [found] if script.run is closes else [found, sides.everything(model, optimizer)]
+
+    def plain() -> list[Any]:
+        sides.ground.device = torch.device(DEVICE)
+        model = sides.ground.put(made(script.model))
+        optimizer = sides.Plain(model, script.max_norm)
+        for group in optimizer.param_groups:
+            group["fused"] = script.fused
+        return seen(model, optimizer)
+
+    def stowed(moves: Transfer, device: str) -> list[Any]:
+        options: dict[str, Any] = {**LAYOUTS[layout], **script.layout, "fused": script.fused}
+        options |= {"max_norm": script.max_norm, "accumulation": script.accumulation}
+        model, optimizer = _stowed(moves, device, script.model, **options)
+        found = seen(model, optimizer)
+        optimizer.close()
+        return found
+
+    return Program(("script", name), plain, stowed, script.times)
 
 
-def stowed(case: Mapping[str, Any], plan: Any, moves: Transfer, device: str = DEVICE) -> Result:
-    """By the engine."""
-    model, count = made(case), case["accumulation"]
-    optimizer: Any = stow(
-        model, plan, rule=AdamW(lr=LR, weight_decay=DECAY), device=device, transfer=moves, beside=True
-    )
-    losses, norms = [], []
-    batches = batches_of(case, device)
-    torch.manual_seed(5)
-    for start in range(0, len(batches), count):
-        for batch in batches[start : start + count]:
-            loss = model(**batch).loss / count
-            loss.backward()
-            losses.append(loss.item() if case["looks"] else loss.detach())
-        if NORMS[case["clip"]]:
-            norms.append(optimizer.clip_grad_norm_(NORMS[case["clip"]]))
-        optimizer.step()
-        optimizer.zero_grad()
-    result = Result([float(loss) for loss in losses], [float(norm) for norm in norms])
-    weights = model.state_dict()
-    for name, param in model.named_parameters():
-        result.tensors[name] = weights[name].cpu().clone()
-        if param.requires_grad:
-            state = optimizer.state_of(param).items()
-            result.tensors |= {f"{name} {key}": value.cpu().clone() for key, value in state}
-    optimizer.close()
-    return result
+def _stowed(
+    moves: Transfer,
+    device: str,
+    kind: str,
+    *,
+    dtype: str = "float32",
+    group: Any = None,
+    fused: bool = True,
+    **layout: Any,
+) -> tuple[nn.Module, Any]:
+    sides.ground.device = torch.device(device)
+    model = made(kind, dtype)
+    plan: Any = loops.plan_of(model, **layout)
+    if group is not None:
+        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2)))
+    rule = AdamW(lr=loops.LR, weight_decay=loops.DECAY, fused=fused)
+    given: dict[str, Any] = {"device": device, "transfer": moves, "process_group": group, "beside": True}
+    return model, stow(sides.ground.feed(model), plan, rule=rule, **given)
 
 
-Known = Mapping[tuple[object, ...], Any]  # what plain training leaves
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+OTHERS: Mapping[str, tuple[str, float | None]] = {  # dtype, and the other rank's gradients; None: the same as ours
+    "alike": ("float32", None),
+    "another": ("float32", 0.5),
+    "another, bf16": ("bfloat16", 0.5),
+}
 
 
-def on_grid(row: Row, plan: Any, known: Known) -> list[str]:
-    slowly(str(row["slow"]))
-    return differences(known[key_of(row)], stowed(row, plan, Slow()))
+@contextmanager
+def two(other: float | None) -> Iterator[Any]:
+    """A process group of this rank and one that has ``other`` everywhere as its gradient, or the same as this one."""
+
+    def reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(2) if other is None else tensor.add_(other)
+        elif other is not None:
+            tensor.fill_(1)
+
+    def gathered(found: list[Any], mine: Any, group: Any = None) -> None:
+        found[:] = [mine, mine]
+
+    with mock.patch.multiple(
+        dist, get_world_size=lambda group=None: 2, get_global_rank=lambda group, rank: 0, all_reduce=reduced,
+        broadcast=lambda *given, **named: None, all_gather_object=gathered,
+    ):  # fmt: skip
+        yield object()
 
 
-def watched(row: Row, plan: Any) -> list[str]:
-    """On the CPU, under the race detector."""
-    slowly("all")
-    watch = RaceDetector()
-    stowed(row, plan, watch, "cpu")
-    return watch.races
+def ranked(site: str, name: str) -> Program:
+    """Blocks that only some steps of this rank use, and the other rank perhaps in all; compared with updates on the
+    device. The worker is slow in every case: an update that forward did not need must be in time for the gradient of
+    the other rank."""
+    dtype, other = OTHERS[name]
+
+    def run(moves: Transfer, device: str, **layout: Any) -> list[Any]:
+        with two(other) as group:
+            model, optimizer = _stowed(moves, device, "blocks", dtype=dtype, group=group, max_norm=0.5, **layout)
+            found = [on_and_off(model, optimizer), sides.everything(model, optimizer)]
+            optimizer.close()
+        return found
+
+    def plain() -> list[Any]:
+        slowly("all", 0)
+        return run(Slow(), DEVICE, site="device")
+
+    def stowed(moves: Transfer, device: str) -> list[Any]:
+        resident = (site == "host" and other is not None) or device == "cpu"
+        return run(moves, device, site=site, **({} if resident else {"weights": "travelling", "prefetch": 1}))
+
+    return Program(("ranks", name), plain, stowed, also=(Lane.HOST,))
 
 
 # --- saved tensors on the host ---------------------------------------------------------------------------------------
 
+LOOPS = ("retained", "two_forwards", "half", "abandoned", "evaluated", "partly", "of_any_length")
+
 
 class Layer(nn.Module):
-    """Two products; draws nothing, for a kernel that draws is waited for."""
+    """Two products. Nothing is drawn at random, because the host waits for kernels that draw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,50 +241,89 @@ class Layer(nn.Module):
         return x + self.second(torch.tanh(self.first(x))).transpose(0, 1).tanh().transpose(0, 1)
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
+def saved(loop: str) -> Program:
+    """What people do with graphs: a loop of ``tests/parity/test_activations.py``."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    def run(moves: Transfer | None, device: str) -> list[Tensor]:
+        from tests.parity import test_activations as tests  # starts threads, so not before the fork
 
-
-def hosting(moves: Transfer, device: str, num_bytes: int) -> Stack:
-    """All of its layers send their inputs and both products."""
-    model = Stack().to(device)
-    names = {f"layers.{index}": ("linear 0", "linear 1") for index in range(len(model.layers))}
-    room = HostRoom(list(model.layers), arena_of_saved(num_bytes, torch.device(device)), moves)
-    checkpoint_blocks(model, names, {name: (INPUT, *kept) for name, kept in names.items()}, room)
-    model(torch.randn(2, 6).to(device)).sum().backward()  # looks only
-    model.zero_grad()
-    return model
-
-
-def saved(loop: str, lane: str, device: str = DEVICE) -> list[str]:
-    """What people do with graphs."""
-    from tests.parity import test_activations as tests
-
-    slowly(lane, 4)
-    tests.rows = lambda number: torch.randn(number, 6).to(device).requires_grad_()
-    moves = Slow() if device == DEVICE else RaceDetector()
-    grads = []
-    for model in (Stack().to(device), hosting(moves, device, 1 << 16)):
+        tests.rows = lambda number: torch.randn(number, 6).to(device).requires_grad_()
+        with mock.patch.object(tests, "Layer", Layer):
+            model = tests.Stack(6).to(device)
+        if moves is not None:
+            hook = model.register_forward_pre_hook(lambda module, given: given[0].to(device))
+            tests.hosting(model, transfer=moves)
+            hook.remove()
         torch.manual_seed(4)
         for _ in range(3):
             getattr(tests, loop)(model)
-        grads.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
-    unequal = sum(not torch.equal(one, two) for one, two in zip(*grads, strict=True))
-    return [*getattr(moves, "races", []), *([f"{unequal} gradients"] if unequal else [])]
+        return tests.grads(model)
+
+    return Program(("saved", loop), partial(run, None, DEVICE), run, times=4)
 
 
-LOOPS = ("retained", "two_forwards", "half", "abandoned", "evaluated", "partly", "of_any_length")
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+Known = Mapping[tuple[object, ...], Any]  # what plain training returns, by the key of programs
+# The race detector does not know that who awaits the worker's result has waited for what the worker waited for.
+UNWATCHED = ("closes", "skips", "infinite", "infinite, unclipped", "infinite, unfused")
 
 
-def title(row: Row) -> str:
-    """A row as a few words."""
-    bare = ("model", "site", "dtype")
-    return "-".join(str(level) if name in bare else f"{name}:{level}" for name, level in row.items())
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program on the simulated device while ``lane`` is slow, or, if that is None, on the CPU under the race
+    detector."""
+
+    program: Program
+    lane: str | None
+
+    def __call__(self, known: Known) -> str:
+        """What is wrong; empty if all is well."""
+        slowly(self.lane or "all", self.program.times, self.program.also)
+        if self.lane is not None:
+            found = self.program.stowed(Slow(), DEVICE)
+            torch.accelerator.synchronize()
+            where = sides._first_difference(known[self.program.key], found)
+            return f"differs at {where}" if where is not None else ""
+        detector = RaceDetector()
+        try:
+            self.program.stowed(detector, "cpu")
+        except AssertionError:
+            if not detector.races:
+                raise
+        return str(detector.races[0]) if detector.races else ""
+
+
+def cases(quick: bool = False) -> dict[str, Case]:
+    """All cases by name; the names of those under the race detector begin with "order"."""
+    found: dict[str, Case] = {}
+
+    def add(name: str, program: Program, lanes: Iterable[str] = LANES, *, ordered: bool = True) -> None:
+        found.update({f"{name}, slow: {lane}": Case(program, lane) for lane in lanes})
+        if ordered:
+            found[f"order, {name}"] = Case(program, None)
+
+    for number, row in enumerate(islice(ROWS.rows(), 12 if quick else None)):
+        title = "-".join(level if isinstance(level, str) else f"{name}:{level}" for name, level in row.items())
+        add(f"grid {number}: {title}", on_grid(row), [str(row["slow"])], ordered=number % 3 == 0)
+    if quick:
+        return found
+    for loop in LOOPS:
+        add(f"saved tensors, {loop}", saved(loop))
+    for site, other in product(("host", "streamed", "device"), OTHERS):
+        add(f"ranks, {site}, {other}", ranked(site, other), ordered=site != "device")
+    for number, (name, layout) in enumerate(product(SCRIPTS, LAYOUTS)):
+        lanes = list(LANES)[(number + number // len(LAYOUTS)) % 2 :: 2]
+        add(f"{name}, {layout}", scripted(name, layout), lanes, ordered=number % 2 == 1 and name not in UNWATCHED)
+    return found
+
+
+def expected(some: Iterable[Case]) -> dict[tuple[object, ...], Any]:
+    """What plain training returns for the programs of these cases, on the host."""
+    found: dict[tuple[object, ...], Any] = {}
+    for program in (case.program for case in some):
+        if program.key not in found:
+            quickly()
+            result = program.plain()
+            found[program.key] = tree_map_only(Tensor, lambda value: value.detach().cpu(), result)
+    return found

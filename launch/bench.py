@@ -4,10 +4,10 @@
     python launch/bench.py linear [--models gpt2-xl] [--tokens 16,64] [--dtypes bf16]
     python launch/bench.py recompute [--model 45m] [--attention eager] [--dropout 0.1]
 
-``offload``: every subject does the same work in a fresh process, in turn, over several rounds. ``linear``:
-the products of well-known models' linear layers over every route. The table is printed, and the record with every run's
-figures goes to a folder under benchmarks/records. The exit code is 0 also where a subject
-failed, for that is a row of the table; 2 for an option that cannot be.
+``offload`` and ``recompute``: every contender does the same work in a fresh process, in turn, over several rounds.
+``linear``: the matrix products of well-known models' linear layers over every route. The table is printed; the record
+with every run's figures goes to a folder under benchmarks/records. The exit code is 0 even if a contender failed, which
+is a row of the table, and 2 for a wrong option.
 """
 
 from __future__ import annotations
@@ -16,58 +16,67 @@ import argparse
 import difflib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
-from benchmarks.harness import linear, work
-from benchmarks.harness.compare import compare
+from benchmarks.harness import linear, processes, record, work
 from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError, ExitCode, UserError
 from trainer.machine.probe import cores
 
+THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE}
 RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, like everything else here."""
+    """Raises ConfigError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found, without the usage."""
+        """Raise ConfigError with the message of argparse."""
         raise ConfigError(message)
 
 
 def parser() -> Parser:
-    """One subcommand per theme; values are checked by ``benchmarks.harness.work``, which knows what is allowed."""
+    """One subcommand per theme. ``benchmarks.harness.work`` parses the values and raises ConfigError itself."""
     whole = Parser(description=(__doc__ or "").splitlines()[0])
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
     offload = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
-    add_work(offload, work.SUBJECTS)
-    offload.add_argument("--recompute", action="store_true", help="every subject recomputes its blocks in backward")
+    add_work(offload, THEMES["offload"])
+    offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     again = themes.add_parser("recompute", help="keeping less for backward: memory and speed", allow_abbrev=False)
-    add_work(again, work.RECOMPUTE)
-    again.add_argument("--attention", default="sdpa", metavar="NAME", help=f"{', '.join(work.ATTENTIONS)} (sdpa)")
-    again.add_argument("--dropout", default="0", metavar="P", help="of attention's probabilities (default 0)")
+    add_work(again, THEMES["recompute"])
+    _add(
+        again, "--attention", partial(work.choice, allowed=work.ATTENTIONS), "sdpa", "NAME", ", ".join(work.ATTENTIONS)
+    )
+    _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")
     _add_linear(themes)
     return whole
 
 
-def add_work(one: Parser, subjects: Sequence[work.Contender]) -> None:
-    """What every theme asks."""
-    names = ", ".join(subject.label for subject in subjects)
-    one.add_argument("--model", default="45m", metavar="NAME", help=f"{', '.join(work.MODELS)} (default 45m)")
-    one.add_argument("--tokens", metavar="N", help="per optimizer step; fixes the rows (default: the model's own)")
-    one.add_argument("--rows", metavar="N", help="of a micro-batch")
-    one.add_argument("--length", metavar="N", help="tokens of a row")
-    one.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per step (default 1)")
-    one.add_argument("--dtype", default="fp32", metavar="NAME", help=f"{', '.join(work.DTYPES)} (default fp32)")
-    one.add_argument("--steps", default="5", metavar="N", help="measured optimizer steps (default 5)")
-    one.add_argument("--rounds", default="3", metavar="N", help="runs of each subject (default 3)")
+def add_work(one: Parser, contenders: Sequence[work.Contender]) -> None:
+    """Add the options of the work and the contenders."""
+    names = ", ".join(each.label for each in contenders)
+    _add(one, "--model", partial(work.choice, allowed=work.MODELS), "45m", "NAME", ", ".join(work.MODELS))
+    _add(one, "--tokens", work.whole, None, "N", "per optimizer step; determines the rows")
+    _add(one, "--rows", work.whole, None, "N", "of a micro-batch")
+    _add(one, "--length", work.whole, None, "N", "tokens of a row")
+    _add(one, "--accumulation", work.whole, "1", "N", "micro-batches per step")
+    _add(one, "--dtype", partial(work.choice, allowed=work.DTYPES), "fp32", "NAME", ", ".join(work.DTYPES))
+    _add(one, "--steps", work.whole, "5", "N", "measured optimizer steps")
+    _add(one, "--rounds", work.whole, "3", "N", "runs of each contender")
     one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
     one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
+
+
+def _add(one: Parser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str) -> None:
+    text = f"{text} (default {default or 'of the model'})"
+    one.add_argument(option, type=partial(parse, option), default=default, metavar=value, help=text)
 
 
 def _add_linear(themes: Any) -> None:
@@ -83,11 +92,7 @@ def _add_linear(themes: Any) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of the command line.
-
-    Raises:
-        ConfigError: an option that does not exist; the line has the nearest that does.
-    """
+    """Parse the command line. Raise ConfigError, with the closest option, for one that does not exist."""
     whole = parser()
     arguments, rest = whole.parse_known_args(argv)
     if rest:
@@ -106,17 +111,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = shlex.join(["python", "launch/bench.py", *argv])
         if given.theme == "linear":
             return of_linear(given, command)
-        todo, subjects = wanted(given)
-        rounds = work.whole("--rounds", given.rounds)
-        return compare(todo, subjects, rounds, given.out, command, say, given.theme)
+        todo, contenders = wanted(given)
+        return compare(todo, contenders, given, command)
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.code
 
 
 def say(text: str) -> None:
-    """One line, at once."""
+    """Print progress without buffering."""
     print(text, flush=True)
+
+
+def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argparse.Namespace, command: str) -> ExitCode:
+    """Run every contender in every round. The record is written after each run, so that an interrupt loses none.
+
+    Raises:
+        ConfigError: if no folder can be made in ``--out``.
+    """
+    around, rounds = processes.surroundings(), given.rounds
+    folder = record.new_folder(given.out, given.theme, around["hardware"])
+    say(f"{len(contenders)} contenders, {rounds} rounds; {record.conditions(todo, rounds, around)}")
+    runs: list[processes.Run] = []
+    code, text = ExitCode.FINISHED, ""
+    try:
+        for run in processes.measure(todo, contenders, rounds, folder / "logs", say):
+            runs.append(run)
+            text = record.write(folder, command, todo, rounds, around, runs)
+    except KeyboardInterrupt:
+        say("interrupted; the record has the runs that had ended")
+        code = ExitCode.INTERRUPTED
+    say(f"\n{text}\nrecord: {folder}")
+    return code
 
 
 def of_linear(given: argparse.Namespace, command: str) -> int:
@@ -134,31 +160,11 @@ def of_linear(given: argparse.Namespace, command: str) -> int:
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:
-    """The options as values.
-
-    Raises:
-        ConfigError: a value that is not allowed.
-    """
-    numbers = {name: getattr(given, name) for name in ("tokens", "rows", "length", "accumulation", "steps")}
-    is_offload = given.theme == "offload"
-    extra: dict[str, Any] = (
-        {"recompute": given.recompute}
-        if is_offload
-        else {
-            "attention": work.choice("--attention", given.attention, work.ATTENTIONS),
-            "dropout": work.part("--dropout", given.dropout),
-        }
-    )
-    todo = work.work(
-        work.choice("--model", given.model, work.MODELS),
-        dtype=work.choice("--dtype", given.dtype, work.DTYPES),
-        **extra,
-        **{name: work.whole(f"--{name}", text) for name, text in numbers.items() if text is not None},
-    )
-    names = listed(given.subjects)
-    if is_offload:
-        return todo, work.subjects(names, listed(given.gpu_memory))
-    return todo, work.subjects(names, [], work.RECOMPUTE)
+    """The work and the contenders that the options ask for. Raise ConfigError if they contradict each other."""
+    names = {each.name for each in fields(work.Work)} | {"tokens"}
+    options = {name: value for name, value in vars(given).items() if name in names and value is not None}
+    budgets = listed(getattr(given, "gpu_memory", ""))
+    return work.work(**options), work.contenders(listed(given.subjects), budgets, THEMES[given.theme])
 
 
 def listed(text: str) -> list[str]:

@@ -1,16 +1,16 @@
-"""One run of one subject in this process, which exists for it alone: peak memory is then the subject's own.
+"""One run of one contender, alone in this process, so that peak memory is the contender's own.
 
     python -m benchmarks.harness.child < request.json
 
-The request names the work, the subject and the file for the result. What goes wrong is a result too.
+The request names the work, the contender and the file for the result. A failure is a result, too.
 
-The clock. Warm-up steps come first; then updates that were put off are finished and the device is idle, the clock
-starts, and it stops when the last measured step's updates are finished and the device is idle again. So exactly as
-many updates are paid for as steps were made. Steps are stamped without waiting for the device: on an accelerator a
-single stamp says when the host was done.
+The clock starts after the warm-up steps, when deferred updates are finished and the device is idle, and stops when the
+updates of the last measured step are finished and the device is idle again. So the time contains exactly as many
+updates as steps. Single steps are stamped without waiting for the device: on an accelerator a stamp says when the host
+was done.
 
-What is measured after the clock runs micro-batches without an update. Afterwards the subject forgets their gradients
-(``Trained.discard``), so that it could train on from where the clock stopped.
+Memory is measured after the clock, by micro-batches without an update. The contender then discards their gradients
+(``Trained.discard``), so that it could go on training from where the clock stopped.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from benchmarks.harness.contenders import Trained
 
 NUM_BATCHES = 2  # optimizer steps before the tokens repeat: the loss then falls, and a wrong update shows in it
-NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix do not repeat
+NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix differ
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao")
 
 
 def main() -> int:
-    """Do as the request says; the result is a file, for libraries print what they like."""
+    """Do what the request says. The result goes to a file, because libraries print to stdout."""
     request = json.load(sys.stdin)
     settle_environment(Ranks(), cores()[1])
     out = Path(request["out"])
-    if "subject" not in request:
+    if "contender" not in request:
         out.write_text(json.dumps(surroundings()))
         return 0
     work = Work(**request["work"])
     try:
-        result = run(work, request["subject"]["maker"], request["subject"]["options"])
+        result = run(work, **{key: request["contender"][key] for key in ("maker", "options")})
     except Exception as error:
         traceback.print_exc()
         result = {"failed": reason(error)}
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def surroundings() -> dict[str, Any]:
-    """This machine and the versions of what is compared."""
+    """This machine, and the versions of the compared packages."""
     from trainer.machine.probe import probe
 
     versions = {"python": sys.version.split()[0]}
@@ -76,7 +76,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """One line."""
+    """The error as one line."""
     from benchmarks.harness.contenders import Unavailable
 
     text = " ".join(str(error).split("\n\n")[0].split())[:200]
@@ -84,7 +84,7 @@ def reason(error: Exception) -> str:
 
 
 def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train and measure; everything a record says of one run."""
+    """Train and measure; returns everything that the record has about this run."""
     import torch
 
     from strategies.engine.memory import accelerator
@@ -94,51 +94,45 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
     device = accelerator.current() or torch.device("cpu")
     batches = tokens(work, device)
     before_bytes = status_bytes("VmRSS")
-    subject: Trained = getattr(imported, name)(work, llama(work), device, **options)
+    trained: Trained = getattr(imported, name)(work, llama(work), device, **options)
     gc.collect()
-    subject.model.train()
-    result: dict[str, Any] = {"settings": dict(subject.settings), "notes": list(subject.notes)}
+    trained.model.train()
+    result: dict[str, Any] = {"settings": dict(trained.settings), "notes": list(trained.notes)}
     if device.type != "cpu":
         result["setup_device_peak_bytes"] = torch.accelerator.max_memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
-    result |= timed(work, subject, batches, device)
+    result |= timed(work, trained, batches, device)
     result |= {"host_peak_bytes": status_bytes("VmHWM"), "host_before_bytes": before_bytes}
-    planned = subject.planned_device_bytes()
+    planned = trained.planned_device_bytes()
     result["planned_device_bytes"] = planned
     if device.type != "cpu":
         result["device_peak_bytes"] = torch.accelerator.max_memory_allocated()
     elif planned is not None:
-        result["saved_bytes"] = saved_bytes(subject, batches[0][0])
+        result["saved_bytes"] = saved_bytes(trained, batches[0][0])
         result["device_peak_bytes"] = planned + result["saved_bytes"]
-    result["backward_peak_bytes"] = backward_peak_bytes(subject, batches[0][0], device)
-    subject.discard(batches[0][0])
-    subject.close()
+    result["backward_peak_bytes"] = backward_peak_bytes(trained, batches[0][0], device)
+    trained.discard(batches[0][0])
+    trained.close()
     return result
 
 
 def llama(work: Work) -> Any:
-    """The model on the CPU, with the same random weights in every process.
+    """Build the model on the CPU, with the same random weights in every process.
 
-    They are cut from one draw: to draw billions of numbers would take longer than the steps that are timed.
+    All weights are cut from one draw, because drawing billions of numbers would take longer than the timed steps.
     """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.initialization import no_init_weights
 
     shape = work.shape
-    kernel: dict[str, Any] = {"attn_implementation": work.attention}
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        vocab_size=shape.vocab,
-        max_position_embeddings=max(2048, work.length),
-        use_cache=False,
-        attention_dropout=work.dropout,
-        **kernel,
-    )
+    options: dict[str, Any] = {
+        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "vocab_size": shape.vocab,
+        "max_position_embeddings": max(2048, work.length), "use_cache": False, "attention_dropout": work.dropout,
+        "attn_implementation": work.attention,
+    }  # fmt: skip
+    config = LlamaConfig(**options)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.dtype]
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -157,7 +151,7 @@ def llama(work: Work) -> Any:
 
 
 def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
-    """Micro-batches by optimizer step, the same in every process."""
+    """The micro-batches of each optimizer step, the same in every process."""
     import torch
 
     generator = torch.Generator().manual_seed(work.seed + 1)
@@ -167,19 +161,19 @@ def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
 
 
 def timed(
-    work: Work, subject: Trained, batches: Sequence[Sequence[Mapping[str, Tensor]]], device: torch.device
+    work: Work, trained: Trained, batches: Sequence[Sequence[Mapping[str, Tensor]]], device: torch.device
 ) -> dict[str, Any]:
-    """Warm up, then the measured steps; see the head of this file for when the clock runs."""
+    """Run the warm-up and the measured steps; the module docstring says when the clock runs."""
     import torch
 
     def step(index: int) -> Tensor:
-        losses = [subject.micro_batch(batch) for batch in batches[index % len(batches)]]
-        subject.update()
+        losses = [trained.micro_batch(batch) for batch in batches[index % len(batches)]]
+        trained.update()
         return torch.stack(losses).mean()
 
     def settle() -> float:
-        """Everything is done; the time."""
-        subject.drain()
+        """Wait until everything is done; the time then."""
+        trained.drain()
         if device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
@@ -203,39 +197,36 @@ def timed(
     }
 
 
-def saved_bytes(subject: Trained, batch: Mapping[str, Tensor]) -> int:
-    """Bytes that autograd keeps from one forward for its backward.
-
-    Stands for a device's allocator where there is no accelerator. An extra forward, after the clock.
-    """
+def saved_bytes(trained: Trained, batch: Mapping[str, Tensor]) -> int:
+    """Bytes that autograd saves in one forward. Without an accelerator they replace the figure of its allocator."""
     from trainer.run.plan_check import count_saved
 
-    with count_saved(subject.model) as saved:
-        subject.model(**batch)
+    with count_saved(trained.model) as saved:
+        trained.model(**batch)
     return sum(saved.values())
 
 
-def backward_peak_bytes(subject: Trained, batch: Mapping[str, Tensor], device: torch.device) -> int:
-    """The most that forward and backward of a micro-batch take beyond what was there; gradients were.
+def backward_peak_bytes(trained: Trained, batch: Mapping[str, Tensor], device: torch.device) -> int:
+    """Peak memory of forward and backward of a micro-batch beyond what was allocated before, gradients included.
 
-    On a CPU: of resident memory, after what the C library had kept for later is given back. After the clock.
+    On a CPU: resident memory, after the C library has returned freed memory to the system.
     """
     import torch
 
-    subject.micro_batch(batch)  # makes the gradients
-    subject.expect_another()
+    trained.micro_batch(batch)  # allocates the gradients
+    trained.expect_another()
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
-        subject.micro_batch(batch)
+        trained.micro_batch(batch)
         torch.accelerator.synchronize()
         return torch.accelerator.max_memory_allocated() - before
     ctypes.CDLL(None).malloc_trim(0)
     before = status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    subject.micro_batch(batch)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    trained.micro_batch(batch)
     return status_bytes("VmHWM") - before
 
 

@@ -1,7 +1,8 @@
 """Plain torch, and this project's memory engine.
 
-A subject is a class: made from the work, the model (on the CPU, in the work's precision) and the device, it can then
-do a micro-batch, an update, and finish what it has put off. Its ``notes`` say where it could not do the same work.
+A contender is a class that is constructed with the work, the model (on the CPU, in the work's precision) and the
+device. It can run a micro-batch, update, and finish the updates that it deferred. Its ``notes`` say in which respect it
+could not do the same work.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ Batch = Mapping[str, Tensor]
 
 
 class Unavailable(Exception):
-    """The subject cannot run here; the message is its row in the table."""
+    """The contender cannot run here; the message is shown in the table."""
 
 
 class Trained:
-    """Base of all subjects: the plain way to do each part."""
+    """Base of all contenders: the plain way to do each part."""
 
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
@@ -33,37 +34,37 @@ class Trained:
         self.work, self.device = work, device
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        """Forward and backward; the loss, not divided."""
+        """Run forward and backward; return the loss before division by the accumulation."""
         loss: Tensor = self.model(**batch).loss
         (loss / self.work.accumulation).backward()
         return loss.detach()
 
     def update(self) -> None:
-        """Clip, step, clear: once per optimizer step."""
+        """Clip, step and clear the gradients."""
         nn.utils.clip_grad_norm_(self.model.parameters(), self.work.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def drain(self) -> None:
-        """Finish updates that have been put off; before the clock is stopped."""
+        """Finish deferred updates. Called before the clock stops."""
 
     def expect_another(self) -> None:
-        """After a micro-batch: one more will come before any update. Gradients keep the memory that they have."""
+        """Prepare for another micro-batch before any update. The memory of gradients must stay allocated."""
 
     def discard(self, batch: Batch) -> None:
-        """Forget the gradients of micro-batches that no update followed; who cannot trains on ``batch`` and updates."""
+        """Discard gradients that no update followed. A contender that cannot trains on ``batch`` until it updates."""
         self.model.zero_grad()
 
     def planned_device_bytes(self) -> int | None:
-        """What the subject itself has laid out on the device, where it knows."""
+        """Bytes that the contender planned on the device, if it plans."""
         return None
 
     def close(self) -> None:
-        """Give back threads and groups."""
+        """Release threads and process groups."""
 
 
 class Plain(Trained):
-    """A torch loop with everything on the device. In bf16: bf16 weights compute, fp32 masters are updated."""
+    """A torch loop with everything on the device. In bf16, weights are bf16 and the optimizer updates fp32 masters."""
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device) -> None:
         super().__init__(work, device)
@@ -77,7 +78,7 @@ class Plain(Trained):
         self.settings = {"optimizer": "torch.optim.AdamW(fused=True)", "fp32_masters": self.mixed}
 
     def update(self) -> None:
-        """With masters: gradients are converted one by one, so that both sets never exist in full."""
+        """Convert gradients to those of the masters one by one, so that never all of both exist."""
         if self.mixed:
             for param, master in zip(self.params, self.masters, strict=True):
                 assert param.grad is not None
@@ -91,7 +92,7 @@ class Plain(Trained):
 
 
 class Ours(Trained):
-    """The memory engine, with a plan made for this model, batch and budget. Updates may overlap the next forward."""
+    """The memory engine with a plan for this model, batch and budget. Updates may overlap the next forward."""
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device, **options: Any) -> None:
         from strategies.engine import AdamW, stow
@@ -100,36 +101,31 @@ class Ours(Trained):
 
         super().__init__(work, device)
         self.model = model
-        plan = plan_for(
-            model,
-            batch=(work.rows, work.length),
-            accumulation=work.accumulation,
-            max_grad_norm=work.max_grad_norm,
-            **options,
-        )
-        print(table(plan), flush=True)
-        self.optimizer = stow(model, plan, rule=AdamW(**work.adamw))
+        batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
+        self.plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
+        print(table(self.plan), flush=True)
+        self.optimizer = stow(model, self.plan, rule=AdamW(**work.adamw), device=device)
         self.settings = options
 
     def update(self) -> None:
-        """The optimizer clips itself: where its gradients lie is its own affair."""
+        """The engine's optimizer clips, because it alone knows where gradients are."""
         self.optimizer.clip_grad_norm_(self.work.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def drain(self) -> None:
-        """The updates that would have run under the next forward."""
+        """Finish updates that would have overlapped the next forward."""
         self.optimizer.drain()
 
     def expect_another(self) -> None:
-        """The engine takes as many micro-batches per update as were planned, so these are forgotten. The memory of
-        gradients is reserved and stays."""
+        """Discard the gradients: the engine takes no more micro-batches per update than planned. Their memory is
+        reserved by the plan."""
         self.optimizer.zero_grad()
 
     def discard(self, batch: Batch) -> None:
-        """The engine holds the gradients."""
+        """Discard the gradients, which the engine keeps."""
         self.optimizer.zero_grad()
 
     def planned_device_bytes(self) -> int | None:
-        """The arena's part on the device."""
+        """Bytes of the arena on the device."""
         return int(self.optimizer.device_bytes)

@@ -1,6 +1,7 @@
 """Peers, each at the best settings we know for one device and this work; the settings go into the record.
 
-What cannot do the same work says so in ``notes``; what cannot run here raises, and its reason becomes its row.
+A peer that cannot do the same work says so in ``notes``. One that cannot run here raises Unavailable, and the table
+shows why.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ from benchmarks.harness.work import Work
 from trainer.dist.ranks import Ranks, process_group
 
 TIMEOUT_S = 600
-FEWEST_BUCKET = 50_000_000  # elements; DeepSpeed's own guides go no lower
-
-
-SUPER_BUCKET = 400_000_000
+SMALLEST_BUCKET = 50_000_000  # elements; DeepSpeed's guides use no smaller ones
+SUPER_BUCKET = 400_000_000  # elements, as in SuperOffload's examples
 
 
 class DeepSpeed(Trained):
@@ -39,18 +38,20 @@ class DeepSpeed(Trained):
 
         self.settings = config = self.config(stage, super_offload=super_offload)
         if stage == 3:
-            deepspeed.zero.Init(module=model, config_dict_or_path=config)  # split at once, never whole on the device
+            deepspeed.zero.Init(
+                module=model, config_dict_or_path=config
+            )  # partitioned at once, never whole on the device
         optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **work.adamw)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.model = self.engine
 
     def config(self, stage: int, *, super_offload: bool) -> dict[str, Any]:
-        """Pinned memory, overlapped copies, buckets of at least one block, so that a block is one or few copies.
+        """Pinned memory, overlapped copies, and buckets of at least a block, so that a block takes few copies.
 
-        SuperOffload as in its authors' examples: weights stay on the device, a tenth of the updates, too.
+        SuperOffload as in its authors' examples: weights and a tenth of the updates stay on the device.
         """
         block = self.work.shape.block_params
-        bucket = max(FEWEST_BUCKET, block)
+        bucket = max(SMALLEST_BUCKET, block)
         host = {"device": "cpu", "pin_memory": True}
         zero: dict[str, Any] = {
             "stage": stage,
@@ -76,22 +77,22 @@ class DeepSpeed(Trained):
         }
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        """The engine counts micro-batches itself: it divides the loss and updates at the last one."""
+        """DeepSpeed counts micro-batches: it divides the loss, and updates at the last one."""
         loss: Tensor = self.engine(**batch).loss
         self.engine.backward(loss)
         self.engine.step()
         return loss.detach()
 
     def update(self) -> None:
-        """Done with the last micro-batch."""
+        """The last micro-batch has updated already."""
 
     def discard(self, batch: Batch) -> None:
-        """The engine forgets no gradient: the micro-batches of a begun update are completed, and it updates."""
+        """DeepSpeed cannot discard gradients, so complete the micro-batches of the update that has begun."""
         while self.engine.micro_steps % self.work.accumulation:
             self.micro_batch(batch)
 
     def close(self) -> None:
-        """Engine first, then the group that it holds."""
+        """Destroy the engine before the process group that it uses."""
         self.engine.destroy()
         del self.engine, self.model
         self.group.close()
@@ -108,16 +109,13 @@ class Fsdp2(Trained):
         accelerated = device.type != "cpu"
         distributed: Any = torch.distributed
         backend = "gloo"
-        if accelerated:  # the norm of gradients on the host needs gloo
+        if accelerated:  # gradients on the host need gloo for their norm
             backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
         distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (1,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if work.dtype == "bf16" else MixedPrecisionPolicy()
-        shared: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": policy,
-            "offload_policy": CPUOffloadPolicy(pin_memory=accelerated),
-        }
+        offload = CPUOffloadPolicy(pin_memory=accelerated)
+        shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
         model.float()  # the shards are the masters
         for block in model.model.layers:
             fully_shard(block, **shared)
@@ -127,7 +125,7 @@ class Fsdp2(Trained):
         self.optimizer = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
         self.settings = {
             "backend": backend,
-            "offload_policy": str(shared["offload_policy"]),
+            "offload_policy": str(offload),
             "mp_policy": str(policy),
             "optimizer": "torch.optim.AdamW(fused=True) on the host",
         }
@@ -135,7 +133,7 @@ class Fsdp2(Trained):
             self.notes = ("pin_memory=False: FSDP2 refuses to pin without an accelerator (its default is True)",)
 
     def close(self) -> None:
-        """The group of one."""
+        """Destroy the process group."""
         from torch.distributed import destroy_process_group
 
         destroy_process_group()
@@ -150,24 +148,24 @@ class TorchAo(Trained):
         from torchao.optim import CPUOffloadOptimizer
 
         super().__init__(work, device)
-        self.model = model.float().to(device)  # what its host copy holds is what is updated: fp32
-        offload_gradients = work.accumulation == 1  # it refuses both together
+        self.model = model.float().to(device)  # it updates a copy of this dtype on the host
+        offload_gradients = work.accumulation == 1  # it refuses this with accumulation
         self.optimizer = CPUOffloadOptimizer(
             self.model.parameters(), torch.optim.AdamW, offload_gradients=offload_gradients, fused=True, **work.adamw
         )
         self.settings = {"offload_gradients": offload_gradients, "optimizer": "torch.optim.AdamW(fused=True)"}
-        self.notes = ("does not clip: gradients leave for the host before their norm is known",)
+        self.notes = ("does not clip: gradients are copied to the host before their norm is known",)
         if work.dtype == "bf16":
-            self.notes += ("fp32 weights under bf16 autocast: it keeps no masters beside bf16 weights",)
+            self.notes += ("fp32 weights under bf16 autocast: it keeps no fp32 masters of bf16 weights",)
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        """Under autocast in bf16."""
+        """Run under autocast in bf16."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.work.dtype == "bf16"):
             loss: Tensor = self.model(**batch).loss
         (loss / self.work.accumulation).backward()
         return loss.detach()
 
     def update(self) -> None:
-        """No clipping, see the notes."""
+        """Update without clipping, see the notes."""
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """The processes of a benchmark: rounds, progress, failures.
 
-Subjects take turns (A B C, A B C, ...), each run in a fresh process, so that a machine that grows slower does so for
-all alike, and peak memory is the run's own. A subject that fails is a row; it is not started again.
+Contenders take turns (A B C, A B C, ...), so that a machine that becomes slower does so for all of them. Each run is a
+fresh process, so that its peak memory is its own. A contender that fails is a row of the table and is not run again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ Run = dict[str, Any]  # what one run measured (``child.py``), or its reason unde
 
 
 def surroundings() -> dict[str, Any]:
-    """Hardware and versions. Asked of a process of its own, so that this one holds nothing on a device."""
+    """Hardware and versions, asked of a child process so that this one allocates nothing on a device.
+
+    Raises:
+        RuntimeError: if the child fails.
+    """
     with tempfile.TemporaryFile("w+") as log:
         told = child({}, log)
         log.seek(0)
         if "failed" in told:
-            raise RuntimeError(f"this machine cannot be asked what it is: {told['failed']}\n{log.read()[-4000:]}")
+            raise RuntimeError(f"cannot probe this machine: {told['failed']}\n{log.read()[-4000:]}")
     return told
 
 
 def child(request: dict[str, Any], log: Any) -> Run:
-    """What a fresh process answers to the request; everything it prints goes to ``log``."""
+    """Run a request in a fresh process (``child.py``) and return its result; what it prints goes to ``log``."""
     with tempfile.TemporaryDirectory(prefix="deepstow-bench-") as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.harness.child"]
@@ -51,36 +55,34 @@ def child(request: dict[str, Any], log: Any) -> Run:
             answer: Run = json.loads(out.read_text())
             return answer
     if done.returncode == -9:
-        return {"failed": "killed by signal 9, most likely for want of memory"}
+        return {"failed": "killed by signal 9, most likely because memory ran out"}
     return {"failed": f"ended with code {done.returncode} without a result; see its log"}
 
 
 def measure(
-    work: Work, subjects: Sequence[Contender], rounds: int, logs: Path, say: Callable[[str], None] = print
+    work: Work, contenders: Sequence[Contender], rounds: int, logs: Path, say: Callable[[str], None] = print
 ) -> Iterator[Run]:
-    """Every run as it ends, in the order of the rounds; ``label``, ``round`` and ``wall_s`` are in it."""
-    out: set[str] = set()
+    """Yield every run as it ends, round by round, with its ``label``, ``round`` and ``wall_s``."""
+    labels = {one.label: one for one in contenders}  # of those that have not failed
     walls: list[tuple[str, float]] = []
     for number in range(1, rounds + 1):
-        for subject in subjects:
-            if subject.label in out:
-                continue
-            left = seconds_left(walls, [each.label for each in subjects if each.label not in out], rounds)
+        for label, contender in list(labels.items()):
+            left = seconds_left(walls, list(labels), rounds)
             remaining = f", about {human_duration(left)} left" if left is not None else ""
-            say(f"round {number} of {rounds}: {subject.label}{remaining}")
+            say(f"round {number} of {rounds}: {label}{remaining}")
             began_s = time.perf_counter()
-            with (logs / f"{subject.label.replace(' ', '-')}-{number}.log").open("w") as log:
-                run = child({"work": asdict(work), "subject": asdict(subject)}, log)
+            with (logs / f"{label.replace(' ', '-')}-{number}.log").open("w") as log:
+                run = child({"work": asdict(work), "contender": asdict(contender)}, log)
             wall_s = time.perf_counter() - began_s
-            walls.append((subject.label, wall_s))
+            walls.append((label, wall_s))
             if "failed" in run:
-                out.add(subject.label)
+                del labels[label]
             say(f"  {line(run)}  in {human_duration(wall_s)}")
-            yield {"label": subject.label, "round": number, "wall_s": wall_s, **run}
+            yield {"label": label, "round": number, "wall_s": wall_s, **run}
 
 
 def seconds_left(walls: Sequence[tuple[str, float]], labels: Sequence[str], rounds: int) -> float | None:
-    """Each subject's runs to come, at the mean length of its own so far, or of everybody's; None before the first."""
+    """Estimate the remaining time by the mean of each contender's runs, or of all runs; None before the first."""
     if not walls:
         return None
     mean = sum(wall for _, wall in walls) / len(walls)
@@ -92,7 +94,7 @@ def seconds_left(walls: Sequence[tuple[str, float]], labels: Sequence[str], roun
 
 
 def line(run: Run) -> str:
-    """A finished run, for the progress."""
+    """A finished run as a line of progress."""
     if "failed" in run:
         return f"failed: {run['failed']}"
     speed, loss = f"{run['tokens_per_s']:,.0f} tok/s", f"loss {human_number(run['loss'], 5)}"

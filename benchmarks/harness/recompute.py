@@ -1,6 +1,6 @@
-"""Ways to keep less for backward: this project's, Hugging Face's checkpointing, and torch's budget under compile.
+"""Ways to keep less for backward: this project's, Hugging Face's checkpointing, and torch.compile's memory budget.
 
-All train with plain torch; they differ in what forward keeps.
+All train with plain torch's optimizer and differ only in what forward keeps.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from benchmarks.harness.work import Work
 
 
 class Recomputed(Plain):
-    """``strategies.recompute``; ``auto`` with a budget between the predicted peaks of full (0) and of none (1).
+    """``strategies.recompute``.
 
-    ``on_host``: what recomputed blocks keep waits on the host.
+    Args:
+        share: for ``auto``, the budget between the predicted peaks of full (0) and none (1).
+        on_host: what recomputed blocks keep is offloaded to the host.
     """
 
     def __init__(
@@ -40,13 +42,13 @@ class Recomputed(Plain):
 
         options: Any = find("recompute")
         facts = plan_for(model, batch=(work.rows, work.length), max_grad_norm=work.max_grad_norm).facts
-        # As with several micro-batches, so that gradients and saved tensors add up: there is no other peak then.
+        # With several micro-batches gradients and saved tensors exist together, so that there is only one peak.
         facts = replace(facts, run=replace(facts.run, accumulation=2))
         plans = {name: compose({"recompute": options(policy=name)}, facts) for name in ("full", "none")}
         if share is not None:
             least, most = (plans[name].peak(Home.DEVICE) for name in ("full", "none"))
             budget = least + share * (most - least)
-            left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator free
+            left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator unused
             facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))
         strategy = options(policy=policy, activation_offloading=on_host)
         plan = compose({"recompute": strategy}, facts)
@@ -74,16 +76,16 @@ class HuggingFace(Plain):
 
 
 class OnCpu(HuggingFace):
-    """The same with ``torch.autograd.graph.save_on_cpu`` around forward: whatever is saved goes to pinned memory."""
+    """The same, with ``torch.autograd.graph.save_on_cpu`` around forward; pinned memory on an accelerator."""
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        """Forward under the hooks, then backward."""
+        """Run forward and backward under the hooks."""
         with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type != "cpu"):
             return super().micro_batch(batch)
 
 
 class Compiled(Plain):
-    """``torch.compile`` of the whole model, with its budget for activations; 1 keeps what its own heuristics keep."""
+    """``torch.compile`` of the whole model with its activation memory budget; 1 is its default."""
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device, *, budget: float) -> None:
         import torch._functorch.config as functorch

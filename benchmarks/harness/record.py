@@ -1,7 +1,7 @@
 """What a benchmark leaves: the summary of its runs, one table, and a folder under ``benchmarks/records``.
 
-A ratio is taken within a round, between runs that were neighbours in time; then the median over the rounds. So it
-holds on a machine whose speed drifts, where the ratio of two medians would not.
+Ratios are taken between runs of the same round, which were close in time, and then the median over the rounds. So they
+hold on a machine whose speed drifts, where a ratio of two medians would not.
 """
 
 from __future__ import annotations
@@ -22,23 +22,14 @@ from trainer.errors import ConfigError
 from trainer.run.metrics import human_bytes, human_number
 
 UNKNOWN = "n/a"
-QUIET = 0.05  # the part of the cores that others may use while a run is measured, before the table says so
-HEAD = (
-    "subject",
-    "tokens/s",
-    "min to max",
-    "of plain",
-    "min to max",
-    "device peak",
-    "host peak",
-    "fwd + bwd peak",
-    "final loss",
-)
+QUIET = 0.05  # the table says so if other processes used more of the cores than this while a run was measured
+HEAD = ("contender", "tokens/s", "min to max", "of plain", "min to max", "device peak", "host peak", "fwd + bwd peak",
+        "final loss")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of several runs, and how far they lie apart."""
+    """Median, minimum and maximum of several runs."""
 
     median: float
     least: float
@@ -47,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One subject over all rounds; what is not known is None. Peaks are the highest of any run."""
+    """One contender over all rounds; None where nothing is known. Peaks are the highest of any run."""
 
     label: str
     tokens_per_s: Spread | None = None
@@ -62,13 +53,13 @@ class Row:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """None of nothing."""
+    """The spread of ``values``, None if there are none."""
     values = list(values)
     return Spread(statistics.median(values), min(values), max(values)) if values else None
 
 
 def summary(runs: Sequence[Run]) -> list[Row]:
-    """One row per subject, the fastest first; those that never ran come last."""
+    """One row per contender, the fastest first; those that never succeeded come last."""
     plain = {run["round"]: run["tokens_per_s"] for run in runs if run["label"] == PLAIN and "failed" not in run}
     labels = dict.fromkeys(run["label"] for run in runs)
     rows = [_row(label, [run for run in runs if run["label"] == label], plain) for label in labels]
@@ -132,17 +123,17 @@ def _padded(column: int, cell: str, width: int) -> str:
 
 
 def machine_name(hardware: Mapping[str, Any]) -> str:
-    """For a folder's name: ``h100-80gb-hbm3``, ``2-core-cpu``."""
+    """The machine in a folder's name: ``h100-80gb-hbm3``, ``2-core-cpu``."""
     if hardware["device_kind"] == "cpu":
         return f"{hardware['usable_cores']}-core-cpu"
     return re.sub(r"[^a-z0-9]+", "-", hardware["name"].lower().removeprefix("nvidia ")).strip("-")
 
 
 def new_folder(parent: Path, theme: str, hardware: Mapping[str, Any]) -> Path:
-    """``<date>_<theme>_<machine>`` with a folder for logs in it, numbered where there is one already.
+    """Make ``<date>_<theme>_<machine>``, numbered if it exists, with a folder for logs in it.
 
     Raises:
-        ConfigError: it cannot be made there.
+        ConfigError: if it cannot be made.
     """
     name = f"{time.strftime('%Y-%m-%d')}_{theme}_{machine_name(hardware)}"
     folder, number = parent / name, 1
@@ -157,19 +148,14 @@ def new_folder(parent: Path, theme: str, hardware: Mapping[str, Any]) -> Path:
 
 
 def commit() -> str:
-    """Of this checkout, with ``+`` where files differ from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The commit of this checkout, with ``+`` if files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
 def conditions(work: Work, rounds: int, surroundings: Mapping[str, Any]) -> str:
-    """The line above a table: without it the figures mean nothing."""
+    """The line above a table: the work, the machine and the versions that the figures belong to."""
     shape, versions, hardware = work.shape, surroundings["versions"], surroundings["hardware"]
     recompute = ", blocks recomputed" if work.recompute else ""
     recompute += f", {work.attention} attention" + (f" with dropout {work.dropout}" if work.dropout else "")
@@ -182,7 +168,7 @@ def conditions(work: Work, rounds: int, surroundings: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, command: str, work: Work, rounds: int, surroundings: Any, runs: Sequence[Run]) -> str:
-    """``record.json`` and ``table.md`` of the runs so far; the table with its conditions."""
+    """Write ``record.json`` and ``table.md`` for the runs so far. Returns the table with its conditions."""
     rows = summary(runs)
     text = f"{conditions(work, rounds, surroundings)}\n\n{table(rows)}\n"
     record = {

@@ -1,7 +1,7 @@
-"""What a benchmark trains and who trains it, as values. No torch here: a mistyped option is told at once.
+"""What a benchmark trains and who trains it, as values. It imports no torch, so that a mistyped option fails at once.
 
-Why one value: a comparison is worth something only if all subjects do the same work. Everything that could differ
-(model, tokens, steps, micro-batches, optimizer, clipping, precision) is in ``Work``, and a subject gets nothing else.
+A comparison is worth something only if all contenders do the same work. So everything that could differ (model, tokens,
+steps, micro-batches, optimizer, clipping, precision) is in ``Work``, and a contender gets nothing else.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ATTENTIONS = ("sdpa", "eager")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One and the same training for every subject."""
+    """The training that every contender does."""
 
     model: str
     rows: int
@@ -73,28 +73,24 @@ class Work:
 
     @property
     def shape(self) -> Shape:
-        """The model's numbers."""
+        """The shape of the model."""
         return MODELS[self.model]
 
     @property
     def tokens(self) -> int:
-        """Per optimizer step."""
+        """Tokens per optimizer step."""
         return self.rows * self.length * self.accumulation
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """The optimizer's numbers, by the names that everybody gives them."""
-        return {
-            "lr": self.learning_rate,
-            "betas": tuple(self.betas),
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+        """The optimizer's arguments, by torch's names, which all contenders use."""
+        betas = (self.betas[0], self.betas[1])
+        return {"lr": self.learning_rate, "betas": betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Who trains: ``maker`` is ``module:class`` in this package, ``options`` go to it."""
+    """Who trains: ``maker`` is ``module:class`` in this package, and gets ``options``."""
 
     label: str
     maker: str
@@ -103,7 +99,7 @@ class Contender:
 
 PLAIN = "plain"
 BUDGET = Contender("ours-budget", "contenders:Ours", {"site": "auto", "weights": "auto"})
-SUBJECTS: tuple[Contender, ...] = (
+OFFLOAD: tuple[Contender, ...] = (
     Contender(PLAIN, "contenders:Plain"),
     Contender("ours-resident", "contenders:Ours", {"site": "device", "weights": "resident"}),
     Contender("ours-host", "contenders:Ours", {"site": "host", "weights": "resident"}),
@@ -116,7 +112,7 @@ SUBJECTS: tuple[Contender, ...] = (
     Contender("torchao", "peers:TorchAo"),
 )
 
-# Budgets of auto: between the peaks of full (0) and of none (1).
+# auto with a budget between the predicted peaks of full (0) and none (1)
 RECOMPUTE: tuple[Contender, ...] = (
     Contender(PLAIN, "recompute:Recomputed", {"policy": "none"}),
     Contender("ours-selective", "recompute:Recomputed", {"policy": "selective"}),
@@ -133,15 +129,11 @@ RECOMPUTE: tuple[Contender, ...] = (
     Contender("compile-budget-20", "recompute:Compiled", {"budget": 0.2}),
 )
 
-# --- from the words of a command line -----------------------------------------------------------------------------
+# --- options of the command line -----------------------------------------------------------------------------
 
 
 def choice(option: str, text: str, allowed: Iterable[str]) -> str:
-    """``text`` if it is allowed.
-
-    Raises:
-        ConfigError: it is not; the line has the nearest of what is.
-    """
+    """Return ``text`` if it is in ``allowed``. Raise ConfigError, with the closest allowed name, if it is not."""
     names = list(allowed)
     if text in names:
         return text
@@ -151,33 +143,21 @@ def choice(option: str, text: str, allowed: Iterable[str]) -> str:
 
 
 def whole(option: str, text: str, least: int = 1) -> int:
-    """A whole number of at least ``least``.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Parse a whole number. Raise ConfigError for anything else, and for less than ``least``."""
     if re.fullmatch(r"\d+", text) and int(text) >= least:
         return int(text)
     raise ConfigError(f"{option} {text}: must be a whole number >= {least}")
 
 
 def part(option: str, text: str) -> float:
-    """A number from 0 up to, and without, 1.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Parse a number from 0 to below 1. Raise ConfigError for anything else."""
     if re.fullmatch(r"0?\.\d+|0", text):
         return float(text)
     raise ConfigError(f"{option} {text}: must be a number >= 0 and < 1, as in 0.1")
 
 
 def memory(option: str, text: str) -> int:
-    """``16GiB`` or ``512MiB`` in bytes.
-
-    Raises:
-        ConfigError: it is no size, or a number without a unit.
-    """
+    """Parse a size such as ``16GiB`` into bytes. Raise ConfigError for anything else, and for a missing unit."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -193,16 +173,15 @@ def work(
     accumulation: int = 1,
     **rest: Any,
 ) -> Work:
-    """The model's usual batch, changed by what is given; ``tokens`` are per optimizer step and fix the rows.
+    """The work on ``model``, with its default batch unless given; ``tokens`` per optimizer step determine the rows.
 
     Raises:
-        ConfigError: the numbers contradict each other.
+        ConfigError: if the numbers contradict each other.
     """
     shape = MODELS[model]
     if tokens is None:
-        return Work(
-            model=model, rows=rows or shape.rows, length=length or shape.length, accumulation=accumulation, **rest
-        )
+        rows, length = rows or shape.rows, length or shape.length
+        return Work(model=model, rows=rows, length=length, accumulation=accumulation, **rest)
     length = length or min(shape.length, max(1, tokens // accumulation // (rows or 1)))
     fitting = tokens // (length * accumulation)
     if fitting < 1 or fitting * length * accumulation != tokens or rows not in (None, fitting):
@@ -211,25 +190,25 @@ def work(
     return Work(model=model, rows=fitting, length=length, accumulation=accumulation, **rest)
 
 
-def subjects(
-    names: Sequence[str] | None, budgets: Sequence[str], there: Sequence[Contender] = SUBJECTS
+def contenders(
+    names: Sequence[str], budgets: Sequence[str] = (), theme: Sequence[Contender] = OFFLOAD
 ) -> list[Contender]:
-    """Those of ``there`` by name (all, unless named), with one ``ours-budget`` for each of ``budgets``.
+    """The contenders of a theme by name (all if none is named), with one ``ours-budget`` for each of ``budgets``.
 
     Raises:
-        ConfigError: no such subject, or ours-budget without a budget.
+        ConfigError: if there is no such contender, or ours-budget is named without a budget.
     """
-    known = {subject.label: subject for subject in there}
-    if names and BUDGET.label in names and not budgets:
+    known = {one.label: one for one in theme}
+    if BUDGET.label in names and not budgets:
         raise ConfigError(f"--subjects {BUDGET.label}: needs --gpu-memory, for example --gpu-memory 16GiB")
     found: dict[str, Contender] = {}
     for name in names or known:
-        subject = known[choice("--subjects", name, known)]
-        if subject is BUDGET:
+        one = known[choice("--subjects", name, known)]
+        if one is BUDGET:
             for text in budgets:
                 label = f"{BUDGET.label} {text.strip()}"
                 options = {**BUDGET.options, "gpu_memory": memory("--gpu-memory", text)}
                 found[label] = Contender(label, BUDGET.maker, options)
         else:
-            found[name] = subject
+            found[name] = one
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Every subject of every theme of the bench runs: once, on the smallest model, and can train on afterwards.
+"""Every contender of every theme of the bench runs: once, on the smallest model, and can train on afterwards.
 
 Each runs in a process of its own, as under ``launch/bench.py``, but forked from one that has its imports: that costs a
 second instead of ten. The command itself, with fresh processes, is tested in ``tests/unit/test_bench.py``.
@@ -36,9 +36,9 @@ pytestmark = [
 ]
 WORK = work.work("tiny", steps=1)
 BUDGET = "1500KiB"  # everything travels: 1468 KiB is the least
-OFFLOAD = work.subjects(None, [BUDGET])
-RECOMPUTE = work.subjects(None, [], work.RECOMPUTE)
-# Compiled for real a subject takes a minute. One goes through the partitioner, which is what looks at the budget; the
+OFFLOAD = work.contenders([], [BUDGET])
+RECOMPUTE = work.contenders([], theme=work.RECOMPUTE)
+# Compiled for real a contender takes a minute. One goes through the partitioner, which is what looks at the budget; the
 # others show only that the compiled module trains.
 BACKENDS = {"compile": "eager", "compile-budget-50": "eager", "compile-budget-20": "aot_eager_decomp_partition"}
 # What rounds otherwise: DeepSpeed's kernel and the decompositions of a compiler; DeepSpeed cannot forget gradients.
@@ -86,17 +86,17 @@ def fork(job: Callable[[], Any], out: Path) -> None:
     os._exit(0)
 
 
-def measured(subject: Contender) -> dict[str, Any]:
-    """As the child does it, and two steps more before the subject is closed. Gradients that should be forgotten would
+def measured(contender: Contender) -> dict[str, Any]:
+    """As the child does it, and two steps more before the contender is closed. Gradients that should be forgotten would
     change the first update, of another batch than theirs, and so the second loss."""
     from benchmarks.harness import child
     from benchmarks.harness.contenders import Unavailable
 
-    if subject.label in BACKENDS:
-        torch.compile = partial(torch.compile, backend=BACKENDS[subject.label])
-    if subject.label.startswith("deepspeed"):
+    if contender.label in BACKENDS:
+        torch.compile = partial(torch.compile, backend=BACKENDS[contender.label])
+    if contender.label.startswith("deepspeed"):
         stand_in_for_cpu_adam()
-    module, name = subject.maker.split(":")
+    module, name = contender.maker.split(":")
     maker = getattr(importlib.import_module(f"benchmarks.harness.{module}"), name)
     after, close = dict[str, Any](), maker.close
 
@@ -107,7 +107,7 @@ def measured(subject: Contender) -> dict[str, Any]:
 
     maker.close = train_on_and_close
     try:
-        return {**child.run(WORK, subject.maker, subject.options), "after": after["losses"]}
+        return {**child.run(WORK, contender.maker, contender.options), "after": after["losses"]}
     except Unavailable as error:
         return {"failed": child.reason(error)}
 
@@ -164,8 +164,8 @@ def results(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> Resu
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-def of_theme(subjects: Sequence[Contender], folder: Path) -> Results:
-    return results([(subject.label, partial(measured, subject)) for subject in subjects], folder)
+def of_theme(contenders: Sequence[Contender], folder: Path) -> Results:
+    return results([(contender.label, partial(measured, contender)) for contender in contenders], folder)
 
 
 @pytest.fixture(scope="module")
@@ -178,36 +178,36 @@ def recompute(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return of_theme(RECOMPUTE, tmp_path_factory.mktemp("recompute"))
 
 
-def check(subject: Contender, runs: Results) -> None:
-    """``subject`` trained like plain torch, was measured, and went on as if nothing had been measured."""
-    assert subject.label in runs, "it ended without a result"
-    run, plain = runs[subject.label], runs[work.PLAIN]
-    if subject.label == "torchao":  # moves to CUDA and XPU only
+def check(contender: Contender, runs: Results) -> None:
+    """``contender`` trained like plain torch, was measured, and went on as if nothing had been measured."""
+    assert contender.label in runs, "it ended without a result"
+    run, plain = runs[contender.label], runs[work.PLAIN]
+    if contender.label == "torchao":  # moves to CUDA and XPU only
         assert run["failed"] == "not installed" or "only supports CUDA" in run["failed"]
         return
-    if subject.label == "superoffload":
+    if contender.label == "superoffload":
         assert run["failed"] == "needs a CUDA GPU"
         return
     assert "failed" not in run, run["failed"]
-    exactly = None if subject.label not in ROUNDS else 1e-4
+    exactly = None if contender.label not in ROUNDS else 1e-4
     assert run["losses"] == (pytest.approx(plain["losses"], rel=exactly) if exactly else plain["losses"])
     assert run["tokens_per_s"] > 0 and run["backward_peak_bytes"] > 0
-    if subject.maker.endswith(":Ours"):
+    if contender.maker.endswith(":Ours"):
         assert run["device_peak_bytes"] == run["planned_device_bytes"] + run["saved_bytes"] > run["saved_bytes"] > 0
-    if subject.label in UPDATES:
+    if contender.label in UPDATES:
         assert all(math.isfinite(loss) for loss in run["after"]) and run["after"][-1] < run["losses"][0]
     else:
         assert run["after"] == (pytest.approx(plain["after"], rel=exactly) if exactly else plain["after"])
 
 
-@pytest.mark.parametrize("subject", OFFLOAD, ids=lambda subject: subject.label)
-def test_offload(subject: Contender, offload: Results) -> None:
-    check(subject, offload)
+@pytest.mark.parametrize("contender", OFFLOAD, ids=lambda contender: contender.label)
+def test_offload(contender: Contender, offload: Results) -> None:
+    check(contender, offload)
 
 
-@pytest.mark.parametrize("subject", RECOMPUTE, ids=lambda subject: subject.label)
-def test_recompute(subject: Contender, recompute: Results) -> None:
-    check(subject, recompute)
+@pytest.mark.parametrize("contender", RECOMPUTE, ids=lambda contender: contender.label)
+def test_recompute(contender: Contender, recompute: Results) -> None:
+    check(contender, recompute)
 
 
 def test_linear(tmp_path: Path) -> None:

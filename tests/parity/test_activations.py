@@ -123,7 +123,9 @@ class Stack(nn.Module):
 def hosting(model: Stack, num_bytes: int = 1 << 16, transfer: Transfer | None = None) -> HostRoom:
     """All of its layers send their inputs and both products."""
     names = {f"layers.{index}": ("linear 0", "linear 1") for index in range(len(model.layers))}
-    room = HostRoom(list(model.layers), arena_of_saved(num_bytes, CPU), transfer or RaceDetector())
+    room = HostRoom(
+        list(model.layers), arena_of_saved(num_bytes, next(model.parameters()).device), transfer or RaceDetector()
+    )
     checkpoint_blocks(model, names, {name: (INPUT, *kept) for name, kept in names.items()}, room)
     model(torch.randn(2, 6)).sum().backward()  # looks only
     model.zero_grad()

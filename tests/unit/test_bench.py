@@ -1,4 +1,4 @@
-"""The bench: its arithmetic, its refusals, its table, the real command. All subjects: ``tests/e2e/test_bench.py``."""
+"""The bench: its arithmetic, its refusals, its table, the real command. All contenders: ``tests/e2e/test_bench.py``."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness import processes, record, work
 from benchmarks.harness.record import Row, Spread
-from benchmarks.harness.work import MODELS, SUBJECTS, Contender, Work
+from benchmarks.harness.work import MODELS, OFFLOAD, Contender, Work
 from launch import bench
 from trainer.errors import ConfigError, ExitCode
 
@@ -115,19 +115,19 @@ def test_weights_are_the_same_each_time_and_do_not_repeat() -> None:
     assert len({tuple(param.flatten()[:8].tolist()) for param in matrices}) == len(matrices)
 
 
-def test_every_subject_is_there() -> None:
+def test_every_contender_is_there() -> None:
     import importlib
 
-    for subject in (*SUBJECTS, *work.RECOMPUTE):
-        module, name = subject.maker.split(":")
-        assert isinstance(getattr(importlib.import_module(f"benchmarks.harness.{module}"), name), type), subject.label
+    for contender in (*OFFLOAD, *work.RECOMPUTE):
+        module, name = contender.maker.split(":")
+        assert isinstance(getattr(importlib.import_module(f"benchmarks.harness.{module}"), name), type), contender.label
 
 
 def test_one_row_for_each_budget() -> None:
-    found = work.subjects(["plain", "ours-budget"], ["16GiB", "1.5gib"])
-    assert [subject.label for subject in found] == ["plain", "ours-budget 16GiB", "ours-budget 1.5gib"]
-    assert [subject.options.get("gpu_memory") for subject in found] == [None, 16 << 30, 3 << 29]
-    assert "ours-budget" not in [subject.label for subject in work.subjects(None, [])]
+    found = work.contenders(["plain", "ours-budget"], ["16GiB", "1.5gib"])
+    assert [contender.label for contender in found] == ["plain", "ours-budget 16GiB", "ours-budget 1.5gib"]
+    assert [contender.options.get("gpu_memory") for contender in found] == [None, 16 << 30, 3 << 29]
+    assert "ours-budget" not in [contender.label for contender in work.contenders([])]
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def test_a_wrong_option_of_recompute_is_one_line(words: str, told: str, capsys: 
     assert capsys.readouterr().err == f"{told}\n"
 
 
-def test_recompute_has_subjects_of_its_own() -> None:
-    todo, subjects = bench.wanted(
+def test_recompute_has_contenders_of_its_own() -> None:
+    todo, contenders = bench.wanted(
         bench.parse(["recompute", "--model", "13m", "--attention", "eager", "--dropout", ".1"])
     )
     assert (todo.attention, todo.dropout, todo.tokens) == ("eager", 0.1, 1024)
-    assert [subject.label for subject in subjects] == [subject.label for subject in work.RECOMPUTE]
+    assert [contender.label for contender in contenders] == [contender.label for contender in work.RECOMPUTE]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_folders_are_named_by_machine_and_never_shared(tmp_path: Path) -> None:
 # --- real runs ---------------------------------------------------------------------------------------------------
 
 
-def test_two_subjects_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    subjects = "--subjects plain,ours-streamed"
-    words = f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 {subjects} --out {tmp_path}"
+def test_two_contenders_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "--subjects plain,ours-streamed"
+    words = f"offload --model tiny --steps 3 --rounds 1 --accumulation 2 {names} --out {tmp_path}"
     assert bench.main(words.split()) == 0
     (folder,) = tmp_path.iterdir()
     told = json.loads((folder / "record.json").read_text())
