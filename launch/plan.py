@@ -71,11 +71,11 @@ def show(arguments: argparse.Namespace) -> None:
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
+    from strategies.backends import deepspeed
     from strategies.planner.step_cost import price
     from strategies.report import whole
     from trainer.dist.ranks import Ranks
     from trainer.planning.from_config import measure, plan_of, refuse_impossible
-    from trainer.run import ds_config
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
     ranks = Ranks(world_size=arguments.world_size, local_world_size=local)
@@ -94,7 +94,7 @@ def show(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(units)}")
         print(f"\n{plan.explain(arguments.explain)}")
     if arguments.deepspeed:
-        print(f"\n{json.dumps(ds_config.ds_config(plan), indent=1)}")
+        print(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:
         try:
             arguments.json.write_text(json.dumps(whole.to_json(plan, priced), indent=1))

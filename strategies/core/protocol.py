@@ -85,6 +85,9 @@ class Strategy(BaseModel, ABC):
         May not rename, reorder or drop a parameter, buffer or module; the caller checks.
         """
 
+    def check_installed(self) -> None:
+        """Raise Refusal if the strategy does not work with the packages that are installed here."""
+
 
 class Refusal(ValueError):
     """A strategy cannot work with these facts. Carries the dotted option, its value and the cure."""

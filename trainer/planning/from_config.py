@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose
+from strategies.core.compose import compose, with_implied
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.report.plan_table import human
@@ -56,6 +56,19 @@ def plan_of(
         raise ConfigError(str(refused)) from None
     _refuse_compiled(config, plan)
     return plan
+
+
+def check_installed(config: RunConfig) -> None:
+    """Check that the strategies of ``config`` work with the packages that are installed here.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    try:
+        for strategy in with_implied(config.strategies).values():
+            strategy.check_installed()
+    except Refusal as refused:
+        raise ConfigError(str(refused)) from None
 
 
 def _refuse_compiled(config: RunConfig, plan: Plan) -> None:

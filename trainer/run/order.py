@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from strategies.backends import deepspeed
 from strategies.core.compose import in_order
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import price
@@ -28,7 +29,7 @@ from trainer.machine.profiles import known_rates
 from trainer.model import build
 from trainer.planning import facts
 from trainer.planning.from_config import plan_of, refuse_folder, refuse_impossible
-from trainer.run import checkpoint, ds_config, optimizer_choice
+from trainer.run import checkpoint, optimizer_choice
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
         "config.yaml": run.config.dump(),
         "plan.json": json.dumps(content, indent=1),
         "plan.txt": text + "\n",
-        "ds_config.json": json.dumps(ds_config.ds_config(run.plan), indent=1),
+        "ds_config.json": json.dumps(deepspeed.ds_config(run.plan), indent=1),
     }
     for name, text in written.items():
         (run.folder / name).write_text(text)
@@ -169,7 +170,7 @@ def make_arguments(run: Run) -> TrainingArguments:
     given: dict[str, Any] = dict(run.config.training.arguments())
     if run.prepared.eval is None:
         given["eval_strategy"] = "no"
-    if ds_config.clips_itself(run.plan):
+    if deepspeed.clips_itself(run.plan):
         given["max_grad_norm"] = 0.0
     if run.plan.layout is not None:
         given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
@@ -178,7 +179,7 @@ def make_arguments(run: Run) -> TrainingArguments:
     name_device(run.ranks, run.machine.device_kind, on_cpu=given["use_cpu"])
     arguments = TrainingArguments(
         **given,
-        deepspeed=ds_config.ds_config(run.plan) or None,
+        deepspeed=deepspeed.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # logs never lie
         accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # nobody waits for a batch's copy
         remove_unused_columns=False,  # the collator takes what it needs
@@ -200,7 +201,7 @@ def make_model(run: Run) -> PreTrainedModel:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
-    weights = build.build(section, hf_config, seed=seed, partitioned=ds_config.stage(run.plan) == 3)
+    weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3)
     apply_strategies(weights, run)
     if run.plan.layout is not None:
         optimizer_choice.to_compute_dtype(weights, run.plan)
@@ -246,7 +247,7 @@ def make_trainer(run: Run) -> Trainer:
         data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=packing and uses_flash(run.config)),
         meter=meter,
         plan=run.plan,
-        own_clipping=run.config.training.max_grad_norm if ds_config.clips_itself(run.plan) else None,
+        own_clipping=run.config.training.max_grad_norm if deepspeed.clips_itself(run.plan) else None,
         ledger=ledger,
         callbacks=[
             ProgressLine(),

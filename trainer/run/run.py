@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, cast
 
 from strategies.engine.memory import accelerator
 from strategies.report.plan_table import human
-from strategies.zero import Zero
 from trainer.dist import deepspeed_ops
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group
 from trainer.errors import ExitCode, UserError
+from trainer.planning.from_config import check_installed
 from trainer.run import oom, order
 from trainer.run.callbacks import write_line
-from trainer.run.ds_config import refuse_transformers
 from trainer.run.export import export
 from trainer.run.model_card import model_card
 
@@ -43,8 +42,8 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
     zero = config.strategies.get("zero")
     if (zero is not None or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
-    if isinstance(zero, Zero):
-        refuse_transformers(zero.stage)
+    check_installed(config)
+    if zero is not None:
         deepspeed_ops.refuse_what_cannot_be_built()
 
 

@@ -39,7 +39,6 @@ from trainer.model.shrink import (
     moving,
     shrink_model,
 )
-from trainer.run import ds_config
 from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
 
 if TYPE_CHECKING:
@@ -196,7 +195,6 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     prepared = Prepared(data, None, "random", "input_ids", ROWS * LENGTH, ROWS * LENGTH)
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
-    ds_config.refuse_transformers(ds_config.stage(plan))
     return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), prepared, machine, plan, None)
 
 
@@ -272,9 +270,10 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
         ConfigError: it is refused.
     """
     from trainer.machine.probe import probe
-    from trainer.planning.from_config import plan_of
+    from trainer.planning.from_config import check_installed, plan_of
     from trainer.run import optimizer_choice
 
+    check_installed(config)
     plan = plan_of(config, Ranks(0, 0, num_ranks, num_ranks), probe())
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
