@@ -19,9 +19,7 @@ from trainer.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
-    from strategies.planner.edits import Edit
     from strategies.planner.step_cost import StepCost
-    from trainer.config.sections import RunConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -85,9 +83,9 @@ def show(arguments: argparse.Namespace) -> None:
     plan = plan_of(config, ranks, machine)
     priced = price(plan)
     print(whole.text(plan, priced))
-    if edits := edits_of(config, plan):
+    if suggested := [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]:
         print("what would change it most, estimated:")
-        print("\n".join(edit.line() for edit in edits))
+        print("\n".join(suggested))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -103,17 +101,6 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot(plan, priced, arguments.plot)
     refuse_impossible(plan)
-
-
-def edits_of(config: RunConfig, plan: Plan) -> list[Edit]:
-    """What would change the simulated step most; nothing, where nothing is stowed."""
-    from strategies.offload import Offload
-    from strategies.planner.edits import ranked
-
-    offload = config.strategies.get("offload")
-    if not isinstance(offload, Offload):
-        return []
-    return ranked(plan.facts_as_kept(), offload.wishes(plan.facts), plan.saved_peak())
 
 
 def plot(plan: Plan, priced: StepCost | None, path: Path) -> None:

@@ -31,7 +31,7 @@ from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.linears import Linear as Layer
 from strategies.core.linears import Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, GemmTiming, Idle, Need, Parity, Phase, Strategy
 from strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Linear(Strategy):
     """
 
     phase = Phase.HOW
+    requires = frozenset([Need.LINEARS])
+    excludes = {"training.torch_compile": "strategies.linear already decides how matrix products are taken"}
     examples = ({"transpose": "minimal"},)
 
     transpose: Literal["native", "minimal", "adaptive"] = Field(
@@ -95,6 +97,9 @@ class Linear(Strategy):
             from strategies.engine.routed_linear import route
 
             route(model, chosen)
+
+    def gemm_timing(self) -> GemmTiming | None:
+        return GemmTiming(self.budget_s, self.cache) if self.transpose == "adaptive" else None
 
     def _routes(self, facts: Facts, layer: Layer) -> Routes:
         if self.transpose == "minimal":

@@ -32,7 +32,7 @@ from pydantic import Field
 from strategies.backends import deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts, Unit
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share, When
-from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, Need, Parity, Phase, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +50,7 @@ class Zero(Strategy):
     """
 
     phase = Phase.WHO
+    requires = frozenset([Need.DEEPSPEED, Need.COMPUTE_DTYPE])
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})
 
     stage: Literal[0, 1, 2, 3] = Field(
@@ -80,6 +81,9 @@ class Zero(Strategy):
 
     def check_installed(self) -> None:
         deepspeed.refuse_transformers(self.stage)
+
+    def refuses_weight_copies(self) -> str:
+        return "strategies.zero.stage 3 gives weights back after each use" if self.stage == 3 else ""
 
     def _shares(self, facts: Facts, unit: Unit) -> Iterator[Share]:
         run = facts.run

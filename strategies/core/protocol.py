@@ -13,7 +13,7 @@ suite runs (``examples``): a file without them does not pass the tests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,6 +36,24 @@ class Phase(Enum):
     WHERE = "where does it rest"
     WHEN = "when does it travel"
     BUFFER = "which buffer receives it"
+
+
+class Need(Enum):
+    """Something that the trainer prepares only for strategies that declare it in ``requires``."""
+
+    PARAMETERS = "the model's parameters, listed one by one"
+    LINEARS = "the model's linear layers, listed"
+    BLOCK_TIMES = "measured times of the model's blocks, if there are any"
+    COMPUTE_DTYPE = "weights in the dtype of compute instead of autocast"
+    DEEPSPEED = "DeepSpeed's engine and its process group"
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTiming:
+    """How long matrix products of linear layers may be measured, and the file of results (None: the usual one)."""
+
+    budget_s: float
+    cache: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +81,11 @@ class Strategy(BaseModel, ABC):
 
     phase: ClassVar[Phase]
     examples: ClassVar[tuple[Mapping[str, Any], ...]]
-    # Strategies that this one cannot do without: switched on with default options where the config does not name them.
+    # Strategies that this one depends on: switched on with default options if the config does not name them.
     implies: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[frozenset[Need]] = frozenset()
+    # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason.
+    excludes: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def parity(self, run: RunFacts) -> Parity:
@@ -87,6 +108,22 @@ class Strategy(BaseModel, ABC):
 
     def check_installed(self) -> None:
         """Raise Refusal if the strategy does not work with the packages that are installed here."""
+
+    def refuses_weight_copies(self) -> str:
+        """Why no strategy may keep second copies of weights; empty if they may."""
+        return ""
+
+    def repeats_products(self) -> bool:
+        """Whether backward repeats the matrix products of every block's forward."""
+        return False
+
+    def gemm_timing(self) -> GemmTiming | None:
+        """How to measure the matrix products of linear layers; None if the strategy does not use measurements."""
+        return None
+
+    def suggest(self, plan: Plan) -> Sequence[str]:
+        """Lines for people: changes of the config that would make a step faster, the best first."""
+        return ()
 
 
 class Refusal(ValueError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from strategies.core.registry import available, find
 from trainer.config.wording import MISSING, Fault
 
 Values = Mapping[str, Any]
@@ -193,16 +194,12 @@ def one_name_for_recompute(values: Values) -> Iterator[Fault]:
             yield _fault(values, new, f"is the newer name of {old}; keep one of the two")
 
 
-def one_recompute(values: Values) -> Iterator[Fault]:
-    for key in ("training.gradient_checkpointing", "training.activation_checkpointing"):
-        if values[key] and "recompute" in values["strategies"]:
-            yield _fault(values, key, "strategies.recompute already decides what is kept; keep one of the two")
-
-
-def one_choice_of_products(values: Values) -> Iterator[Fault]:
-    if values["training.torch_compile"] and "linear" in values["strategies"]:
-        what = "strategies.linear already decides how matrix products are taken; keep one of the two"
-        yield _fault(values, "training.torch_compile", what)
+def excluded_by_a_strategy(values: Values) -> Iterator[Fault]:
+    for name in available():
+        if name in values["strategies"]:
+            for key, why in find(name).excludes.items():
+                if values.get(key):
+                    yield _fault(values, key, f"{why}; keep one of the two")
 
 
 CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
@@ -231,8 +228,7 @@ CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     warmup_beyond_end,
     loader_without_workers,
     one_name_for_recompute,
-    one_recompute,
-    one_choice_of_products,
+    excluded_by_a_strategy,
 )
 
 

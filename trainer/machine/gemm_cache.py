@@ -161,13 +161,13 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     Args:
         tune: measure what is missing, within the strategy's budget.
     """
-    strategy: Any = config.strategies.get("linear")
-    if strategy is None or strategy.transpose != "adaptive" or machine.origin == "profile":
+    timing = next((found for strategy in config.strategies.values() if (found := strategy.gemm_timing())), None)
+    if timing is None or machine.origin == "profile":
         return facts
-    path = stored_at() if strategy.cache is None else Path(strategy.cache).expanduser()
+    path = stored_at() if timing.cache is None else Path(timing.cache).expanduser()
     # Where a plan is made for a job of several ranks that does not run, a rank will have its part of the cores.
     threads = None if ranks.local_world_size == 1 else max(1, machine.usable_cores // ranks.local_world_size)
-    budget_s = strategy.budget_s if tune else 0.0
+    budget_s = timing.budget_s if tune else 0.0
     return of_all_ranks(
         facts, lambda: with_timings(facts, machine, path=path, threads=threads, budget_s=budget_s, say=say)
     )

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainer.config.sections import RunConfig
-
 
 @dataclass(slots=True)
 class _Seen:
@@ -105,13 +103,3 @@ def _shape(module: Any, rows: int, dtype: str) -> Shape:
     if storage_of(module) == "out_in":
         return Shape(rows, second, first, "out_in", dtype)
     return Shape(rows, first, second, "in_out", dtype)
-
-
-def no_copies(config: RunConfig) -> str:
-    """Why no second copies of weights can be kept; empty where they can."""
-    if "offload" in config.strategies:
-        return "strategies.offload places every byte of a weight, once"
-    zero: Any = config.strategies.get("zero")
-    if zero is not None and zero.stage == 3:
-        return "strategies.zero.stage 3 gives weights back after each use"
-    return ""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from strategies.backends import deepspeed
-from strategies.core.compose import in_order
+from strategies.core.compose import in_order, with_implied
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import price
 from strategies.report import whole
@@ -209,8 +209,11 @@ def make_model(run: Run) -> PreTrainedModel:
 
 
 def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
-    """Let each strategy change the model, in the order of deciding; names must survive."""
-    for name, strategy in in_order(run.config.strategies):
+    """Let each strategy change the model, in the order of deciding, those that others imply included.
+
+    Names, order and shapes have to stay the same.
+    """
+    for name, strategy in in_order(with_implied(run.config.strategies)):
         before = names_of(weights)
         strategy.apply(weights, run.plan)
         assert names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"

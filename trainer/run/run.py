@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from strategies.core.compose import needs_of
+from strategies.core.protocol import Need
 from strategies.engine.memory import accelerator
 from strategies.report.plan_table import human
 from trainer.dist import deepspeed_ops
@@ -39,11 +41,11 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    zero = config.strategies.get("zero")
-    if (zero is not None or ranks.world_size > 1) and not config.training.use_cpu:
+    has_engine = Need.DEEPSPEED in needs_of(config.strategies)
+    if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
     check_installed(config)
-    if zero is not None:
+    if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
 
 
@@ -52,7 +54,8 @@ def run(config: RunConfig, ranks: Ranks) -> int:
     quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
     on_cpu = bool(config.training.use_cpu)
-    with process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
+    single = Need.DEEPSPEED in needs_of(config.strategies)
+    with process_group(ranks, timeout_s, single=single, on_cpu=on_cpu):
         return _guarded(config, ranks)
 
 

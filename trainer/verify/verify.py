@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strategies.buffers import Buffers
 from strategies.core.layout import Site
+from strategies.core.plan import RUN, Place
+from strategies.core.registry import find
 from strategies.engine.memory import accelerator
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, DataError, UserError
@@ -35,6 +36,7 @@ from trainer.model.shrink import (
     VOCAB,
     Copy,
     features,
+    layout_strategy,
     leaves,
     moving,
     shrink_model,
@@ -342,7 +344,9 @@ class Offloaded:
             small = self._small(Path(name), keep_optimizer=keep_optimizer)
             if options is None:
                 return _trained(self._num_ranks, without_strategies(small))
-            given = small.strategies["offload"]
-            offload = type(given).model_validate({**given.model_dump(), **options})
-            strategies = {**small.strategies, "offload": offload, "buffers": Buffers(debug=True)}
+            name, addresses = layout_strategy(self._real), self._real.decided_by((Place.__name__, RUN))
+            given = small.strategies[name]
+            changed = type(given).model_validate({**given.model_dump(), **options})
+            checked = find(addresses).model_validate({"debug": True})
+            strategies = {**small.strategies, name: changed, addresses: checked}
             return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}))
