@@ -3,7 +3,7 @@
 The problem: a typo that is ignored costs a night, and errors shown one per attempt cost an hour. Both are the
 normal case elsewhere, after a minute of imports and once per rank.
 
-The rule: three layers, each a nested mapping with the place of every key: the base named by ``extends:``, the
+The rule: three layers, each a nested mapping with the location of every key: the base named by ``extends:``, the
 file, the overrides. Later layers win key by key; null takes back what an earlier layer set, so a section or
 strategy of the base can be dropped. The merged mapping is validated section by section, then combinations are
 checked as far as their keys are valid; all complaints together are raised as one ``ConfigError``, one line
@@ -33,11 +33,12 @@ from trainer.config.yaml_file import (
     COMMAND_LINE,
     Document,
     Key,
-    Place,
+    Location,
     Problem,
     complaint,
     dotted,
     leaves,
+    location_of,
     parse,
     printable,
     read,
@@ -65,16 +66,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         if layer is command:
             _drop_what_is_off(layer.tree, tree)
         tree = merged(tree, layer.tree)
-    places = _places(layers)
+    locations = _locations(layers)
     problems = [problem for layer in layers for problem in layer.problems]
     whole = all(layer.tree or not layer.problems for layer in (base, file))
     unread = {problem.key for problem in problems}
-    problems += [_problem(fault, places, str(path)) for fault in check(tree, whole) if fault.key not in unread]
+    problems += [_problem(fault, locations, str(path)) for fault in check(tree, whole) if fault.key not in unread]
     if problems:
         order = {str(path): 0, COMMAND_LINE: 2}  # the base comes between
-        problems.sort(key=lambda problem: (order.get(problem.place.file, 1), problem.place.line))
+        problems.sort(key=lambda problem: (order.get(problem.location.file, 1), problem.location.line))
         raise ConfigError(map(str, problems))
-    return build(tree)
+    config = build(tree)
+    config.note_locations({(): Location(str(path)), **locations})
+    return config
 
 
 def build(tree: dict[str, Any]) -> RunConfig:
@@ -129,8 +132,8 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _read(path: Path, complain_at: Place | None = None, key: str = "") -> Document:
-    """The document at ``path``; a file that cannot be read is a problem at ``complain_at``, or of the path."""
+def _read(path: Path, location: Location | None = None, key: str = "") -> Document:
+    """The document at ``path``; a file that cannot be read is a problem at ``location``, or of the path."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -140,30 +143,30 @@ def _read(path: Path, complain_at: Place | None = None, key: str = "") -> Docume
         what = "no such file" + (f"; did you mean '{folder / near[0]}'?" if near else "")
     except (OSError, ValueError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or 'not a path'}"
-    if complain_at is None:
-        return Document(problems=[Problem(Place(printable(str(path))), what)])
-    return Document(problems=[Problem(complain_at, f"extends = {shown((), key)}: {what}")])
+    if location is None:
+        return Document(problems=[Problem(Location(printable(str(path))), what)])
+    return Document(problems=[Problem(location, f"extends = {shown((), key)}: {what}")])
 
 
 def _base(path: Path, file: Document) -> Document:
     """The document that ``file`` extends, or an empty one; takes the key out of both."""
     if "extends" not in file.tree:
         return Document()
-    name, place = file.tree.pop("extends"), file.places[("extends",)]
+    name, location = file.tree.pop("extends"), file.locations[("extends",)]
     if not isinstance(name, str) or not name:
         words = "must be the path of one config, relative to this file"
-        return Document(problems=[Problem(place, complaint(("extends",), name, words))])
-    base = _read(path.parent / name, place, name)
+        return Document(problems=[Problem(location, complaint(("extends",), name, words))])
+    base = _read(path.parent / name, location, name)
     if "extends" in base.tree:
         words = complaint(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
-        base.problems.append(Problem(base.places[("extends",)], words))
+        base.problems.append(Problem(base.locations[("extends",)], words))
     return base
 
 
 def _overrides(arguments: Sequence[str]) -> Document:
     """``a.b=value`` arguments as one layer; of two for the same key the last counts."""
     layer = Document()
-    place = Place(COMMAND_LINE)
+    location = Location(COMMAND_LINE)
     for argument in arguments:
         name, equals, text = argument.partition("=")
         key = tuple(name.split("."))
@@ -175,11 +178,13 @@ def _overrides(arguments: Sequence[str]) -> Document:
         elif key == ("extends",):
             words = complaint(key, text, "belongs into the file")
         if words:
-            layer.problems.append(Problem(place, words))
+            layer.problems.append(Problem(location, words))
             continue
         value, written = parse(text, COMMAND_LINE, key, numbered=False)
         layer.problems += written.problems
-        layer.places |= written.places | {key[:depth]: place for depth in range(2, len(key) + 1)} | {key: place}
+        layer.locations |= (
+            written.locations | {key[:depth]: location for depth in range(2, len(key) + 1)} | {key: location}
+        )
         if not written.problems:
             _set(layer.tree, key, value)
     return layer
@@ -201,14 +206,22 @@ def _set(tree: dict[str, Any], key: Key, value: object) -> None:
     tree[key[-1]] = value
 
 
-def _places(layers: Sequence[Document]) -> dict[Key, Place]:
-    """Where each key was written last. A key replaced or taken back as a whole leaves no places below it."""
-    places = {key[:1]: place for key, place in layers[-1].places.items()}  # if the files lack the section
+def _locations(layers: Sequence[Document]) -> dict[Key, Location]:
+    """Where each key was written last. A key replaced or taken back as a whole leaves no locations below it.
+
+    A section of a file stays where it is when the command line changes keys in it.
+    """
+    command = layers[-1]
+    locations = {key[:1]: location for key, location in command.locations.items()}  # if the files lack the section
+    values: set[Key] = set()
     for layer in layers:
-        whole = {key for key, value in leaves((), layer.tree) if value != {}}
-        below = {key for key in places if any(key[:depth] in whole for depth in range(1, len(key)))}
-        places = {key: place for key, place in places.items() if key not in below} | layer.places
-    return places
+        own = {key for key, value in leaves((), layer.tree) if value != {}}
+        values |= own
+        below = {key for key in locations if any(key[:depth] in own for depth in range(1, len(key)))}
+        locations = {key: location for key, location in locations.items() if key not in below}
+        new = layer.locations.items()
+        locations |= {k: at for k, at in new if layer is not command or k in values or k not in locations}
+    return locations
 
 
 def _strategies(section: object) -> Iterator[Fault]:
@@ -254,10 +267,9 @@ def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault
         yield Fault(key, value, unknown_key(key, siblings))
 
 
-def _problem(fault: Fault, places: dict[Key, Place], file: str) -> Problem:
+def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> Problem:
     """``fault`` at the line of its key, or of the nearest section around it."""
-    around = [fault.key[:depth] for depth in range(len(fault.key), 0, -1)]
-    place = next((places[key] for key in around if key in places), Place(file, 1))
+    location = location_of(fault.key, locations) or Location(file, 1)
     if fault.value is MISSING:
-        return Problem(place, f"{dotted(fault.key)}: {fault.what}")
-    return Problem(place, complaint(fault.key, fault.value, str(fault.what)))
+        return Problem(location, f"{dotted(fault.key)}: {fault.what}")
+    return Problem(location, complaint(fault.key, fault.value, str(fault.what)))

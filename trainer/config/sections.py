@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
 from trainer.config.arguments import Count, Section, Text, TrainingSection
 from trainer.config.conflicts import conflicts
 from trainer.config.wording import MISSING, Allowed
-from trainer.config.yaml_file import dotted, write
+from trainer.config.yaml_file import Key, Location, complaint, dotted, location_of, write
+from trainer.errors import ConfigError
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]
@@ -116,6 +117,26 @@ class RunConfig(Section):
     strategies: dict[str, SerializeAsAny[Strategy]] = Field(
         default={}, description="Strategy by name; one that is present is on."
     )
+
+    # Where each key was written; empty for a config built in Python.
+    _locations: dict[Key, Location] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal if all keys are; where they were written does not matter."""
+        return isinstance(other, RunConfig) and self.tree() == other.tree()
+
+    def note_locations(self, locations: Mapping[Key, Location]) -> None:
+        """Remember where keys were written, for errors that are found after loading."""
+        self._locations.update(locations)
+
+    def located(self, key: str, text: str) -> str:
+        """``text`` after the file and line of the dotted ``key``, or of the section that it belongs to."""
+        location = location_of(tuple(key.split(".")), self._locations)
+        return f"{location}: {text}" if location else text
+
+    def error(self, key: str, value: object, what: str) -> ConfigError:
+        """The error about the ``value`` of a dotted ``key``, in the same words as those found while loading."""
+        return ConfigError(self.located(key, complaint(tuple(key.split(".")), value, what)))
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> RunConfig:

@@ -57,7 +57,7 @@ SYNTAX: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a key was written: a file and its line, or the command line (line 0)."""
 
     file: str
@@ -71,20 +71,20 @@ class Place:
 class Problem:
     """One finished complaint; about the value of ``key``, if that could not be read at all."""
 
-    place: Place
+    location: Location
     text: str
     key: Key = ()
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.text}"
+        return f"{self.location}: {self.text}"
 
 
 @dataclass
 class Document:
-    """A file as nested plain values, the place of every key in it, and what was wrong on the way."""
+    """A file as nested plain values, the location of every key in it, and what was wrong on the way."""
 
     tree: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)
+    locations: dict[Key, Location] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -106,6 +106,12 @@ def shown(key: Key, value: object) -> str:
         return ".nan" if math.isnan(value) else ("-.inf" if value < 0 else ".inf")
     text = printable(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def location_of(key: Key, locations: Mapping[Key, Location]) -> Location | None:
+    """Where ``key`` was written, or else the nearest section around it; None if there is neither."""
+    around = (key[:depth] for depth in range(len(key), -1, -1))
+    return next((locations[each] for each in around if each in locations), None)
 
 
 def complaint(key: Key, value: object, what: str) -> str:
@@ -171,7 +177,7 @@ CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 @dataclass
 class _Reading:
-    """One walk over a node tree: values out; places and problems noted in ``document``."""
+    """One walk over a node tree: values out; locations and problems noted in ``document``."""
 
     file: str
     document: Document
@@ -197,29 +203,29 @@ class _Reading:
         for name_node, value_node in node.value:
             name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
             inner = (*key, name)
-            known = self.document.places.get(inner)
-            place = self.place(name_node)
+            known = self.document.locations.get(inner)
+            location = self.location(name_node)
             if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
                 self.refuse(name_node, key, name, "a key must be text; put it in quotes")
                 continue
             if name not in tree:
-                self.document.places[inner] = place
+                self.document.locations[inner] = location
             value = self.build(value_node, inner)
             if name in tree:
                 first = f", first on line {known.line}" if known else ""
                 self.document.problems.append(
-                    Problem(place, complaint(inner, value, f"duplicate key{first}; keep one"))
+                    Problem(location, complaint(inner, value, f"duplicate key{first}; keep one"))
                 )
             else:
                 tree[name] = value
         return tree
 
-    def place(self, node: yaml.Node) -> Place:
-        return Place(self.file, node.start_mark.line + 1 if self.numbered else 0)
+    def location(self, node: yaml.Node) -> Location:
+        return Location(self.file, node.start_mark.line + 1 if self.numbered else 0)
 
     def refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
         text = complaint(key, value, what) if key else f"{shown(key, value)}: {what}"
-        self.document.problems.append(Problem(self.place(node), text, key))
+        self.document.problems.append(Problem(self.location(node), text, key))
 
 
 def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
@@ -233,7 +239,7 @@ def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 
 
 def parse(text: str, file: str, key: Key = (), numbered: bool = True) -> tuple[Any, Document]:
-    """The value written in ``text`` (None if it is empty), with places and problems; never raises."""
+    """The value written in ``text`` (None if it is empty), with locations and problems; never raises."""
     document = Document()
     try:
         loader = _Loader(text)
@@ -246,7 +252,7 @@ def parse(text: str, file: str, key: Key = (), numbered: bool = True) -> tuple[A
     else:
         return value, document
     words = complaint(key, text, words) if key else words
-    document.problems.append(Problem(Place(file, line if numbered else 0), words))
+    document.problems.append(Problem(Location(file, line if numbered else 0), words))
     return None, document
 
 
@@ -257,14 +263,14 @@ def read(path: Path) -> Document:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        return Document(problems=[Problem(Place(str(path), line), "not UTF-8; save the file as UTF-8")])
+        return Document(problems=[Problem(Location(str(path), line), "not UTF-8; save the file as UTF-8")])
     value, document = parse(text, str(path))
     if document.problems or isinstance(value, dict):
         document.tree = value if isinstance(value, dict) else {}
         return document
     what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
     sections = "a config has the sections model, data, training, strategies"
-    document.problems.append(Problem(Place(str(path), 1), f"{what}; {sections}"))
+    document.problems.append(Problem(Location(str(path), 1), f"{what}; {sections}"))
     return document
 
 

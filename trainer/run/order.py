@@ -65,7 +65,7 @@ class Run:
 def prepare(config: RunConfig, ranks: Ranks) -> Run:
     """Everything that can go wrong before a weight exists: checkpoint, data, plan."""
     folder = Path(config.training.output_dir)
-    refuse_folder(folder)
+    refuse_folder(config)
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe(folder if folder.is_dir() else Path())
