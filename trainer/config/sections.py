@@ -125,6 +125,8 @@ class RunConfig(Section):
         """Equal if all keys are; where they were written does not matter."""
         return isinstance(other, RunConfig) and self.tree() == other.tree()
 
+    __hash__ = None  # type: ignore[assignment]  # it holds mappings
+
     def note_locations(self, locations: Mapping[Key, Location]) -> None:
         """Remember where keys were written, for errors that are found after loading."""
         self._locations.update(locations)
