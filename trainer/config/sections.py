@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.config.arguments import Count, Section, Text, TrainingSection
+from trainer.config.arguments import Count, NonEmpty, Section, TrainingSection, unset
 from trainer.config.conflicts import conflicts
 from trainer.config.wording import MISSING, Allowed
 from trainer.config.yaml_file import Key, Location, complaint, dotted, location_of, write
@@ -44,10 +44,10 @@ class LoraSection(Section):
     lora_alpha: Count = Field(default=16, description="Scale of the adapters; they are multiplied by lora_alpha / r.")
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout before the adapters.")
     target_modules: Annotated[
-        list[Text] | Text | None, Allowed("a list of module names, or a pattern, or all-linear")
-    ] = Field(default=None, description="Modules that get adapters; not set means peft's choice for the model.")
+        list[NonEmpty] | NonEmpty | None, Allowed("a list of module names, or a pattern, or all-linear")
+    ] = unset("Modules that get adapters; not set means peft's choice for the model.")
     bias: Literal["none", "all", "lora_only"] = Field(default="none", description="Which biases are trained.")
-    modules_to_save: list[Text] | None = Field(default=None, description="Modules trained in full besides.")
+    modules_to_save: list[NonEmpty] | None = unset("Modules trained in full besides.")
     use_rslora: bool = Field(default=False, description="Scale by lora_alpha / sqrt(r).")
     use_dora: bool = Field(default=False, description="Train magnitude and direction apart (DoRA).")
 
@@ -55,50 +55,44 @@ class LoraSection(Section):
 class ModelSection(Section):
     """Which model is trained: exactly one of name_or_path and config."""
 
-    name_or_path: Text | None = Field(default=None, description="Folder or hub name of a pretrained model.")
-    config: dict[str, Any] | None = Field(
-        default=None, description="Hugging Face model config (model_type, hidden_size, ...): random weights."
-    )
+    name_or_path: NonEmpty | None = unset("Folder or hub name of a pretrained model.")
+    config: dict[str, Any] | None = unset("Hugging Face model config (model_type, hidden_size, ...): random weights.")
     tokenizer: Annotated[
-        Text | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
-    ] = Field(default=None, description="Name or folder, or one to train; not set means the model's own.")
+        NonEmpty | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
+    ] = unset("Name or folder, or one to train; not set means the model's own.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Type in which the weights are loaded; see also training.bf16."
     )
-    attn_implementation: Attention | None = Field(
-        default=None, description="Attention kernel; not set means the model's default."
-    )
+    attn_implementation: Attention | None = unset("Attention kernel; not set means the model's default.")
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. It can do anything you can."
     )
-    lora: LoraSection | None = Field(
-        default=None, description="Train low-rank adapters instead of all weights; needs peft."
-    )
+    lora: LoraSection | None = unset("Train low-rank adapters instead of all weights; needs peft.")
 
 
 class DataSection(Section):
     """What it is trained on."""
 
-    path: Text = Field(description="A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
-    name: Text | None = Field(default=None, description="Subset of a hub data set; for pydoc: text or pairs.")
-    split: Text = Field(default="train", description="Split to train on.")
-    eval_path: Text | None = Field(default=None, description="Evaluation data apart from path, in the same forms.")
-    eval_split: Text | None = Field(default=None, description="Split to evaluate on.")
+    path: NonEmpty = Field(description="A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
+    name: NonEmpty | None = unset("Subset of a hub data set; for pydoc: text or pairs.")
+    split: NonEmpty = Field(default="train", description="Split to train on.")
+    eval_path: NonEmpty | None = unset("Evaluation data apart from path, in the same forms.")
+    eval_split: NonEmpty | None = unset("Split to evaluate on.")
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = Field(
         default=0.0, description="Share of the training data set aside for evaluation."
     )
     columns: Annotated[
-        dict[Columns, Text], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
+        dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
     ] = Field(default={}, description="Our field -> their column, where the two differ.")
     max_length: Annotated[int, Field(ge=8)] = Field(default=1024, description="Tokens per sample; longer ones are cut.")
     packing: bool = Field(default=False, description="Fill each sequence with several samples; they do not mix.")
-    completion_only_loss: bool | None = Field(
-        default=None, description="Loss on the completion only; not set means yes for prompt/completion data."
+    completion_only_loss: bool | None = unset(
+        "Loss on the completion only; not set means yes for prompt/completion data."
     )
     assistant_only_loss: bool = Field(default=False, description="Loss on the assistant's turns of messages only.")
-    chat_template_path: Text | None = Field(default=None, description="Jinja chat template; else the tokenizer's.")
+    chat_template_path: NonEmpty | None = unset("Jinja chat template; else the tokenizer's.")
     streaming: bool = Field(default=False, description="Read while training; needs training.max_steps.")
-    num_proc: Count | None = Field(default=None, description="Processes that prepare the data.")
+    num_proc: Count | None = unset("Processes that prepare the data.")
 
 
 SECTIONS: Mapping[str, type[Section]] = {
