@@ -1,8 +1,8 @@
-"""Show the plan of a run: who holds what, where, how many bytes, who decided it and why.
+"""Show the plan of a run: which rank holds which tensors, where, how many bytes, and which strategy decided it and why.
 
     python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
 
-Needs no accelerator, no weights and no data. A plan whose training state does not fit ends with exit code 2.
+Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print what was asked for.
+    """Print the plan and what else was asked for.
 
     Raises:
-        ConfigError: in the config, or the plan does not fit.
+        ConfigError: the config is wrong, or the plan does not fit.
     """
     config = load(arguments.config, arguments.overrides)
     from trainer.machine.probe import probe

@@ -1,4 +1,4 @@
-"""ZeRO: who holds which share of the training state. Stages 0 to 3, run by DeepSpeed's engine.
+"""ZeRO: which rank holds which share of the training state. Stages 0 to 3, run by DeepSpeed's engine.
 
 Problem. Mixed-precision Adam needs 16 bytes per parameter on every rank: 2 for the weight, 2 for its gradient, 12
 for the fp32 master and the two moments. Data-parallel ranks all hold the same bytes.
@@ -11,9 +11,10 @@ Arithmetic, for P parameters on N ranks in mixed precision:
 In fp32 the weight and gradient take 4 bytes each; stages 1 to 3 still keep a master (their flat fp32 partition),
 stage 0 does not: the weight is its own master.
 
-Invariant. Splitting changes no arithmetic: on two ranks in fp32 the weights equal plain data-parallel training
-bit for bit. Two cases add in another order and are equal to about 1e-5 only: clipping that triggers (stages 1 to 3 sum
-the squares partition by partition), and accumulation (stages 2 and 3 reduce every micro-batch).
+Invariant. Splitting does not change the arithmetic: on two ranks in fp32 the weights equal those of plain data-parallel
+training bit for bit. In two cases sums are taken in another order and weights are equal only to about 1e-5: clipping
+that triggers (stages 1 to 3 sum the squares partition by partition), and accumulation (stages 2 and 3 reduce every
+micro-batch).
 
 This file decides who holds what; DeepSpeed's config is made in ``strategies/backends/deepspeed.py``.
 
@@ -58,7 +59,7 @@ class Zero(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit, but where DeepSpeed adds in another order than plain data parallelism."""
+        """Bit for bit, except where DeepSpeed adds in another order than plain data parallelism."""
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         if self.stage >= 2 and run.accumulation > 1:

@@ -28,7 +28,7 @@ ORDER = tuple(Phase)
 
 
 def in_order(strategies: Mapping[str, Strategy]) -> list[tuple[str, Strategy]]:
-    """By phase, then by name: the order of deciding."""
+    """Sorted in the order of deciding: by phase, then by name."""
     return sorted(strategies.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
 
 

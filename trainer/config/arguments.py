@@ -1,16 +1,14 @@
-"""The ``training`` section: Hugging Face's TrainingArguments names, with the checks they lack.
+"""The ``training`` section: the names of Hugging Face's TrainingArguments, with types and ranges.
 
-The problem: TrainingArguments is a plain dataclass. It accepts ``learning_rate: fast``, a negative learning
-rate and an accumulation of 0, and fails (or trains wrongly) much later.
+Problem. TrainingArguments is a plain dataclass. It accepts ``learning_rate: fast``, a negative learning rate and an
+accumulation of 0, and fails (or trains wrongly) much later.
 
-The rule: every name of TrainingArguments is either a field here, with type and range, or in ``REFUSED`` with
-the reason and what to write instead; a test compares the two with the installed dataclass. A field whose
-default is None is not handed on, so that Hugging Face's own default applies; a default that the framework
-relies on is stated.
+Every name of TrainingArguments is either a field here, with type and range, or in ``REFUSED``, with the reason and what
+to write instead; a test compares both with the installed dataclass. A field that is None is not passed on, so that
+Hugging Face's own default applies; defaults that this framework relies on are stated.
 
-What we refuse: names that would have a second writer (``deepspeed``, ``fsdp``), that hide errors
-(``logging_nan_inf_filter``), that break exact resume (``ignore_data_skip``), or that answer a question of
-another section.
+Refused: names that the plan or another section decides (``deepspeed``, ``fsdp``), that hide errors
+(``logging_nan_inf_filter``), or that break exact resuming (``ignore_data_skip``).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from trainer.config.wording import Allowed
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no conversion but whole numbers to floats."""
+    """Base of all sections: frozen, without unknown keys; only whole numbers are converted, to floats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -118,8 +116,8 @@ REFUSED: Mapping[str, str] = {
     "hub_token": "a secret does not belong into a file; set the environment variable HF_TOKEN",
 }
 
-# Release 5.23 renamed these and warns about the old ones; the releases before know the old ones only. Both are
-# accepted in the config, and the old one, which every supported release understands, is handed on.
+# Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
+# Both are accepted in the config, and the old one, which every supported release understands, is passed on.
 RENAMED: Mapping[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
@@ -221,9 +219,9 @@ class TrainingSection(Section):
     ddp_timeout: Count | None = unset("Seconds before a silent collective fails.")
 
     def arguments(self) -> dict[str, object]:
-        """What to hand to TrainingArguments: everything that is set, under names every release understands.
+        """The keyword arguments for TrainingArguments: all fields that are set, by names that every release has.
 
-        ``resume_from_checkpoint`` is left out; it belongs to ``Trainer.train``.
+        Without ``resume_from_checkpoint``, which is an argument of ``Trainer.train``.
         """
         given = self.model_dump(exclude={"resume_from_checkpoint"})
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

@@ -1,7 +1,7 @@
-"""``docs/config.md`` and the JSON schema, generated from the models.
+"""Generate ``docs/config.md`` and the JSON schema from the sections.
 
-The rule: nothing about a key is written twice. ``python -m trainer.config.doc > docs/config.md`` renders the
-manual, ``python -m trainer.config.doc --schema`` the schema for editors; a test compares the manual with the file.
+``python -m trainer.config.doc > docs/config.md`` renders the manual, ``python -m trainer.config.doc --schema`` prints
+the schema for editors. A test compares the manual with the file.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""From a file and overrides to a ``RunConfig``, or to every reason why not.
+"""Load a config file and overrides into a ``RunConfig``, or raise one error that lists everything wrong.
 
-The problem: a typo that is ignored costs a night, and errors shown one per attempt cost an hour. Both are the
-normal case elsewhere, after a minute of imports and once per rank.
+Problem. A typo that is ignored costs a night of training, and errors that are shown one per attempt cost an hour.
 
-The rule: three layers, each a nested mapping with the location of every key: the base named by ``extends:``, the
-file, the overrides. Later layers win key by key; null takes back what an earlier layer set, so a section or
-strategy of the base can be dropped. The merged mapping is validated section by section, then combinations are
-checked as far as their keys are valid; all complaints together are raised as one ``ConfigError``, one line
-each. Nothing heavy is imported, so this takes a fraction of a second and fails before torch is loaded.
+There are three layers, each a nested mapping with the location of every key: the base named by ``extends:``, the file,
+and the overrides. Later layers win key by key; null removes what an earlier layer set, so that a section or strategy of
+the base can be dropped. The merged mapping is validated section by section, then combinations of the keys that are
+valid are checked. All problems are raised together as one ``ConfigError``, one line each. Nothing heavy is imported, so
+that this takes a fraction of a second and a bad config fails before torch is loaded.
 
-What we refuse: a base that extends another (where a value comes from must be seen in two files at most), an
-override that silently adds a key, and a strategy with nothing but null after its name: on or off?
+    configs/x.yaml:12: training.learning_rte = 0.01: unknown key; did you mean 'learning_rate'?
+
+Refused: a base that extends another one (so that at most two files have to be read to find a value), an override that
+adds an unknown key, and a strategy whose options are null, which could mean on or off.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ def build(tree: dict[str, Any]) -> RunConfig:
 
 
 def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
-    """Everything wrong with a merged tree; if it is not ``whole``, without what may be said in the rest."""
-    strangers = [name for name in tree if name not in RunConfig.model_fields]
-    found = [fault for name in strangers for fault in _unknown((name,), tree[name], TOP)]
-    # A misspelt section is one mistake: that its keys are missing under the right name is not said as well.
-    gaps = [name for name in SECTIONS if name not in tree]
-    absent = {near for name in strangers for near in difflib.get_close_matches(name, gaps, n=1)}
+    """Everything wrong with a merged tree. If a file could not be read ``whole``, missing keys are not reported."""
+    unknown = [name for name in tree if name not in RunConfig.model_fields]
+    found = [fault for name in unknown for fault in _unknown((name,), tree[name], TOP)]
+    # A misspelt section is one mistake: do not also report that the keys of the right name are missing.
+    missing = [name for name in SECTIONS if name not in tree]
+    absent = {near for name in unknown for near in difflib.get_close_matches(name, missing, n=1)}
     for name, model in SECTIONS.items():
         if name not in absent:
             found += _explained(faults(model, tree.get(name, {}), (name,)))
@@ -103,14 +104,14 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
 
 
 class _Partial(GenerateJsonSchema):
-    """No key is required: with ``extends:`` every file may be a part."""
+    """A schema in which no key is required, since a file with ``extends:`` may hold only some."""
 
     def field_is_required(self, *_: Any, **__: Any) -> bool:
         return False
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a config file for editors, all strategies included."""
+    """The JSON schema of a config file, for editors; includes the options of all strategies."""
     options: dict[str, Any] = {name: (find(name) | None, None) for name in available()}
     strategies = create_model("Strategies", __config__={"extra": "forbid"}, **options)
     fields: dict[str, Any] = {name: (model, ...) for name, model in SECTIONS.items()}
@@ -133,7 +134,7 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path, location: Location | None = None, key: str = "") -> Document:
-    """The document at ``path``; a file that cannot be read is a problem at ``location``, or of the path."""
+    """The document at ``path``. If it cannot be read, that is a problem at ``location``, or else of the path itself."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -149,7 +150,7 @@ def _read(path: Path, location: Location | None = None, key: str = "") -> Docume
 
 
 def _base(path: Path, file: Document) -> Document:
-    """The document that ``file`` extends, or an empty one; takes the key out of both."""
+    """The document that ``file`` extends, or an empty one; removes the key ``extends`` from both."""
     if "extends" not in file.tree:
         return Document()
     name, location = file.tree.pop("extends"), file.locations[("extends",)]
@@ -164,7 +165,7 @@ def _base(path: Path, file: Document) -> Document:
 
 
 def _overrides(arguments: Sequence[str]) -> Document:
-    """``a.b=value`` arguments as one layer; of two for the same key the last counts."""
+    """Arguments such as ``a.b=value`` as one layer; the last one for a key wins."""
     layer = Document()
     location = Location(COMMAND_LINE)
     for argument in arguments:
@@ -191,11 +192,11 @@ def _overrides(arguments: Sequence[str]) -> Document:
 
 
 def _drop_what_is_off(command: dict[str, Any], tree: dict[str, Any]) -> None:
-    """``strategies.zero=null`` on the command line switches off; what is off already stays off, without complaint."""
-    wished, present = command.get("strategies"), tree.get("strategies") or {}
-    if isinstance(wished, dict) and isinstance(present, dict):
-        for name in [name for name in wished if wished[name] is None and name in available() and name not in present]:
-            del wished[name]
+    """Ignore ``strategies.zero=null`` on the command line if that strategy is off already."""
+    given, present = command.get("strategies"), tree.get("strategies") or {}
+    if isinstance(given, dict) and isinstance(present, dict):
+        for name in [name for name in given if given[name] is None and name in available() and name not in present]:
+            del given[name]
 
 
 def _set(tree: dict[str, Any], key: Key, value: object) -> None:
@@ -247,7 +248,7 @@ def _not_a_strategy(key: Key) -> str:
 
 
 def _explained(found: Iterable[Fault]) -> Iterator[Fault]:
-    """The same faults with words for the unknown keys."""
+    """The same faults, with a hint for each unknown key."""
     for fault in found:
         if not isinstance(fault.what, Unknown):
             yield fault
@@ -258,7 +259,7 @@ def _explained(found: Iterable[Fault]) -> Iterator[Fault]:
 
 
 def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:
-    """One complaint; or one per key inside, if another framework's section was pasted."""
+    """One fault for an unknown key, or one per key inside it if it is a section of another framework."""
     inner = list(leaves(key, value))
     if any(foreign(leaf) for leaf, _ in inner if leaf != key):
         for leaf, leaf_value in inner:

@@ -1,15 +1,11 @@
-"""The config as types: what may stand in ``model``, ``data``, ``training`` and ``strategies``.
+"""The sections of a config as types: ``model``, ``data``, ``training`` and ``strategies``.
 
-The problem: the same fact (name, type, range, default, meaning of a key) is needed by the loader, by the error
-lines, by editors and by the manual, and four copies drift apart.
+Name, type, range, default and meaning of each key are stated once, here and in ``trainer.config.arguments``. Error
+lines (``trainer.config.wording``), the JSON schema (``trainer.config.load``) and ``docs/config.md``
+(``trainer.config.doc``) are derived from that. The section of a strategy has the fields of the class in its file.
 
-The rule: it is stated here and in ``trainer.config.arguments``, once. Everything else is derived: the error lines
-(``trainer.config.wording``), the JSON schema (``trainer.config``) and ``docs/config.md`` (``trainer.config.doc``).
-A strategy brings its own section: the fields of the class in its file.
-
-What we refuse: unknown keys, conversions (the text "8" is not a number), and combinations listed in
-``trainer.config.conflicts``. Only what the file alone can show is checked here; whether a path exists or a model has a
-certain module is for later stages.
+Refused: unknown keys, conversions (the text "8" is not a number), and the combinations in ``trainer.config.conflicts``.
+Only the file is checked here; whether a path exists or a model has a certain module is checked later.
 """
 
 from __future__ import annotations
@@ -103,7 +99,7 @@ SECTIONS: Mapping[str, type[Section]] = {
 
 
 class RunConfig(Section):
-    """Everything that decides a run. Built by ``trainer.config.load``; equal configs give equal runs."""
+    """Everything that decides a run. ``trainer.config.load`` makes it from files; equal configs give equal runs."""
 
     model: ModelSection
     data: DataSection
@@ -136,14 +132,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> RunConfig:
-        """The same checks as in ``load``, for configs built in Python."""
+        """Check combinations as ``load`` does, for configs that are built in Python."""
         found = conflicts(flat(self.tree()))
         if found:
             raise ValueError("; ".join(f"{dotted(fault.key)}: {fault.what}" for fault in found))
         return self
 
     def tree(self) -> dict[str, Any]:
-        """All sections as plain values; keys that are not set are left out."""
+        """All sections as plain values, without keys that are not set."""
         sections: dict[str, Any] = {name: _without_none(getattr(self, name)) for name in SECTIONS}
         return sections | {"strategies": {name: _without_none(item) for name, item in self.strategies.items()}}
 
@@ -153,7 +149,7 @@ class RunConfig(Section):
 
 
 def _without_none(section: Section | Strategy) -> dict[str, Any]:
-    """The set fields only. Values inside free mappings (model.config) stay as they are, null included."""
+    """Only the fields that are set. Values inside free mappings (model.config) are kept, null included."""
     plain = section.model_dump()
     return {
         name: _without_none(value) if isinstance(value := getattr(section, name), Section) else plain[name]
@@ -163,7 +159,7 @@ def _without_none(section: Section | Strategy) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], invalid: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
-    """Dotted key -> value or default, for the checks; keys under ``invalid`` are left out."""
+    """Dotted key -> value or default, as ``conflicts`` takes them, without the keys under ``invalid``."""
     strategies = tree.get("strategies")
     values: dict[str, Any] = {"strategies": strategies if isinstance(strategies, dict) else {}}
     for name, model in SECTIONS.items():
