@@ -1,18 +1,19 @@
 """Is this machine ready to train? ``python launch/doctor.py [--build] [--json PATH]``
 How fast is it? ``python launch/doctor.py --rates [--out PATH]``
 
-One row per fact, then a verdict: ``ready``, or what to mend, each with the command that mends it. The exit code is
-0 when ready and 1 when something required is missing or wrong; a warning does not count as that.
+Prints one row per fact, then ``ready``, or what to fix, each with the command that fixes it. The exit code is 0 if the
+machine is ready and 1 if something required is missing or wrong; warnings do not count.
 
-Two things here are not obvious. DeepSpeed compiles its C++ at the first use, in the middle of somebody's first
-run, for a minute or two and without a word; so the doctor looks into torch's extension cache, and ``--build``
-compiles ahead, in a process of its own, so that a library that crashes when loaded does not take the doctor along.
-And a build that was killed leaves a ``lock`` file for which every later load waits for ever; that gets a row too.
+DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two of the first run. So the doctor looks
+into torch's extension cache, and ``--build`` compiles them beforehand, in another process, so that a library that
+crashes while it is loaded does not end the doctor. A build that was killed leaves a ``lock`` file, and every later load
+waits for it without end; the doctor reports that, too.
 
-Each check is a small function from facts to a ``Row``, so that its judgement is tested without the facts.
+Each check is a small function from facts to a ``Row``, so that it can be tested with made-up facts.
 
-``--rates`` examines nothing: it measures what plans are priced with, in under a minute, and stores it where plans look
-for it (``trainer/machine/rates.py``, ``trainer/machine/profiles.py``). Nothing else should run meanwhile.
+``--rates`` only measures the rates from which plans compute the time of a step, in under a minute, and stores them
+where plans look for them (``trainer/machine/rates.py``, ``trainer/machine/profiles.py``). Nothing else should run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -49,7 +50,7 @@ INSTALL = "make setup"
 
 
 class Status(StrEnum):
-    """How a row ends; FAIL means that training cannot work here."""
+    """Result of a check; FAIL means that training cannot work here."""
 
     OK = "ok"
     WARN = "warn"
@@ -58,7 +59,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fact. ``cure`` is the command that mends it, empty when nothing is wrong."""
+    """One fact. ``cure`` is the command that fixes it, empty if nothing is wrong."""
 
     status: Status
     name: str
@@ -70,10 +71,9 @@ class Row:
 
 
 def judge(name: str, value: str, *, cure: str, fail: bool = False, warn: bool = False) -> Row:
-    """A row whose status is the worst that holds."""
-    if fail or warn:
-        return Row(Status.FAIL if fail else Status.WARN, name, value, cure)
-    return Row(Status.OK, name, value)
+    """A row that fails, warns, or is ok and needs no cure."""
+    status = Status.FAIL if fail else Status.WARN if warn else Status.OK
+    return Row(status, name, value, "" if status is Status.OK else cure)
 
 
 # --- software ----------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def python_row(version: tuple[int, ...], requires: str) -> Row:
 
 
 def package_rows(pyproject: Path) -> Iterator[Row]:
-    """The interpreter and every dependency against the ranges in pyproject.toml. Missing extras only warn."""
+    """Compare the interpreter and every dependency with pyproject.toml. Missing extras only warn."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads(pyproject.read_text())["project"]
@@ -106,7 +106,7 @@ def package_rows(pyproject: Path) -> Iterator[Row]:
 
 
 def package_row(requirement: str, version: str, *, optional: bool) -> Row:
-    """``version`` is empty where the package is missing."""
+    """Whether ``version``, empty if the package is missing, meets the requirement."""
     from packaging.requirements import Requirement
 
     need = Requirement(requirement)
@@ -125,7 +125,7 @@ def compiler_row(path: str | None, version: str) -> Row:
 
 
 def ninja_row(path: str | None, beside: Path) -> Row:
-    """torch looks for ninja on PATH only; ``beside`` is where pip put it, and a run puts that folder on its path."""
+    """Whether ninja is on PATH or at ``beside``, where pip puts it; a run adds that folder to its PATH for torch."""
     found = str(beside) if beside.exists() else path
     return judge("ninja", found or "missing", cure=INSTALL, fail=found is None)
 
@@ -138,18 +138,18 @@ def toolchain_rows() -> Iterator[Row]:
 
 
 def first_line(command: list[str]) -> str:
-    """The first line of what a command prints."""
+    """The first line that a command prints."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     return (done.stdout.splitlines() or [""])[0]
 
 
 def import_row(module: str) -> Row:
-    """Whether the package really loads: a broken CUDA library shows only here."""
+    """Whether the package can be imported, which a broken CUDA library prevents."""
     logging.disable(logging.WARNING)  # DeepSpeed reports its choice of accelerator while it is imported
     began_s = time.perf_counter()
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever the package throws while loading is the finding
+    except Exception as error:  # any error of the package is the result
         return Row(Status.FAIL, f"import {module}", f"{type(error).__name__}: {error}", INSTALL)
     finally:
         logging.disable(logging.NOTSET)
@@ -160,13 +160,13 @@ def import_row(module: str) -> Row:
 
 
 def driver_version(text: str) -> str | None:
-    """From ``/proc/driver/nvidia/version``; None for anything else."""
+    """The version in the text of ``/proc/driver/nvidia/version``; None if there is none."""
     match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", text)
     return match and match[1]
 
 
 def device_rows(build: str, driver: str | None, names: list[str], memory: list[Memory]) -> Iterator[Row]:
-    """What torch was built for (as ``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch sees."""
+    """What torch was built for (``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch finds."""
     for_cuda = build.startswith("CUDA")
     wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for {build}, not for CUDA"
     yield judge("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
@@ -200,7 +200,7 @@ def find_devices() -> Iterator[Row]:
 
 
 def rates_row(stored: Stored) -> Row:
-    """What plans are priced with on this machine; a file that is ignored warns."""
+    """The rates of this machine that plans use; warns if their file is ignored."""
     if stored.ignored:
         reason, _, cure = stored.ignored.partition("; to measure again: ")
         return Row(Status.WARN, "rates", reason, cure)
@@ -215,7 +215,7 @@ def rates_row(stored: Stored) -> Row:
 
 
 def measure_rates(path: Path) -> int:
-    """Measure and store, with lines of progress. Returns the exit code."""
+    """Measure and store the rates, printing progress. Returns the exit code."""
     from trainer.machine import rates
 
     began_s = time.perf_counter()
@@ -237,7 +237,7 @@ def needed_ops(has_device: bool) -> tuple[Op, ...]:
 
 
 def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = False) -> Row:
-    """Judge the cached build of one op in ``folder``, against the torch in ``torch_folder``."""
+    """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``."""
     library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
     build = f"{sys.executable} launch/doctor.py --build"
     if preinstalled:
@@ -254,7 +254,7 @@ def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = Fal
 
 
 def build_op(op: Op, folder: Path) -> Row | None:
-    """Compile and load one op in a process of its own. A row on failure only."""
+    """Compile and load one op in another process. Returns a row only if that fails."""
     print(f"     building {op.name}, {op.takes}, cached in {folder} ...", flush=True)
     began_s = time.perf_counter()
     code = f"from deepspeed.ops.op_builder import {op.builder} as Builder; Builder().load(verbose=True)"
@@ -275,7 +275,7 @@ def build_op(op: Op, folder: Path) -> Row | None:
 
 
 def op_rows(*, build: bool) -> Iterator[Row]:
-    """Whether DeepSpeed's extensions are built; with ``build``, building those that are not."""
+    """Whether DeepSpeed's extensions are built; with ``build``, build those that are not."""
     import torch
     from deepspeed.git_version_info import installed_ops
 
@@ -294,7 +294,7 @@ def op_rows(*, build: bool) -> Iterator[Row]:
 
 
 def host_row(memory: Memory) -> Row:
-    """Host memory, free and in all."""
+    """Free and total host memory."""
     value = f"{human_bytes(memory.available_bytes)} free of {human_bytes(memory.total_bytes)}"
     cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
     return judge("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
@@ -307,7 +307,7 @@ def shm_row(num_bytes: int) -> Row:
 
 
 def disk_row(folder: Path, free_bytes: int) -> Row:
-    """Room where the run folder will be."""
+    """Free space where the run folder will be."""
     cure = f"df -h {folder}   # or set training.output_dir to a larger disk"
     value = f"{human_bytes(free_bytes)} free for {folder}"
     return judge("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
@@ -337,7 +337,7 @@ def room_rows(folder: Path) -> Iterator[Row]:
 
 
 def examine(folder: Path, *, build: bool) -> Iterator[Row]:
-    """All rows, in order, each as soon as it is known. What needs a package that does not load is skipped."""
+    """All rows in order, each as soon as it is known. Checks that need a package that does not load are skipped."""
     for module in ("packaging", "psutil"):  # what the doctor itself needs
         row = import_row(module)
         if row.status is Status.FAIL:
@@ -345,25 +345,25 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
             return
     yield from package_rows(REPO / "pyproject.toml")
     yield from toolchain_rows()
-    loaded = []
+    loads = {}
     for module in ("torch", "deepspeed", "transformers"):
-        loaded.append(import_row(module))
-        yield loaded[-1]
-    if loaded[0].status is Status.OK:
+        row = import_row(module)
+        loads[module] = row.status is Status.OK
+        yield row
+    if loads["torch"]:
         yield from find_devices()
-    if loaded[0].status is Status.OK and loaded[1].status is Status.OK:
+    if loads["torch"] and loads["deepspeed"]:
         yield from op_rows(build=build)
     yield from room_rows(folder)
-    if loaded[0].status is Status.OK:
+    if loads["torch"]:
         yield rates_row(known_rates(probe(folder)))
 
 
-def verdict(rows: Iterable[Row]) -> list[str]:
-    """The closing lines: first what must be mended, then what would be better mended."""
-    rows = list(rows)
+def summary(rows: list[Row]) -> list[str]:
+    """The last lines: what must be fixed, then what would help."""
     failed = [row for row in rows if row.status is Status.FAIL]
     warned = [row for row in rows if row.status is Status.WARN]
-    lines = [f"not ready, to mend: {len(failed)}"] if failed else ["ready"]
+    lines = [f"not ready, to fix: {len(failed)}"] if failed else ["ready"]
     lines += [f"  {row.name}: {row.cure}" for row in failed]
     if warned:
         lines += ["would help:", *(f"  {row.name}: {row.cure}" for row in warned)]
@@ -388,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in examine(Path("runs"), build=args.build):
         print(row, flush=True)
         rows.append(row)
-    print("\n" + "\n".join(verdict(rows)))
+    print("\n" + "\n".join(summary(rows)))
     ready = all(row.status is not Status.FAIL for row in rows)
     if args.json:
         args.json.write_text(json.dumps({"ready": ready, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")

@@ -2,7 +2,7 @@
 
     deepspeed launch/train.py --config configs/quickstart.yaml [training.learning_rate=1e-4 ...]
 
-``python``, ``torchrun`` and ``accelerate launch`` start it as well. Nothing heavy is imported before the config has been
+``python``, ``torchrun`` and ``accelerate launch`` start it as well. Nothing heavy is imported before the config is
 checked; if something is wrong with it, one rank prints that, and the exit code is 2.
 """
 

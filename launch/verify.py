@@ -75,7 +75,7 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     names = ", ".join(config.strategies) or "none"
     print(f"training a shrunk copy twice, {steps} steps on {num_ranks} ranks: plain, and with strategies {names}")
     differences = verify.verify(config, num_ranks, steps)
-    return judge(differences, *declared(config, num_ranks))
+    return conclude(differences, *declared(config, num_ranks))
 
 
 def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
@@ -100,7 +100,7 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
         checks.append(check)
     beyond = [check for check in checks if _worst(check.differences) > check.tolerance]
     if beyond:
-        return judge(beyond[0].differences, beyond[0].tolerance, reasons)
+        return conclude(beyond[0].differences, beyond[0].tolerance, reasons)
     if not all(check.moved.up_bytes or check.moved.down_bytes for check in checks):
         print(NOTHING_DID)
         return ExitCode.FAILED
@@ -108,7 +108,7 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
     if missing:
         print(f"NOT shown, since it does not occur in the copy: {', '.join(sorted(missing))}")
         return ExitCode.FAILED
-    return judge([found for check in checks for found in check.differences], tolerance, reasons)
+    return conclude([found for check in checks for found in check.differences], tolerance, reasons)
 
 
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
@@ -122,7 +122,7 @@ def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
     return max((parity.tolerance for parity in parities), default=0.0), reasons
 
 
-def judge(differences: Sequence[Difference], tolerance: float, reasons: str) -> int:
+def conclude(differences: Sequence[Difference], tolerance: float, reasons: str) -> int:
     """Print the tensors that differ and the conclusion; returns the exit code."""
     for found in differences:
         print(f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}")
