@@ -132,15 +132,12 @@ def ninja_row(path: str | None, beside: Path) -> Row:
 
 def toolchain_rows() -> Iterator[Row]:
     """The compiler and ninja."""
-    path = compiler()
-    yield compiler_row(path, first_line([path, "--version"]) if path else "")
+    path, version = compiler(), ""
+    if path:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
+        version = (done.stdout.splitlines() or [""])[0]
+    yield compiler_row(path, version)
     yield ninja_row(shutil.which("ninja"), Path(sys.executable).parent / "ninja")
-
-
-def first_line(command: list[str]) -> str:
-    """The first line that a command prints."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    return (done.stdout.splitlines() or [""])[0]
 
 
 def import_row(module: str) -> Row:
@@ -231,11 +228,6 @@ def measure_rates(path: Path) -> int:
 # --- compiled operations -----------------------------------------------------------------------------------------
 
 
-def needed_ops(has_device: bool) -> tuple[Op, ...]:
-    """The extensions that a run on this kind of machine may compile."""
-    return (CPU_ADAM, FUSED_ADAM) if has_device else (SHM, CPU_ADAM)
-
-
 def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = False) -> Row:
     """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``."""
     library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
@@ -282,7 +274,7 @@ def op_rows(*, build: bool) -> Iterator[Row]:
     from strategies.engine.memory import accelerator
 
     cache, torch_folder = cache_folder(), Path(torch.__file__).parent
-    for op in needed_ops(accelerator.kind() is not None):
+    for op in (SHM, CPU_ADAM) if accelerator.kind() is None else (CPU_ADAM, FUSED_ADAM):
         folder, ready = cache / op.name, bool(installed_ops.get(op.name))
         row = op_row(op, folder, torch_folder, preinstalled=ready)
         if build and row.status is Status.WARN and not (folder / "lock").exists():

@@ -12,6 +12,7 @@ independent ones are all reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from strategies.core.registry import available, find
@@ -115,15 +116,11 @@ def conflicts(values: Values) -> list[Fault]:
     """Every conflict among ``values``; a key that is missing from them skips the checks that read it."""
     found: list[Fault] = []
     for key, condition, what in CHECKS:
-        try:
+        with suppress(KeyError):
             found += [_fault(values, key, what)] if condition(values) else []
-        except KeyError:
-            continue
     for check in FUNCTIONS:
-        try:
+        with suppress(KeyError):
             found += check(values)
-        except KeyError:
-            continue
     return found
 
 

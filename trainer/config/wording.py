@@ -75,15 +75,10 @@ def allowed(annotation: Any, metadata: Iterable[object] = ()) -> str:
         return f"a mapping with {', '.join(annotation.model_fields)}"
     if any(getattr(mark, "min_length", None) for mark in marks):
         return f"non-empty {PLAIN.get(annotation, 'text')}"
-    bounds = [f"{sign} {bound}" for mark in marks for name, sign in BOUNDS if (bound := _bound(mark, name)) != ""]
-    return " ".join(
-        [PLAIN.get(annotation, f"a {getattr(annotation, '__name__', 'value')}"), " and ".join(bounds)]
-    ).rstrip()
-
-
-def _bound(mark: object, name: str) -> str:
-    value = getattr(mark, name, None)
-    return "" if value is None else str(value)
+    kind = PLAIN.get(annotation, f"a {getattr(annotation, '__name__', 'value')}")
+    limits = [(sign, getattr(mark, name, None)) for mark in marks for name, sign in BOUNDS]
+    bounds = " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
+    return f"{kind} {bounds}".rstrip()
 
 
 def choices(annotation: Any) -> tuple[Any, ...]:
