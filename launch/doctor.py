@@ -70,7 +70,7 @@ class Row:
         return f"{self.status:<5}{self.name:<20}{self.value}"
 
 
-def judge(name: str, value: str, *, cure: str, fail: bool = False, warn: bool = False) -> Row:
+def checked(name: str, value: str, *, cure: str, fail: bool = False, warn: bool = False) -> Row:
     """A row that fails, warns, or is ok and needs no cure."""
     status = Status.FAIL if fail else Status.WARN if warn else Status.OK
     return Row(status, name, value, "" if status is Status.OK else cure)
@@ -86,7 +86,7 @@ def python_row(version: tuple[int, ...], requires: str) -> Row:
     text = ".".join(map(str, version))
     allowed = SpecifierSet(requires).contains(text)
     cure = f"make setup PYTHON=python3.12   # needs {requires}"
-    return judge("python", f"{text}  {sys.executable}", cure=cure, fail=not allowed)
+    return checked("python", f"{text}  {sys.executable}", cure=cure, fail=not allowed)
 
 
 def package_rows(pyproject: Path) -> Iterator[Row]:
@@ -115,19 +115,19 @@ def package_row(requirement: str, version: str, *, optional: bool) -> Row:
     if wrong:
         value += f", needs {need.specifier}" + (", for LoRA" if optional else "")
     cure = f"{sys.executable} -m pip install -c constraints.txt '{requirement}'"
-    return judge(need.name, value, cure=cure, fail=wrong and not optional, warn=wrong)
+    return checked(need.name, value, cure=cure, fail=wrong and not optional, warn=wrong)
 
 
 def compiler_row(path: str | None, version: str) -> Row:
     """Whether a C++ compiler is there and new enough for DeepSpeed's extensions."""
     cure = "apt-get install g++"
-    return judge("compiler", f"{version}  {path}" if path else "c++ not found", cure=cure, fail=path is None)
+    return checked("compiler", f"{version}  {path}" if path else "c++ not found", cure=cure, fail=path is None)
 
 
 def ninja_row(path: str | None, beside: Path) -> Row:
     """Whether ninja is on PATH or at ``beside``, where pip puts it; a run adds that folder to its PATH for torch."""
     found = str(beside) if beside.exists() else path
-    return judge("ninja", found or "missing", cure=INSTALL, fail=found is None)
+    return checked("ninja", found or "missing", cure=INSTALL, fail=found is None)
 
 
 def toolchain_rows() -> Iterator[Row]:
@@ -166,7 +166,7 @@ def device_rows(build: str, driver: str | None, names: list[str], memory: list[M
     """What torch was built for (``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch finds."""
     for_cuda = build.startswith("CUDA")
     wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for {build}, not for CUDA"
-    yield judge("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
+    yield checked("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
     other = "not NVIDIA's" if names else "none, training runs on the CPU"
     yield Row(Status.OK, "driver", f"NVIDIA {driver}" if driver else other)
     if for_cuda and driver and not names:
@@ -175,7 +175,7 @@ def device_rows(build: str, driver: str | None, names: list[str], memory: list[M
     for index, (name, each) in enumerate(zip(names, memory, strict=True)):
         value = f"{name}  {human_bytes(each.available_bytes)} free of {human_bytes(each.total_bytes)}"
         cure = f"{'nvidia-smi' if for_cuda else 'ps aux'}   # another process holds this device"
-        yield judge(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
+        yield checked(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
 
 
 def find_devices() -> Iterator[Row]:
@@ -208,7 +208,7 @@ def rates_row(stored: Stored) -> Row:
     if disturbed:
         origin += f" while others used {stored.others_share:.0%} of the cores"
     cure = f"{COMMAND}   # when nothing else runs"
-    return judge("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=disturbed)
+    return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=disturbed)
 
 
 def measure_rates(path: Path) -> int:
@@ -289,27 +289,27 @@ def host_row(memory: Memory) -> Row:
     """Free and total host memory."""
     value = f"{human_bytes(memory.available_bytes)} free of {human_bytes(memory.total_bytes)}"
     cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
-    return judge("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
+    return checked("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
 
 
 def shm_row(num_bytes: int) -> Row:
     """Shared memory, through which ranks and data loaders pass tensors."""
     cure = "mount -o remount,size=8G /dev/shm   # in Docker: docker run --shm-size=8g ..."
-    return judge("/dev/shm", f"{human_bytes(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
+    return checked("/dev/shm", f"{human_bytes(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
 
 
 def disk_row(folder: Path, free_bytes: int) -> Row:
     """Free space where the run folder will be."""
     cure = f"df -h {folder}   # or set training.output_dir to a larger disk"
     value = f"{human_bytes(free_bytes)} free for {folder}"
-    return judge("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
+    return checked("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
 
 
 def limit_row(name: str, flag: str, limit: int, enough: int) -> Row:
     """A soft ulimit; ``enough`` in its own unit."""
     unlimited = limit == resource.RLIM_INFINITY
     value = "unlimited" if unlimited else f"{limit:,}"
-    return judge(name, value, cure=f"ulimit {flag} {enough}", warn=not unlimited and limit < enough)
+    return checked(name, value, cure=f"ulimit {flag} {enough}", warn=not unlimited and limit < enough)
 
 
 def room_rows(folder: Path) -> Iterator[Row]:

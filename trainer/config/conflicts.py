@@ -3,7 +3,7 @@
 Most of them would train for an hour and then fail (no evaluation data), or would run and mean something else (two ways
 of saying which tokens count).
 
-``CHECKS`` has one entry per conflict: the key to complain about, the condition, and what would work. Conflicts whose
+``CHECKS`` has one entry per conflict: the key to report, the condition, and what would work. Conflicts whose
 words depend on values are functions. A check reads what it needs with ``values[...]``. If one of those keys is itself
 wrong, it is missing from ``values``, and the KeyError skips this check only: one mistake is never reported twice, and
 independent ones are all reported.

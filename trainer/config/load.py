@@ -36,8 +36,8 @@ from trainer.config.yaml_file import (
     Key,
     Location,
     Problem,
-    complaint,
     dotted,
+    error_line,
     leaves,
     location_of,
     parse,
@@ -156,10 +156,10 @@ def _base(path: Path, file: Document) -> Document:
     name, location = file.tree.pop("extends"), file.locations[("extends",)]
     if not isinstance(name, str) or not name:
         words = "must be the path of one config, relative to this file"
-        return Document(problems=[Problem(location, complaint(("extends",), name, words))])
+        return Document(problems=[Problem(location, error_line(("extends",), name, words))])
     base = _read(path.parent / name, location, name)
     if "extends" in base.tree:
-        words = complaint(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
+        words = error_line(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
         base.problems.append(Problem(base.locations[("extends",)], words))
     return base
 
@@ -177,7 +177,7 @@ def _overrides(arguments: Sequence[str]) -> Document:
         elif name.startswith("-"):
             words = f"{printable(argument)}: write {printable(argument.lstrip('-'))}, without dashes"
         elif key == ("extends",):
-            words = complaint(key, text, "belongs into the file")
+            words = error_line(key, text, "belongs into the file")
         if words:
             layer.problems.append(Problem(location, words))
             continue
@@ -273,4 +273,4 @@ def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> Problem
     location = location_of(fault.key, locations) or Location(file, 1)
     if fault.value is MISSING:
         return Problem(location, f"{dotted(fault.key)}: {fault.what}")
-    return Problem(location, complaint(fault.key, fault.value, str(fault.what)))
+    return Problem(location, error_line(fault.key, fault.value, str(fault.what)))

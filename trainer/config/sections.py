@@ -19,7 +19,7 @@ from strategies.core.protocol import Strategy
 from trainer.config.arguments import Count, NonEmpty, Section, TrainingSection, unset
 from trainer.config.conflicts import conflicts
 from trainer.config.wording import MISSING, Allowed
-from trainer.config.yaml_file import Key, Location, complaint, dotted, location_of, write
+from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
 from trainer.errors import ConfigError
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
@@ -128,7 +128,7 @@ class RunConfig(Section):
 
     def error(self, key: str, value: object, what: str) -> ConfigError:
         """The error about the ``value`` of a dotted ``key``, in the same words as those found while loading."""
-        return ConfigError(self.located(key, complaint(tuple(key.split(".")), value, what)))
+        return ConfigError(self.located(key, error_line(tuple(key.split(".")), value, what)))
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> RunConfig:

@@ -114,7 +114,7 @@ def location_of(key: Key, locations: Mapping[Key, Location]) -> Location | None:
     return next((locations[each] for each in around if each in locations), None)
 
 
-def complaint(key: Key, value: object, what: str) -> str:
+def error_line(key: Key, value: object, what: str) -> str:
     """``dotted.key = value: what``, the form of all config errors."""
     return f"{dotted(key)} = {shown(key, value)}: {what}"
 
@@ -214,7 +214,7 @@ class _Reading:
             if name in tree:
                 first = f", first on line {known.line}" if known else ""
                 self.document.problems.append(
-                    Problem(location, complaint(inner, value, f"duplicate key{first}; keep one"))
+                    Problem(location, error_line(inner, value, f"duplicate key{first}; keep one"))
                 )
             else:
                 tree[name] = value
@@ -224,7 +224,7 @@ class _Reading:
         return Location(self.file, node.start_mark.line + 1 if self.numbered else 0)
 
     def refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
-        text = complaint(key, value, what) if key else f"{shown(key, value)}: {what}"
+        text = error_line(key, value, what) if key else f"{shown(key, value)}: {what}"
         self.document.problems.append(Problem(self.location(node), text, key))
 
 
@@ -251,7 +251,7 @@ def parse(text: str, file: str, key: Key = (), numbered: bool = True) -> tuple[A
         line, words = 1, "nested too deeply"
     else:
         return value, document
-    words = complaint(key, text, words) if key else words
+    words = error_line(key, text, words) if key else words
     document.problems.append(Problem(Location(file, line if numbered else 0), words))
     return None, document
 
