@@ -1,18 +1,19 @@
 """Is this machine ready to train? ``python launch/doctor.py [--build] [--json PATH]``
 How fast is it? ``python launch/doctor.py --rates [--out PATH]``
 
-One row per fact, then a verdict: ``ready``, or what to mend, each with the command that mends it. The exit code is
-0 when ready and 1 when something required is missing or wrong; a warning does not count as that.
+Prints one row per fact, then ``ready``, or what to fix, each with the command that fixes it. The exit code is 0 if the
+machine is ready and 1 if something required is missing or wrong; warnings do not count.
 
-Two things here are not obvious. DeepSpeed compiles its C++ at the first use, in the middle of somebody's first
-run, for a minute or two and without a word; so the doctor looks into torch's extension cache, and ``--build``
-compiles ahead, in a process of its own, so that a library that crashes when loaded does not take the doctor along.
-And a build that was killed leaves a ``lock`` file for which every later load waits for ever; that gets a row too.
+DeepSpeed compiles its C++ extensions at first use, silently, for a minute or two of the first run. So the doctor looks
+into torch's extension cache, and ``--build`` compiles them beforehand, in another process, so that a library that
+crashes while it is loaded does not end the doctor. A build that was killed leaves a ``lock`` file, and every later load
+waits for it without end; the doctor reports that, too.
 
-Each check is a small function from facts to a ``Row``, so that its judgement is tested without the facts.
+Each check is a small function from facts to a ``Row``, so that it can be tested with made-up facts.
 
-``--rates`` examines nothing: it measures what plans are priced with, in under a minute, and stores it where plans look
-for it (``trainer/machine/rates.py``, ``trainer/machine/profiles.py``). Nothing else should run meanwhile.
+``--rates`` only measures the rates from which plans compute the time of a step, in under a minute, and stores them
+where plans look for them (``trainer/machine/rates.py``, ``trainer/machine/profiles.py``). Nothing else should run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -49,7 +50,7 @@ INSTALL = "make setup"
 
 
 class Status(StrEnum):
-    """How a row ends; FAIL means that training cannot work here."""
+    """Result of a check; FAIL means that training cannot work here."""
 
     OK = "ok"
     WARN = "warn"
@@ -58,7 +59,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fact. ``cure`` is the command that mends it, empty when nothing is wrong."""
+    """One fact. ``cure`` is the command that fixes it, empty if nothing is wrong."""
 
     status: Status
     name: str
@@ -69,11 +70,10 @@ class Row:
         return f"{self.status:<5}{self.name:<20}{self.value}"
 
 
-def judge(name: str, value: str, *, cure: str, fail: bool = False, warn: bool = False) -> Row:
-    """A row whose status is the worst that holds."""
-    if fail or warn:
-        return Row(Status.FAIL if fail else Status.WARN, name, value, cure)
-    return Row(Status.OK, name, value)
+def checked(name: str, value: str, *, cure: str, fail: bool = False, warn: bool = False) -> Row:
+    """A row that fails, warns, or is ok and needs no cure."""
+    status = Status.FAIL if fail else Status.WARN if warn else Status.OK
+    return Row(status, name, value, "" if status is Status.OK else cure)
 
 
 # --- software ----------------------------------------------------------------------------------------------------
@@ -86,11 +86,11 @@ def python_row(version: tuple[int, ...], requires: str) -> Row:
     text = ".".join(map(str, version))
     allowed = SpecifierSet(requires).contains(text)
     cure = f"make setup PYTHON=python3.12   # needs {requires}"
-    return judge("python", f"{text}  {sys.executable}", cure=cure, fail=not allowed)
+    return checked("python", f"{text}  {sys.executable}", cure=cure, fail=not allowed)
 
 
 def package_rows(pyproject: Path) -> Iterator[Row]:
-    """The interpreter and every dependency against the ranges in pyproject.toml. Missing extras only warn."""
+    """Compare the interpreter and every dependency with pyproject.toml. Missing extras only warn."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads(pyproject.read_text())["project"]
@@ -106,7 +106,7 @@ def package_rows(pyproject: Path) -> Iterator[Row]:
 
 
 def package_row(requirement: str, version: str, *, optional: bool) -> Row:
-    """``version`` is empty where the package is missing."""
+    """Whether ``version``, empty if the package is missing, meets the requirement."""
     from packaging.requirements import Requirement
 
     need = Requirement(requirement)
@@ -115,41 +115,38 @@ def package_row(requirement: str, version: str, *, optional: bool) -> Row:
     if wrong:
         value += f", needs {need.specifier}" + (", for LoRA" if optional else "")
     cure = f"{sys.executable} -m pip install -c constraints.txt '{requirement}'"
-    return judge(need.name, value, cure=cure, fail=wrong and not optional, warn=wrong)
+    return checked(need.name, value, cure=cure, fail=wrong and not optional, warn=wrong)
 
 
 def compiler_row(path: str | None, version: str) -> Row:
     """Whether a C++ compiler is there and new enough for DeepSpeed's extensions."""
     cure = "apt-get install g++"
-    return judge("compiler", f"{version}  {path}" if path else "c++ not found", cure=cure, fail=path is None)
+    return checked("compiler", f"{version}  {path}" if path else "c++ not found", cure=cure, fail=path is None)
 
 
 def ninja_row(path: str | None, beside: Path) -> Row:
-    """torch looks for ninja on PATH only; ``beside`` is where pip put it, and a run puts that folder on its path."""
+    """Whether ninja is on PATH or at ``beside``, where pip puts it; a run adds that folder to its PATH for torch."""
     found = str(beside) if beside.exists() else path
-    return judge("ninja", found or "missing", cure=INSTALL, fail=found is None)
+    return checked("ninja", found or "missing", cure=INSTALL, fail=found is None)
 
 
 def toolchain_rows() -> Iterator[Row]:
     """The compiler and ninja."""
-    path = compiler()
-    yield compiler_row(path, first_line([path, "--version"]) if path else "")
+    path, version = compiler(), ""
+    if path:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
+        version = (done.stdout.splitlines() or [""])[0]
+    yield compiler_row(path, version)
     yield ninja_row(shutil.which("ninja"), Path(sys.executable).parent / "ninja")
 
 
-def first_line(command: list[str]) -> str:
-    """The first line of what a command prints."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    return (done.stdout.splitlines() or [""])[0]
-
-
 def import_row(module: str) -> Row:
-    """Whether the package really loads: a broken CUDA library shows only here."""
+    """Whether the package can be imported, which a broken CUDA library prevents."""
     logging.disable(logging.WARNING)  # DeepSpeed reports its choice of accelerator while it is imported
     began_s = time.perf_counter()
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever the package throws while loading is the finding
+    except Exception as error:  # any error of the package is the result
         return Row(Status.FAIL, f"import {module}", f"{type(error).__name__}: {error}", INSTALL)
     finally:
         logging.disable(logging.NOTSET)
@@ -160,16 +157,16 @@ def import_row(module: str) -> Row:
 
 
 def driver_version(text: str) -> str | None:
-    """From ``/proc/driver/nvidia/version``; None for anything else."""
+    """The version in the text of ``/proc/driver/nvidia/version``; None if there is none."""
     match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", text)
     return match and match[1]
 
 
 def device_rows(build: str, driver: str | None, names: list[str], memory: list[Memory]) -> Iterator[Row]:
-    """What torch was built for (as ``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch sees."""
+    """What torch was built for (``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch finds."""
     for_cuda = build.startswith("CUDA")
     wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for {build}, not for CUDA"
-    yield judge("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
+    yield checked("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
     other = "not NVIDIA's" if names else "none, training runs on the CPU"
     yield Row(Status.OK, "driver", f"NVIDIA {driver}" if driver else other)
     if for_cuda and driver and not names:
@@ -178,7 +175,7 @@ def device_rows(build: str, driver: str | None, names: list[str], memory: list[M
     for index, (name, each) in enumerate(zip(names, memory, strict=True)):
         value = f"{name}  {human_bytes(each.available_bytes)} free of {human_bytes(each.total_bytes)}"
         cure = f"{'nvidia-smi' if for_cuda else 'ps aux'}   # another process holds this device"
-        yield judge(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
+        yield checked(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
 
 
 def find_devices() -> Iterator[Row]:
@@ -200,7 +197,7 @@ def find_devices() -> Iterator[Row]:
 
 
 def rates_row(stored: Stored) -> Row:
-    """What plans are priced with on this machine; a file that is ignored warns."""
+    """The rates of this machine that plans use; warns if their file is ignored."""
     if stored.ignored:
         reason, _, cure = stored.ignored.partition("; to measure again: ")
         return Row(Status.WARN, "rates", reason, cure)
@@ -211,11 +208,11 @@ def rates_row(stored: Stored) -> Row:
     if disturbed:
         origin += f" while others used {stored.others_share:.0%} of the cores"
     cure = f"{COMMAND}   # when nothing else runs"
-    return judge("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=disturbed)
+    return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=disturbed)
 
 
 def measure_rates(path: Path) -> int:
-    """Measure and store, with lines of progress. Returns the exit code."""
+    """Measure and store the rates, printing progress. Returns the exit code."""
     from trainer.machine import rates
 
     began_s = time.perf_counter()
@@ -231,13 +228,8 @@ def measure_rates(path: Path) -> int:
 # --- compiled operations -----------------------------------------------------------------------------------------
 
 
-def needed_ops(has_device: bool) -> tuple[Op, ...]:
-    """The extensions that a run on this kind of machine may compile."""
-    return (CPU_ADAM, FUSED_ADAM) if has_device else (SHM, CPU_ADAM)
-
-
 def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = False) -> Row:
-    """Judge the cached build of one op in ``folder``, against the torch in ``torch_folder``."""
+    """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``."""
     library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
     build = f"{sys.executable} launch/doctor.py --build"
     if preinstalled:
@@ -254,7 +246,7 @@ def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = Fal
 
 
 def build_op(op: Op, folder: Path) -> Row | None:
-    """Compile and load one op in a process of its own. A row on failure only."""
+    """Compile and load one op in another process. Returns a row only if that fails."""
     print(f"     building {op.name}, {op.takes}, cached in {folder} ...", flush=True)
     began_s = time.perf_counter()
     code = f"from deepspeed.ops.op_builder import {op.builder} as Builder; Builder().load(verbose=True)"
@@ -275,14 +267,14 @@ def build_op(op: Op, folder: Path) -> Row | None:
 
 
 def op_rows(*, build: bool) -> Iterator[Row]:
-    """Whether DeepSpeed's extensions are built; with ``build``, building those that are not."""
+    """Whether DeepSpeed's extensions are built; with ``build``, build those that are not."""
     import torch
     from deepspeed.git_version_info import installed_ops
 
     from strategies.engine.memory import accelerator
 
     cache, torch_folder = cache_folder(), Path(torch.__file__).parent
-    for op in needed_ops(accelerator.kind() is not None):
+    for op in (SHM, CPU_ADAM) if accelerator.kind() is None else (CPU_ADAM, FUSED_ADAM):
         folder, ready = cache / op.name, bool(installed_ops.get(op.name))
         row = op_row(op, folder, torch_folder, preinstalled=ready)
         if build and row.status is Status.WARN and not (folder / "lock").exists():
@@ -294,30 +286,30 @@ def op_rows(*, build: bool) -> Iterator[Row]:
 
 
 def host_row(memory: Memory) -> Row:
-    """Host memory, free and in all."""
+    """Free and total host memory."""
     value = f"{human_bytes(memory.available_bytes)} free of {human_bytes(memory.total_bytes)}"
     cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
-    return judge("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
+    return checked("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
 
 
 def shm_row(num_bytes: int) -> Row:
     """Shared memory, through which ranks and data loaders pass tensors."""
     cure = "mount -o remount,size=8G /dev/shm   # in Docker: docker run --shm-size=8g ..."
-    return judge("/dev/shm", f"{human_bytes(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
+    return checked("/dev/shm", f"{human_bytes(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
 
 
 def disk_row(folder: Path, free_bytes: int) -> Row:
-    """Room where the run folder will be."""
+    """Free space where the run folder will be."""
     cure = f"df -h {folder}   # or set training.output_dir to a larger disk"
     value = f"{human_bytes(free_bytes)} free for {folder}"
-    return judge("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
+    return checked("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
 
 
 def limit_row(name: str, flag: str, limit: int, enough: int) -> Row:
     """A soft ulimit; ``enough`` in its own unit."""
     unlimited = limit == resource.RLIM_INFINITY
     value = "unlimited" if unlimited else f"{limit:,}"
-    return judge(name, value, cure=f"ulimit {flag} {enough}", warn=not unlimited and limit < enough)
+    return checked(name, value, cure=f"ulimit {flag} {enough}", warn=not unlimited and limit < enough)
 
 
 def room_rows(folder: Path) -> Iterator[Row]:
@@ -337,7 +329,7 @@ def room_rows(folder: Path) -> Iterator[Row]:
 
 
 def examine(folder: Path, *, build: bool) -> Iterator[Row]:
-    """All rows, in order, each as soon as it is known. What needs a package that does not load is skipped."""
+    """All rows in order, each as soon as it is known. Checks that need a package that does not load are skipped."""
     for module in ("packaging", "psutil"):  # what the doctor itself needs
         row = import_row(module)
         if row.status is Status.FAIL:
@@ -345,25 +337,25 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
             return
     yield from package_rows(REPO / "pyproject.toml")
     yield from toolchain_rows()
-    loaded = []
+    loads = {}
     for module in ("torch", "deepspeed", "transformers"):
-        loaded.append(import_row(module))
-        yield loaded[-1]
-    if loaded[0].status is Status.OK:
+        row = import_row(module)
+        loads[module] = row.status is Status.OK
+        yield row
+    if loads["torch"]:
         yield from find_devices()
-    if loaded[0].status is Status.OK and loaded[1].status is Status.OK:
+    if loads["torch"] and loads["deepspeed"]:
         yield from op_rows(build=build)
     yield from room_rows(folder)
-    if loaded[0].status is Status.OK:
+    if loads["torch"]:
         yield rates_row(known_rates(probe()))
 
 
-def verdict(rows: Iterable[Row]) -> list[str]:
-    """The closing lines: first what must be mended, then what would be better mended."""
-    rows = list(rows)
+def summary(rows: list[Row]) -> list[str]:
+    """The last lines: what must be fixed, then what would help."""
     failed = [row for row in rows if row.status is Status.FAIL]
     warned = [row for row in rows if row.status is Status.WARN]
-    lines = [f"not ready, to mend: {len(failed)}"] if failed else ["ready"]
+    lines = [f"not ready, to fix: {len(failed)}"] if failed else ["ready"]
     lines += [f"  {row.name}: {row.cure}" for row in failed]
     if warned:
         lines += ["would help:", *(f"  {row.name}: {row.cure}" for row in warned)]
@@ -388,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in examine(Path("runs"), build=args.build):
         print(row, flush=True)
         rows.append(row)
-    print("\n" + "\n".join(verdict(rows)))
+    print("\n" + "\n".join(summary(rows)))
     ready = all(row.status is not Status.FAIL for row in rows)
     if args.json:
         args.json.write_text(json.dumps({"ready": ready, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")

@@ -1,8 +1,8 @@
-"""Show the plan of a run: who holds what, where, how many bytes, who decided it and why.
+"""Show the plan of a run: which rank holds which tensors, where, how many bytes, and which strategy decided it and why.
 
     python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
 
-Needs no accelerator, no weights and no data. A plan whose training state does not fit ends with exit code 2.
+Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from trainer.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
-    from strategies.planner.edits import Edit
     from strategies.planner.step_cost import StepCost
-    from trainer.config.sections import RunConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print what was asked for.
+    """Print the plan and what else was asked for.
 
     Raises:
-        ConfigError: in the config, or the plan does not fit.
+        ConfigError: the config is wrong, or the plan does not fit.
     """
     config = load(arguments.config, arguments.overrides)
     from trainer.machine.probe import probe
@@ -71,11 +69,11 @@ def show(arguments: argparse.Namespace) -> None:
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
+    from strategies.backends import deepspeed
     from strategies.planner.step_cost import price
     from strategies.report import whole
     from trainer.dist.ranks import Ranks
     from trainer.planning.from_config import measure, plan_of, refuse_impossible
-    from trainer.run import ds_config
 
     local = arguments.ranks_per_machine or min(arguments.world_size, 8)
     ranks = Ranks(world_size=arguments.world_size, local_world_size=local)
@@ -85,16 +83,16 @@ def show(arguments: argparse.Namespace) -> None:
     plan = plan_of(config, ranks, machine)
     priced = price(plan)
     print(whole.text(plan, priced))
-    if edits := edits_of(config, plan):
+    if suggested := [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]:
         print("what would change it most, estimated:")
-        print("\n".join(edit.line() for edit in edits))
+        print("\n".join(suggested))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
             raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(units)}")
         print(f"\n{plan.explain(arguments.explain)}")
     if arguments.deepspeed:
-        print(f"\n{json.dumps(ds_config.ds_config(plan), indent=1)}")
+        print(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:
         try:
             arguments.json.write_text(json.dumps(whole.to_json(plan, priced), indent=1))
@@ -103,17 +101,6 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot(plan, priced, arguments.plot)
     refuse_impossible(plan)
-
-
-def edits_of(config: RunConfig, plan: Plan) -> list[Edit]:
-    """What would change the simulated step most; nothing, where nothing is stowed."""
-    from strategies.offload import Offload
-    from strategies.planner.edits import ranked
-
-    offload = config.strategies.get("offload")
-    if not isinstance(offload, Offload):
-        return []
-    return ranked(plan.facts_as_kept(), offload.wishes(plan.facts), plan.saved_peak())
 
 
 def plot(plan: Plan, priced: StepCost | None, path: Path) -> None:

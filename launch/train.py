@@ -3,7 +3,7 @@
     deepspeed launch/train.py --config configs/quickstart.yaml [training.learning_rate=1e-4 ...]
 
 ``python``, ``torchrun`` and ``accelerate launch`` start it as well. Nothing heavy is imported before the config is
-known to be right; what is wrong with it is printed by one rank, and the exit code is 2.
+checked; if something is wrong with it, one rank prints that, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refuse(error: UserError, ranks: Ranks) -> int:
-    """Print the lines once per job and end with their code."""
+    """Print the lines of ``error`` once per job; returns its exit code."""
     if ranks.is_first:
         print("\n".join(error.lines), file=sys.stderr, flush=True)
     else:

@@ -1,10 +1,10 @@
-"""Prove on a shrunk copy of your model that the strategies in a config train exactly as plain training does.
+"""Check on a small copy of your model that training with the strategies of a config equals plain training.
 
     python launch/verify.py --config configs/quickstart.yaml
 
-Prints `bitwise equal` (exit code 0), or the largest difference per tensor and whether the strategies declared it
-(exit code 0 within the declared tolerance, 1 beyond). With offload the copy gets so little memory that it moves what
-the plan of the real run moves, and each run says what it moved. Where nothing moves, nothing is claimed (exit code 1).
+Prints `bitwise equal` (exit code 0), or the largest difference per tensor and whether it is within the tolerance that
+the strategies declare (exit code 0 within, 1 beyond). With offload the copy gets so little memory that it moves what
+the plan of the real run moves, and each run prints what it moved. If nothing moves, nothing is claimed (exit code 1).
 A config that cannot be planned on this machine is refused in one line before anything is trained (exit code 2).
 """
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(config: RunConfig, ranks: int | None, steps: int) -> int:
-    """Plan the run as it is, train the copy, compare, print.
+    """Plan the run as it is, train the copy, compare and print the result; returns the exit code.
 
     Raises:
         ConfigError: this config cannot be planned here.
@@ -67,19 +67,19 @@ def report(config: RunConfig, ranks: int | None, steps: int) -> int:
     from strategies.engine.memory import accelerator
     from trainer.verify import verify
 
-    warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)  # peft's affair
+    warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)  # from peft
     num_ranks = ranks or (torch.accelerator.device_count() if accelerator.kind() is not None else 2)
     real = verify.real_plan(config, num_ranks)
     if real.layout is not None:
-        return of_offload(config, real, num_ranks, steps)
+        return of_engine(config, real, num_ranks, steps)
     names = ", ".join(config.strategies) or "none"
     print(f"training a shrunk copy twice, {steps} steps on {num_ranks} ranks: plain, and with strategies {names}")
     differences = verify.verify(config, num_ranks, steps)
-    return judge(differences, *declared(config, num_ranks))
+    return conclude(differences, *declared(config, num_ranks))
 
 
-def of_offload(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
-    """The same where the memory engine trains: what the real plan moves has to move in the copy."""
+def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
+    """Check a run with the memory engine: what the real plan moves has to move in the copy, too."""
     from trainer.model.shrink import features, moves
     from trainer.verify.verify import Offloaded
 
@@ -100,7 +100,7 @@ def of_offload(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int
         checks.append(check)
     beyond = [check for check in checks if _worst(check.differences) > check.tolerance]
     if beyond:
-        return judge(beyond[0].differences, beyond[0].tolerance, reasons)
+        return conclude(beyond[0].differences, beyond[0].tolerance, reasons)
     if not all(check.moved.up_bytes or check.moved.down_bytes for check in checks):
         print(NOTHING_DID)
         return ExitCode.FAILED
@@ -108,11 +108,11 @@ def of_offload(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int
     if missing:
         print(f"NOT shown, since it does not occur in the copy: {', '.join(sorted(missing))}")
         return ExitCode.FAILED
-    return judge([found for check in checks for found in check.differences], tolerance, reasons)
+    return conclude([found for check in checks for found in check.differences], tolerance, reasons)
 
 
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
-    """How far from plain training the strategies say they may be, and why."""
+    """The tolerance that the strategies declare for comparisons with plain training, and the reasons."""
     from strategies.engine.memory import accelerator
     from trainer.planning.facts import run_facts
 
@@ -122,8 +122,8 @@ def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
     return max((parity.tolerance for parity in parities), default=0.0), reasons
 
 
-def judge(differences: Sequence[Difference], tolerance: float, reasons: str) -> int:
-    """Print what differs and the verdict; the exit code."""
+def conclude(differences: Sequence[Difference], tolerance: float, reasons: str) -> int:
+    """Print the tensors that differ and the conclusion; returns the exit code."""
     for found in differences:
         print(f"{found.name}: {found.num_different:,} of {found.num_elements:,} differ, at most {found.relative:.1e}")
     worst = _worst(differences)
@@ -145,11 +145,11 @@ def line(check: Check) -> str:
     from strategies.report.plan_table import human
 
     moved = check.moved
-    verdict = "bitwise equal" if not check.differences else f"{len(check.differences)} tensors differ"
+    result = "bitwise equal" if not check.differences else f"{len(check.differences)} tensors differ"
     return (
         f"{_written(check.options)}: weights of {moved.num_left} of {moved.num_buckets} buckets travelled; "
         f"{', '.join(moved.shows)}; {human(moved.up_bytes)} up and {human(moved.down_bytes)} down the link; "
-        f"against {check.against}: {verdict}"
+        f"against {check.against}: {result}"
     )
 
 

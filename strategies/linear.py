@@ -29,7 +29,7 @@ from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.linears import Linear as Layer
 from strategies.core.linears import Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, GemmTiming, Idle, Need, Parity, Phase, Strategy
 from strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Linear(Strategy):
     """
 
     phase = Phase.HOW
+    requires = frozenset([Need.LINEARS])
+    excludes = {"training.torch_compile": "strategies.linear already decides how matrix products are taken"}
     examples = ({"transpose": "minimal"},)
 
     transpose: Literal["native", "minimal", "adaptive"] = Field(
@@ -93,6 +95,9 @@ class Linear(Strategy):
 
             route(model, chosen)
             log_applied("linear", ((path, str(routes)) for path, routes in chosen.items() if not routes.native))
+
+    def gemm_timing(self) -> GemmTiming | None:
+        return GemmTiming(self.budget_s, self.cache) if self.transpose == "adaptive" else None
 
     def _routes(self, facts: Facts, layer: Layer) -> Routes:
         accumulation = facts.run.accumulation

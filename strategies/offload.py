@@ -25,9 +25,9 @@ from pydantic import AfterValidator, Field
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
-from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Strategy
+from strategies.core.protocol import BITWISE, Need, Parity, Phase, Refusal, Strategy
 from strategies.core.sizes import AUTO, SHARE, check_budget, parse_bytes
-from strategies.planner import keep_or_offload, memory_rows
+from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.state_placement import OffloadRequest
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
@@ -59,6 +59,7 @@ class Offload(Strategy):
 
     phase = Phase.WHERE
     implies = ("buffers",)
+    requires = frozenset([Need.PARAMETERS, Need.COMPUTE_DTYPE, Need.BLOCK_TIMES])
     examples = (
         {"site": "device"},
         {"site": "host"},
@@ -111,6 +112,13 @@ class Offload(Strategy):
         yield from memory_rows.of_units(facts, layout)
         yield from self._travels(facts, layout)
         yield Stow(unit=RUN, reason="no more is moved than does not fit", layout=layout)
+
+    def refuses_weight_copies(self) -> str:
+        return "strategies.offload places every byte of a weight, once"
+
+    def suggest(self, plan: Plan) -> list[str]:
+        found = edits.ranked(plan.facts_as_kept(), self.wishes(plan.facts), plan.saved_peak())
+        return [edit.line() for edit in found]
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:
         assert facts.params, "offload places single parameters; these facts do not list them"

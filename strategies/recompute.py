@@ -59,6 +59,10 @@ class Recompute(Strategy):
     """
 
     phase = Phase.KEEP
+    excludes = dict.fromkeys(
+        ("training.gradient_checkpointing", "training.activation_checkpointing"),
+        "strategies.recompute already decides what is kept",
+    )
     examples = (
         {"policy": "full", "every": 2},
         {"policy": "selective"},
@@ -110,6 +114,9 @@ class Recompute(Strategy):
         from strategies.engine.checkpointing import recompute
 
         recompute(model, plan)
+
+    def repeats_products(self) -> bool:
+        return self.policy == "full" and self.every == 1
 
     def _fixed(self, facts: Facts) -> Sequence[Way]:
         blocks = [unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK]

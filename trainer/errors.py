@@ -1,8 +1,8 @@
-"""What a run ends with: exit codes, and the errors that carry them.
+"""Exit codes, and the errors of users that carry them.
 
-A user error is one or more finished lines, each of which already names the file or key, the value, what is
-allowed and the nearest match. ``launch`` prints the lines and exits with the code; there is no traceback.
-This module imports nothing heavy, so a config can be refused before torch is loaded.
+A ``UserError`` holds one or more complete lines, each of which names the file or key, the value, what is allowed and
+the most similar name. ``launch`` prints the lines without a traceback and exits with the code. This module imports
+nothing heavy, so that a bad config is refused before torch is loaded.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """Something the user can mend. ``lines`` are complete sentences, one per problem."""
+    """Something that the user can fix. ``lines`` are complete sentences, one per problem."""
 
     code: ExitCode = ExitCode.FAILED
 
@@ -36,13 +36,13 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The config file, an override, or a combination of them cannot be run."""
+    """The config file, an override, or a combination of keys cannot be run."""
 
     code = ExitCode.CONFIG
 
 
 class CountingError(ConfigError, ValueError):
-    """What backward keeps cannot be counted: a model's forward does not run on tensors without values."""
+    """A model's forward does not run on fake tensors, so what it saves for backward cannot be counted."""
 
 
 class DataError(UserError):
@@ -52,6 +52,6 @@ class DataError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of what it says."""
+    """The type of an exception and the first line of its message."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__

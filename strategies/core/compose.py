@@ -1,7 +1,8 @@
-"""Composing: baseline, then every strategy in the order of its phase, into one plan.
+"""Composing: the baseline, then the answers of every strategy in the order of phases, make one plan.
 
-The order in the config file has no influence. A strategy may only give the kinds of answer that belong to its
-phase; that is a promise to the reader of a strategy file, checked here.
+The order in the config file has no influence. A strategy may only give the answers of its phase, so that the reader of
+a strategy file knows what it can change. Two answers depend on more than the phase: keys of DeepSpeed's config are set
+by strategies that require its engine, and what forward keeps may be decided again where the first answer is ``open``.
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ from types import MappingProxyType
 
 from strategies.core.facts import Facts
 from strategies.core.plan import Decision, EngineSet, Impl, Keep, Place, Plan, Reserve, Rest, Share, Stow, Travel
-from strategies.core.protocol import Idle, Phase, Strategy
+from strategies.core.protocol import Idle, Need, Phase, Strategy
 from strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
-    Phase.HOW: (Impl, Reserve, EngineSet),
-    Phase.WHO: (Share, Reserve, EngineSet),
-    Phase.KEEP: (Keep, EngineSet),
-    Phase.WHERE: (Share, Rest, Travel, Stow, Keep, EngineSet),
-    Phase.WHEN: (Travel, EngineSet),
-    Phase.BUFFER: (Reserve, Place, EngineSet),
+    Phase.HOW: (Impl, Reserve),
+    Phase.WHO: (Share, Reserve),
+    Phase.KEEP: (Keep,),
+    Phase.WHERE: (Rest, Share, Travel, Stow),  # what rests elsewhere has to travel, in the dtype of compute
+    Phase.WHEN: (Travel,),
+    Phase.BUFFER: (Place, Reserve),
 }
 ORDER = tuple(Phase)
 
 
 def in_order(strategies: Mapping[str, Strategy]) -> list[tuple[str, Strategy]]:
-    """By phase, then by name: the order of deciding."""
+    """Sorted in the order of deciding: by phase, then by name."""
     return sorted(strategies.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
 
 
 def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """``strategies`` and, with their default options, those that they cannot do without."""
+    """``strategies`` and, with their default options, those that they imply."""
     whole = dict(strategies)
     waiting = list(whole.values())
     while waiting:
@@ -43,12 +44,18 @@ def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
     return whole
 
 
+def needs_of(strategies: Mapping[str, Strategy]) -> frozenset[Need]:
+    """What ``strategies`` and those that they imply require."""
+    return frozenset(need for strategy in with_implied(strategies).values() for need in strategy.requires)
+
+
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """The plan of ``strategies`` (by config name) for ``facts``.
 
     Raises:
         Conflict: two strategies answer one question differently.
         Refusal: a strategy's options cannot work with these facts.
+        TypeError: a strategy answers a question that is not its own.
     """
     plan = Plan.baseline(facts)
     idle: dict[str, str] = {}
@@ -58,10 +65,26 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
         except Idle as nothing_to_do:
             idle[name] = str(nothing_to_do)
             continue
-        allowed = ANSWERS[strategy.phase]
         for decision in decisions:
-            assert isinstance(decision, allowed), f"{name} may not decide {type(decision).__name__}"
+            _check_answer(name, strategy, decision, plan)
         if not decisions:
             idle[name] = "decided nothing"
         plan = plan.amend(decisions, by=name)
     return replace(plan, idle=MappingProxyType(idle))
+
+
+def _check_answer(name: str, strategy: Strategy, decision: Decision, plan: Plan) -> None:
+    """Raise TypeError if this question is not one that ``strategy`` answers; see the module docstring."""
+    allowed = ANSWERS[strategy.phase]
+    if isinstance(decision, EngineSet):
+        its_own = Need.DEEPSPEED in strategy.requires
+    elif isinstance(decision, Keep) and strategy.phase is not Phase.KEEP:
+        its_own = plan.keep(decision.unit).open
+    else:
+        its_own = isinstance(decision, allowed)
+    if not its_own:
+        names = ", ".join(kind.__name__ for kind in allowed)
+        raise TypeError(
+            f"strategies.{name} may not decide {type(decision).__name__}: its phase, {strategy.phase.name}, "
+            f"answers {names}"
+        )

@@ -1,19 +1,20 @@
-"""What a strategy is: one file, one frozen options object that first decides and later acts.
+"""The interface of a strategy: one file with one frozen class of options, which first decides and later acts.
 
-Deciding is pure (``decide``: facts and the plan so far in, decisions out; no torch, no clock, no device), so
-every placement can be shown, compared and tested before a byte is spent. Acting happens afterwards in the one
-order written in ``trainer/run/order.py``.
+``decide`` is pure (facts and the plan so far in, decisions out; no torch, no clock, no device), so that every placement
+can be shown, compared and tested before anything is allocated. ``apply`` changes the model afterwards, in the order
+that ``trainer/run/order.py`` gives.
 
-Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the
-enum below, because each answer needs the sizes settled by the ones before it; the order in the config file is
-irrelevant. A strategy also declares how it is to be proved (``parity``) and small option sets that the parity
-suite runs (``examples``): a file without them does not pass the tests.
+Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the enum
+below, because each answer needs the sizes that the phases before it have settled; the order in the config is
+irrelevant. The rest of this project does not know strategies by name: what one needs, excludes or measures it declares
+here (``requires``, ``excludes``, ``gemm_timing``, ...). It also declares how exact training with it is (``parity``) and
+small options with which the parity tests run it (``examples``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """The one question a strategy answers. The order of members is the order of deciding."""
+    """The question that a strategy answers. Phases are decided in the order of the members."""
 
     HOW = "how is it computed"
     WHO = "who holds which share"
@@ -38,12 +39,30 @@ class Phase(Enum):
     BUFFER = "which buffer receives it"
 
 
+class Need(Enum):
+    """Something that the trainer prepares only for strategies that declare it in ``requires``."""
+
+    PARAMETERS = "the model's parameters, listed one by one"
+    LINEARS = "the model's linear layers, listed"
+    BLOCK_TIMES = "measured times of the model's blocks, if there are any"
+    COMPUTE_DTYPE = "weights in the dtype of compute instead of autocast"
+    DEEPSPEED = "DeepSpeed's engine and its process group"
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTiming:
+    """How long matrix products of linear layers may be measured, and the file of results (None: the usual one)."""
+
+    budget_s: float
+    cache: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How training with the strategy must compare with plain training.
+    """How far weights trained with a strategy may differ from those of plain training.
 
-    ``tolerance`` is the largest allowed difference relative to the largest weight of the same tensor after the
-    parity suite's steps; 0.0 means bit for bit. A tolerance above 0 needs a ``reason``.
+    ``tolerance`` is the largest difference, relative to the largest weight of the same tensor, after the steps of the
+    parity tests; 0.0 means bit for bit. A tolerance above 0 needs a ``reason``.
     """
 
     tolerance: float
@@ -63,12 +82,15 @@ class Strategy(BaseModel, ABC):
 
     phase: ClassVar[Phase]
     examples: ClassVar[tuple[Mapping[str, Any], ...]]
-    # Strategies that this one cannot do without: switched on with default options where the config does not name them.
+    # Strategies that this one depends on: switched on with default options if the config does not name them.
     implies: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[frozenset[Need]] = frozenset()
+    # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason.
+    excludes: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def parity(self, run: RunFacts) -> Parity:
-        """How a run of this kind (precision, clipping, accumulation) must compare with the same run, plain."""
+        """How a run with this precision, clipping and accumulation must compare with the same run without it."""
 
     @abstractmethod
     def decide(self, facts: Facts, plan: Plan) -> Iterable[Decision]:
@@ -80,14 +102,33 @@ class Strategy(BaseModel, ABC):
         """
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Change the built model as the plan says, before any engine sees it. Nothing to do by default.
+        """Change the model as the plan says, before an engine gets it. Does nothing by default.
 
-        May not rename, reorder or drop a parameter, buffer or module; the caller checks.
+        It may not rename, reorder or drop a parameter, buffer or module; the caller checks that.
         """
+
+    def check_installed(self) -> None:
+        """Raise Refusal if the strategy does not work with the packages that are installed here."""
+
+    def refuses_weight_copies(self) -> str:
+        """Why no strategy may keep second copies of weights; empty if they may."""
+        return ""
+
+    def repeats_products(self) -> bool:
+        """Whether backward repeats the matrix products of every block's forward."""
+        return False
+
+    def gemm_timing(self) -> GemmTiming | None:
+        """How to measure the matrix products of linear layers; None if the strategy does not use measurements."""
+        return None
+
+    def suggest(self, plan: Plan) -> Sequence[str]:
+        """Lines for people: changes of the config that would make a step faster, the best first."""
+        return ()
 
 
 class Refusal(ValueError):
-    """A strategy cannot work with these facts. Carries the dotted option, its value and the cure."""
+    """A strategy cannot work with these facts. Holds the dotted key, its value, and why or what to write instead."""
 
     def __init__(self, key: str, value: object, cure: str) -> None:
         self.key, self.value, self.cure = key, value, cure
@@ -96,4 +137,4 @@ class Refusal(ValueError):
 
 
 class Idle(Exception):
-    """A strategy is switched on but has nothing to decide here. The plan lists it with this reason."""
+    """A strategy that is switched on has nothing to decide here. The plan shows the reason."""

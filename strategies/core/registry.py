@@ -1,4 +1,4 @@
-"""Finding strategies: the file name is the name in the config; there is no list to edit.
+"""Find strategies: a file in ``strategies`` is a strategy, and its name is the name in the config.
 
 Only the files that a config names are imported.
 """
@@ -21,7 +21,7 @@ def find(name: str) -> type[Strategy]:
     """The one strategy class in ``strategies/<name>.py``.
 
     Raises:
-        KeyError: there is no such file; the caller lists ``available()``.
+        KeyError: there is no such file; ``available()`` lists those that there are.
     """
     if name not in available():
         raise KeyError(name)

@@ -1,5 +1,6 @@
 """``launch/verify.py`` with offload, on real ranks: the copy moves, and an engine that is broken is found out."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,16 +86,18 @@ def test_too_small_a_budget_is_one_line_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(spawn, "run_world", lambda *_: pytest.fail("something is trained"))
-    code, lines, err = run(config_with(tmp_path, {"gpu_memory": "1MiB"}), capsys)
+    config = config_with(tmp_path, {"gpu_memory": "1MiB"})
+    code, lines, err = run(config, capsys)
     assert (code, lines) == (ExitCode.CONFIG, [])
     (line,) = err.splitlines()
-    assert line.startswith("strategies.offload.gpu_memory = '1MiB': ") and "or more" in line
+    assert re.match(rf'{re.escape(str(config))}:\d+: strategies\.offload\.gpu_memory = "1MiB": ', line)
+    assert "or more" in line
 
 
 def test_a_refusal_on_the_ranks_is_one_line(tmp_path: Path) -> None:
     config = shrink(load(str(config_with(tmp_path, {"gpu_memory": "6MiB"})), []), tmp_path / "run", 1)
     small = config.strategies["offload"].model_copy(update={"gpu_memory": "100KiB"})
-    with pytest.raises(ConfigError, match=r"strategies\.offload\.gpu_memory = '100KiB': ") as refused:
+    with pytest.raises(ConfigError, match=r'^strategies\.offload\.gpu_memory = "100KiB": ') as refused:
         verify._trained(2, config.model_copy(update={"strategies": {"offload": small}}))
     assert len(refused.value.lines) == 1 and "Traceback" not in str(refused.value)
 

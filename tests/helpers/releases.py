@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.run.ds_config import builds_under_stage_3
+from strategies.backends.deepspeed import builds_under_stage_3
 
 needs_stage_3 = pytest.mark.skipif(
     not builds_under_stage_3(), reason="this release of Transformers is refused with ZeRO stage 3"

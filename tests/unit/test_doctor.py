@@ -108,16 +108,16 @@ def test_room() -> None:
     assert doctor.limit_row("open files", "-n", resource.RLIM_INFINITY, 4096).value == "unlimited"
 
 
-def test_verdict() -> None:
+def test_summary() -> None:
     fine, warned, failed = (
         Row(Status.OK, "a", "1"),
         Row(Status.WARN, "b", "2", "mend b"),
         Row(Status.FAIL, "c", "3", "mend c"),
     )
     assert str(failed) == "FAIL c                   3"
-    assert doctor.verdict([fine]) == ["ready"]
-    assert doctor.verdict([fine, warned]) == ["ready", "would help:", "  b: mend b"]
-    assert doctor.verdict([warned, failed]) == ["not ready, to mend: 1", "  c: mend c", "would help:", "  b: mend b"]
+    assert doctor.summary([fine]) == ["ready"]
+    assert doctor.summary([fine, warned]) == ["ready", "would help:", "  b: mend b"]
+    assert doctor.summary([warned, failed]) == ["not ready, to fix: 1", "  c: mend c", "would help:", "  b: mend b"]
 
 
 def test_help_loads_no_torch() -> None:
@@ -137,7 +137,7 @@ def test_one_real_examination(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), "--json", str(report)], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode in (0, 1), done.stderr
-    assert "\nready" in done.stdout if done.returncode == 0 else "\nnot ready, to mend: " in done.stdout
+    assert "\nready" in done.stdout if done.returncode == 0 else "\nnot ready, to fix: " in done.stdout
     assert "Setting accelerator" not in done.stdout + done.stderr
     rows = json.loads(report.read_text())["rows"]
     assert [row["name"] for row in rows][:2] == ["python", "torch"] and len(rows) > 20

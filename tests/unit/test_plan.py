@@ -27,7 +27,7 @@ from strategies.core.plan import (
     Travel,
     When,
 )
-from strategies.core.protocol import Idle, Phase
+from strategies.core.protocol import Idle, Need, Phase
 from strategies.core.registry import find
 from strategies.report.plan_table import table, to_json
 from tests.helpers.fakes import block, embedding, facts, fake, head
@@ -183,8 +183,23 @@ def test_a_strategy_answers_only_its_own_question(phase: Phase) -> None:
         if kind in ANSWERS[phase]:
             assert compose({"mine": fake(phase, [decision])}, facts()).answers[decision.slot] == (decision, "mine")
         else:
-            with pytest.raises(AssertionError, match=f"mine may not decide {kind.__name__}"):
+            phases = f"its phase, {phase.name}, answers {ANSWERS[phase][0].__name__}"
+            with pytest.raises(TypeError, match=rf"^strategies\.mine may not decide {kind.__name__}: {phases}"):
                 compose({"mine": fake(phase, [decision])}, facts())
+    engine = fake(phase, [given[EngineSet]], frozenset([Need.DEEPSPEED]))
+    assert compose({"mine": engine}, facts()).engine() == {"a.b": 1}
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_later_phase_decides_again_only_what_was_left_open(is_open: bool) -> None:
+    first = Keep(unit="head", reason="", policy="x", saved_bytes=1, open=is_open)
+    again = replace(first, saved_bytes=2, open=False)
+    two = {"first": fake(Phase.KEEP, [first]), "second": fake(Phase.WHERE, [again])}
+    if is_open:
+        assert compose(two, facts()).answers[again.slot] == (again, "second")
+    else:
+        with pytest.raises(TypeError, match="second may not decide Keep"):
+            compose(two, facts())
 
 
 def test_idle_strategies_are_listed_with_their_reason() -> None:

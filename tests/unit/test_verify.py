@@ -86,7 +86,9 @@ def test_every_site_of_a_mixed_plan_is_shown() -> None:
     assert real.layout is not None
     sites = (Site.DEVICE, Site.HOST, Site.STREAMED)
     mixed = [replace(bucket, site=sites[i % 3]) for i, bucket in enumerate(real.layout.buckets)]
-    plan: Any = SimpleNamespace(layout=replace(real.layout, buckets=tuple(mixed)), facts=real.facts)
+    plan: Any = SimpleNamespace(
+        layout=replace(real.layout, buckets=tuple(mixed)), facts=real.facts, decided_by=real.decided_by
+    )
     copies = moving(plan, config.strategies, facts_of(shrink(config, Path("unused"), 2, layers=4)))
     assert {ON_DEVICE, ON_HOST, STREAMED, TRAVEL} <= frozenset().union(*(copy.shows for copy in copies))
     assert len(copies) <= 3

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from strategies.backends import deepspeed as backend
+from strategies.backends.deepspeed import MAX_BUCKET, clips_itself, ds_config, refuse_transformers, uses_engine
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Precision
 from strategies.core.plan import RUN, Conflict, EngineSet, Home, Kind, Plan, When
-from strategies.core.protocol import Phase
+from strategies.core.protocol import Need, Phase, Refusal
 from strategies.core.registry import find
-from strategies.zero import MAX_BUCKET
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, LLAMA, run_config
@@ -20,10 +21,8 @@ from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
-from trainer.run import ds_config as backend
-from trainer.run.ds_config import clips_itself, ds_config, refuse_transformers, uses_engine
 from trainer.run.run import refuse_unbuildable
-from trainer.verify.verify import random_run, train_weights, verify
+from trainer.verify.verify import real_plan, train_weights, verify
 
 GB = 10**9
 STAGES = (0, 1, 2, 3)
@@ -140,11 +139,12 @@ def test_only_stage_0_in_fp32_is_clipped_by_us(stage: int, precision: Precision)
 
 
 def test_each_key_has_one_writer() -> None:
-    other = fake(Phase.KEEP, [EngineSet(unit=RUN, reason="", key="zero_optimization.stage", value=1)])
+    engine = frozenset([Need.DEEPSPEED])
+    other = fake(Phase.KEEP, [EngineSet(unit=RUN, reason="", key="zero_optimization.stage", value=1)], engine)
     zero = find("zero").model_validate({"stage": 2})
     with pytest.raises(Conflict, match=r"zero_optimization\.stage"):
         compose({"zero": zero, "other": other}, golden_facts())
-    of_the_run = fake(Phase.KEEP, [EngineSet(unit=RUN, reason="", key="gradient_clipping", value=0.5)])
+    of_the_run = fake(Phase.KEEP, [EngineSet(unit=RUN, reason="", key="gradient_clipping", value=0.5)], engine)
     with pytest.raises(AssertionError, match="two writers of DeepSpeed's gradient_clipping"):
         ds_config(compose({"other": of_the_run}, golden_facts()))
 
@@ -206,7 +206,7 @@ def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(base: dict[str, Any]) -> None:
-    """Behind a frozen embedding no gradient reaches the first block's input; see ``Zero._let_gradients_through``."""
+    """Behind a frozen embedding no gradient reaches the first block's input; see ``backends/deepspeed.py``."""
     targets = ["q_proj", "down_proj"] if base is LLAMA else ["c_attn"]
     lora = {"lora": {"r": 3, "target_modules": targets}}
     config = run_config(base, stage=3, model=lora, max_grad_norm=0.0, learning_rate=1e-2)
@@ -214,7 +214,7 @@ def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(base: dict[str, An
 
 
 def test_stage_3_is_refused_where_transformers_builds_another_model() -> None:
-    with pytest.raises(ConfigError, match=r"stage = 3: .*Transformers 5\.17\.2 .* install 5\.23, or write stage 2$"):
+    with pytest.raises(Refusal, match=r"stage = 3: .*Transformers 5\.17\.2 .* install 5\.23, or write stage 2$"):
         refuse_transformers(3, "5.17.2")
     refuse_transformers(3, "5.23.0")
     refuse_transformers(2, "5.17.2")
@@ -223,6 +223,6 @@ def test_stage_3_is_refused_where_transformers_builds_another_model() -> None:
 def test_neither_training_nor_verifying_begins_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "version", lambda package: "5.17.2")
     config = run_config(LLAMA, output_dir=tmp_path, stage=3, max_steps=1)
-    for begin in (refuse_unbuildable, random_run):
+    for begin in (lambda: refuse_unbuildable(config, Ranks()), lambda: real_plan(config, 1)):
         with pytest.raises(ConfigError, match=r"stage = 3: .*Transformers 5\.17\.2"):
-            begin(config, Ranks())
+            begin()

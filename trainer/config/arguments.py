@@ -1,16 +1,14 @@
-"""The ``training`` section: Hugging Face's TrainingArguments names, with the checks they lack.
+"""The ``training`` section: the names of Hugging Face's TrainingArguments, with types and ranges.
 
-The problem: TrainingArguments is a plain dataclass. It accepts ``learning_rate: fast``, a negative learning
-rate and an accumulation of 0, and fails (or trains wrongly) much later.
+Problem. TrainingArguments is a plain dataclass. It accepts ``learning_rate: fast``, a negative learning rate and an
+accumulation of 0, and fails (or trains wrongly) much later.
 
-The rule: every name of TrainingArguments is either a field here, with type and range, or in ``REFUSED`` with
-the reason and what to write instead; a test compares the two with the installed dataclass. A field whose
-default is None is not handed on, so that Hugging Face's own default applies; a default that the framework
-relies on is stated.
+Every name of TrainingArguments is either a field here, with type and range, or in ``REFUSED``, with the reason and what
+to write instead; a test compares both with the installed dataclass. A field that is None is not passed on, so that
+Hugging Face's own default applies; defaults that this framework relies on are stated.
 
-What we refuse: names that would have a second writer (``deepspeed``, ``fsdp``), that hide errors
-(``logging_nan_inf_filter``), that break exact resume (``ignore_data_skip``), or that answer a question of
-another section.
+Refused: names that the plan or another section decides (``deepspeed``, ``fsdp``), that hide errors
+(``logging_nan_inf_filter``), or that break exact resuming (``ignore_data_skip``).
 """
 
 from __future__ import annotations
@@ -24,20 +22,25 @@ from trainer.config.wording import Allowed
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no conversion but whole numbers to floats."""
+    """Base of all sections: frozen, without unknown keys; only whole numbers are converted, to floats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-Text = Annotated[str, Field(min_length=1)]
+def unset(description: str) -> Any:
+    """A field that is None unless the config sets it; Hugging Face's, or the model's, own default then applies."""
+    return Field(default=None, description=description)
+
+
+NonEmpty = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Steps = Annotated[Count | Share, Allowed("a whole number >= 1, or a share of all steps > 0 and < 1")]
+Steps = Annotated[Count | Fraction, Allowed("a whole number >= 1, or a share of all steps > 0 and < 1")]
 Warmup = Annotated[
     Natural | Annotated[float, Field(ge=0, lt=1)],
     Allowed("a whole number >= 0, or a share of all steps < 1"),
@@ -66,7 +69,7 @@ Scheduler = Literal[
 ]
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
-Resume = Annotated[bool | Text, Allowed("the folder of a checkpoint, true, false or auto")]
+Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
 
 _OTHER_ENGINE = "DeepSpeed is the only engine here; write the section strategies"
@@ -113,8 +116,8 @@ REFUSED: Mapping[str, str] = {
     "hub_token": "a secret does not belong into a file; set the environment variable HF_TOKEN",
 }
 
-# Release 5.23 renamed these and warns about the old ones; the releases before know the old ones only. Both are
-# accepted in the config, and the old one, which every supported release understands, is handed on.
+# Release 5.23 of Transformers renamed these and warns about the old names; earlier releases have only the old ones.
+# Both are accepted in the config, and the old one, which every supported release understands, is passed on.
 RENAMED: Mapping[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
@@ -124,7 +127,7 @@ RENAMED: Mapping[str, str] = {
 class TrainingSection(Section):
     """How to train: the names of transformers.TrainingArguments, checked."""
 
-    output_dir: Text = Field(description="Folder of the run: checkpoints, logs, plan, export.")
+    output_dir: NonEmpty = Field(description="Folder of the run: checkpoints, logs, plan, export.")
     learning_rate: Positive = Field(default=5e-5, description="Peak learning rate.")
     per_device_train_batch_size: Count = Field(
         default=8, description="Samples per device and forward pass (the micro-batch)."
@@ -136,137 +139,89 @@ class TrainingSection(Section):
         default=1.0, description="Gradients are clipped to this global norm; 0 switches clipping off."
     )
     optim: Optimizer = Field(default="adamw_torch_fused", description="Optimizer; those that need no further package.")
-    weight_decay: NonNegative | None = Field(default=None, description="Weight decay; not applied to biases and norms.")
-    adam_beta1: Beta | None = Field(default=None, description="Decay of Adam's first moment.")
-    adam_beta2: Beta | None = Field(default=None, description="Decay of Adam's second moment.")
-    adam_epsilon: Positive | None = Field(default=None, description="Added to Adam's denominator.")
-    lr_scheduler_type: Scheduler | None = Field(default=None, description="Course of the learning rate.")
-    lr_scheduler_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Options of the scheduler, e.g. num_cycles."
-    )
-    warmup_steps: Warmup | None = Field(
-        default=None, description="Steps of linear warm-up; below 1 it is a share of all steps."
-    )
+    weight_decay: NonNegative | None = unset("Weight decay; not applied to biases and norms.")
+    adam_beta1: Beta | None = unset("Decay of Adam's first moment.")
+    adam_beta2: Beta | None = unset("Decay of Adam's second moment.")
+    adam_epsilon: Positive | None = unset("Added to Adam's denominator.")
+    lr_scheduler_type: Scheduler | None = unset("Course of the learning rate.")
+    lr_scheduler_kwargs: dict[str, Any] | None = unset("Options of the scheduler, e.g. num_cycles.")
+    warmup_steps: Warmup | None = unset("Steps of linear warm-up; below 1 it is a share of all steps.")
     seed: Seed = Field(default=42, description="Seed of everything random but the order of the data.")
-    data_seed: Seed | None = Field(default=None, description="Seed of the order of the data; not set means seed.")
-    full_determinism: bool | None = Field(default=None, description="Deterministic kernels throughout; slower.")
+    data_seed: Seed | None = unset("Seed of the order of the data; not set means seed.")
+    full_determinism: bool | None = unset("Deterministic kernels throughout; slower.")
     bf16: bool = Field(default=False, description="Compute in bfloat16 and keep fp32 master weights.")
     fp16: bool = Field(default=False, description="Compute in float16 with loss scaling and keep fp32 master weights.")
-    tf32: bool | None = Field(default=None, description="Allow TF32 in fp32 matrix products.")
-    use_cpu: bool | None = Field(default=None, description="Train on the CPU although an accelerator is present.")
-    average_tokens_across_devices: bool | None = Field(
-        default=None, description="Loss is the mean over the tokens of all devices."
-    )
-    label_smoothing_factor: Beta | None = Field(
-        default=None, description="Share of the target taken from the true token and spread over all."
-    )
-    neftune_noise_alpha: Positive | None = Field(
-        default=None, description="Strength of NEFTune's noise on the embeddings."
-    )
-    gradient_checkpointing: bool | None = Field(default=None, description="Recompute activations block by block.")
-    gradient_checkpointing_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Options of gradient_checkpointing."
-    )
-    activation_checkpointing: bool | None = Field(default=None, description="Newer name of gradient_checkpointing.")
-    activation_checkpointing_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Newer name of gradient_checkpointing_kwargs."
-    )
-    torch_compile: bool | None = Field(default=None, description="Compile the model with torch.compile.")
-    torch_compile_backend: Text | None = Field(
-        default=None, description="Backend of torch.compile; setting it switches compiling on."
-    )
-    torch_compile_mode: Text | None = Field(
-        default=None, description="Mode of torch.compile; setting it switches compiling on."
-    )
-    use_liger_kernel: bool | None = Field(default=None, description="Use Liger's fused kernels; needs liger-kernel.")
-    liger_kernel_config: dict[str, bool] | None = Field(default=None, description="Which Liger kernels to use.")
-    torch_empty_cache_steps: Count | None = Field(
-        default=None, description="Return the device's cached memory every so many steps."
-    )
-    logging_strategy: Interval | None = Field(default=None, description="When to log.")
+    tf32: bool | None = unset("Allow TF32 in fp32 matrix products.")
+    use_cpu: bool | None = unset("Train on the CPU although an accelerator is present.")
+    average_tokens_across_devices: bool | None = unset("Loss is the mean over the tokens of all devices.")
+    label_smoothing_factor: Beta | None = unset("Share of the target taken from the true token and spread over all.")
+    neftune_noise_alpha: Positive | None = unset("Strength of NEFTune's noise on the embeddings.")
+    gradient_checkpointing: bool | None = unset("Recompute activations block by block.")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = unset("Options of gradient_checkpointing.")
+    activation_checkpointing: bool | None = unset("Newer name of gradient_checkpointing.")
+    activation_checkpointing_kwargs: dict[str, Any] | None = unset("Newer name of gradient_checkpointing_kwargs.")
+    torch_compile: bool | None = unset("Compile the model with torch.compile.")
+    torch_compile_backend: NonEmpty | None = unset("Backend of torch.compile; setting it switches compiling on.")
+    torch_compile_mode: NonEmpty | None = unset("Mode of torch.compile; setting it switches compiling on.")
+    use_liger_kernel: bool | None = unset("Use Liger's fused kernels; needs liger-kernel.")
+    liger_kernel_config: dict[str, bool] | None = unset("Which Liger kernels to use.")
+    torch_empty_cache_steps: Count | None = unset("Return the device's cached memory every so many steps.")
+    logging_strategy: Interval | None = unset("When to log.")
     logging_steps: Steps = Field(default=10, description="Optimizer steps between two log lines.")
-    logging_first_step: bool | None = Field(default=None, description="Log the first step too.")
-    log_on_each_node: bool | None = Field(default=None, description="Log on every node and not on the first only.")
-    log_level: LogLevel | None = Field(default=None, description="Level of messages on the first process.")
-    log_level_replica: LogLevel | None = Field(default=None, description="Level of messages on the other processes.")
-    include_num_input_tokens_seen: Counting | None = Field(default=None, description="Count the tokens seen.")
+    logging_first_step: bool | None = unset("Log the first step too.")
+    log_on_each_node: bool | None = unset("Log on every node and not on the first only.")
+    log_level: LogLevel | None = unset("Level of messages on the first process.")
+    log_level_replica: LogLevel | None = unset("Level of messages on the other processes.")
+    include_num_input_tokens_seen: Counting | None = unset("Count the tokens seen.")
     report_to: Reporters = Field(default=["tensorboard"], description="Where metrics go besides metrics.jsonl.")
-    run_name: Text | None = Field(default=None, description="Name of the run at the trackers.")
-    project: Text | None = Field(default=None, description="Project at the trackers.")
-    trackio_space_id: Text | None = Field(default=None, description="Hugging Face Space that shows Trackio's metrics.")
-    trackio_bucket_id: Text | None = Field(
-        default=None, description="Hugging Face bucket that holds Trackio's metrics."
-    )
-    trackio_static_space_id: Annotated[Text | Literal[False] | None, Allowed("text or false")] = Field(
-        default=None, description="Static Space that shows Trackio's metrics after the run; false for none."
+    run_name: NonEmpty | None = unset("Name of the run at the trackers.")
+    project: NonEmpty | None = unset("Project at the trackers.")
+    trackio_space_id: NonEmpty | None = unset("Hugging Face Space that shows Trackio's metrics.")
+    trackio_bucket_id: NonEmpty | None = unset("Hugging Face bucket that holds Trackio's metrics.")
+    trackio_static_space_id: Annotated[NonEmpty | Literal[False] | None, Allowed("text or false")] = unset(
+        "Static Space that shows Trackio's metrics after the run; false for none."
     )
     eval_strategy: Interval = Field(default="no", description="When to evaluate; needs evaluation data.")
-    eval_steps: Steps | None = Field(
-        default=None, description="Optimizer steps between two evaluations; not set means logging_steps."
-    )
-    eval_delay: NonNegative | None = Field(
-        default=None, description="Epochs or steps, as eval_strategy, before the first evaluation."
-    )
-    eval_on_start: bool | None = Field(default=None, description="Evaluate before the first step.")
-    per_device_eval_batch_size: Count | None = Field(
-        default=None, description="Samples per device and evaluation pass."
-    )
-    eval_accumulation_steps: Count | None = Field(
-        default=None, description="Evaluation batches between two moves of results to the host."
-    )
+    eval_steps: Steps | None = unset("Optimizer steps between two evaluations; not set means logging_steps.")
+    eval_delay: NonNegative | None = unset("Epochs or steps, as eval_strategy, before the first evaluation.")
+    eval_on_start: bool | None = unset("Evaluate before the first step.")
+    per_device_eval_batch_size: Count | None = unset("Samples per device and evaluation pass.")
+    eval_accumulation_steps: Count | None = unset("Evaluation batches between two moves of results to the host.")
     save_strategy: Literal["no", "steps", "epoch", "best"] = Field(
         default="steps", description="When to write a checkpoint."
     )
     save_steps: Steps = Field(default=500, description="Optimizer steps between two checkpoints.")
-    save_total_limit: Count | None = Field(default=None, description="Checkpoints to keep; not set means all.")
-    save_on_each_node: bool | None = Field(default=None, description="Write checkpoints on every node's own disk.")
-    load_best_model_at_end: bool | None = Field(
-        default=None, description="End with the weights of the best evaluation."
+    save_total_limit: Count | None = unset("Checkpoints to keep; not set means all.")
+    save_on_each_node: bool | None = unset("Write checkpoints on every node's own disk.")
+    load_best_model_at_end: bool | None = unset("End with the weights of the best evaluation.")
+    metric_for_best_model: NonEmpty | None = unset("Metric that decides which evaluation is best; not set means loss.")
+    greater_is_better: bool | None = unset("Whether a greater metric is better.")
+    resume_from_checkpoint: Resume | None = unset("Folder to resume from; true or auto for the newest valid one.")
+    restore_callback_states_from_checkpoint: bool | None = unset("Restore the state of callbacks on resume.")
+    push_to_hub: bool | None = unset("Upload to the hub when saving.")
+    hub_model_id: NonEmpty | None = unset("Repository on the hub; not set means the name of output_dir.")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = unset(
+        "What to upload, and when."
     )
-    metric_for_best_model: Text | None = Field(
-        default=None, description="Metric that decides which evaluation is best; not set means loss."
+    hub_private_repo: bool | None = unset("Create the repository as a private one.")
+    hub_always_push: bool | None = unset("Upload although the upload before is still running.")
+    hub_revision: NonEmpty | None = unset("Branch to upload to.")
+    dataloader_drop_last: bool | None = unset("Drop the last batch if it is not full.")
+    dataloader_num_workers: Natural | None = unset("Processes per device that load data; 0 loads in the main one.")
+    dataloader_pin_memory: bool | None = unset("Batches in pinned host memory.")
+    dataloader_persistent_workers: bool | None = unset("Keep the loading processes between epochs.")
+    dataloader_prefetch_factor: Count | None = unset("Batches each loading process prepares ahead.")
+    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = unset(
+        "How loading processes start."
     )
-    greater_is_better: bool | None = Field(default=None, description="Whether a greater metric is better.")
-    resume_from_checkpoint: Resume | None = Field(
-        default=None, description="Folder to resume from; true or auto for the newest valid one."
-    )
-    restore_callback_states_from_checkpoint: bool | None = Field(
-        default=None, description="Restore the state of callbacks on resume."
-    )
-    push_to_hub: bool | None = Field(default=None, description="Upload to the hub when saving.")
-    hub_model_id: Text | None = Field(
-        default=None, description="Repository on the hub; not set means the name of output_dir."
-    )
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = Field(
-        default=None, description="What to upload, and when."
-    )
-    hub_private_repo: bool | None = Field(default=None, description="Create the repository as a private one.")
-    hub_always_push: bool | None = Field(
-        default=None, description="Upload although the upload before is still running."
-    )
-    hub_revision: Text | None = Field(default=None, description="Branch to upload to.")
-    dataloader_drop_last: bool | None = Field(default=None, description="Drop the last batch if it is not full.")
-    dataloader_num_workers: Natural | None = Field(
-        default=None, description="Processes per device that load data; 0 loads in the main one."
-    )
-    dataloader_pin_memory: bool | None = Field(default=None, description="Batches in pinned host memory.")
-    dataloader_persistent_workers: bool | None = Field(
-        default=None, description="Keep the loading processes between epochs."
-    )
-    dataloader_prefetch_factor: Count | None = Field(
-        default=None, description="Batches each loading process prepares ahead."
-    )
-    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = Field(
-        default=None, description="How loading processes start."
-    )
-    dataloader_in_order: bool | None = Field(default=None, description="Batches in order although one worker is slow.")
-    train_sampling_strategy: Sampling | None = Field(default=None, description="Order of the samples.")
-    ddp_timeout: Count | None = Field(default=None, description="Seconds before a silent collective fails.")
+    dataloader_in_order: bool | None = unset("Batches in order although one worker is slow.")
+    train_sampling_strategy: Sampling | None = unset("Order of the samples.")
+    ddp_timeout: Count | None = unset("Seconds before a silent collective fails.")
 
     def arguments(self) -> dict[str, object]:
-        """What to hand to TrainingArguments: everything that is set, under names every release understands.
+        """The keyword arguments for TrainingArguments: all fields that are set, by names that every release has.
 
-        ``resume_from_checkpoint`` is left out; it belongs to ``Trainer.train``.
+        Without ``resume_from_checkpoint``, which is an argument of ``Trainer.train``.
         """
         given = self.model_dump(exclude={"resume_from_checkpoint"})
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

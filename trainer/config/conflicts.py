@@ -1,35 +1,132 @@
-"""Combinations of keys that cannot be run, each valid alone.
+"""Combinations of keys that cannot be run, although each key alone is valid.
 
-The problem: most of these train for an hour and then fail (no evaluation data), or worse, run and mean
-something else (two ways of saying where the loss lies).
+Most of them would train for an hour and then fail (no evaluation data), or would run and mean something else (two ways
+of saying which tokens count).
 
-The rule: one small function per conflict, from the dotted values of the config to a fault that names both keys
-and says what would work. A check reads what it needs with ``values[...]``; if one of those keys is itself wrong
-the check does not apply (KeyError), so one mistake is never reported twice, and the others still are.
+``CHECKS`` has one entry per conflict: the key to report, the condition, and what would work. Conflicts whose
+words depend on values are functions. A check reads what it needs with ``values[...]``. If one of those keys is itself
+wrong, it is missing from ``values``, and the KeyError skips this check only: one mistake is never reported twice, and
+independent ones are all reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from strategies.core.registry import available, find
 from trainer.config.wording import MISSING, Fault
 
 Values = Mapping[str, Any]
+KEEP_ONE = "keep one of the two"
+EVALUATE = "write training.eval_strategy = steps or epoch"
+EVAL_DATA = "needs evaluation data; write data.eval_fraction, data.eval_split or data.eval_path"
+
+
+def _has_eval_data(values: Values) -> bool:
+    return bool(values["data.eval_fraction"] or values["data.eval_path"] or values["data.eval_split"])
+
+
+CHECKS: tuple[tuple[str, Callable[[Values], object], str], ...] = (
+    (
+        "model.name_or_path",
+        lambda v: v["model.name_or_path"] is None and v["model.config"] is None,
+        "missing; write a folder or hub name, or model.config for random weights",
+    ),
+    (
+        "model.config",
+        lambda v: v["model.name_or_path"] is not None and v["model.config"] is not None,
+        f"cannot go with model.name_or_path; {KEEP_ONE}",
+    ),
+    (
+        "model.tokenizer",
+        lambda v: v["model.config"] is not None and v["model.tokenizer"] is None,
+        "missing; model.config brings none: write a name, a folder or {train: bpe, vocab_size: 4096}",
+    ),
+    (
+        "training.fp16",
+        lambda v: v["training.bf16"] and v["training.fp16"],
+        f"cannot go with training.bf16; {KEEP_ONE}",
+    ),
+    (
+        "model.dtype",
+        lambda v: v["training.fp16"] and v["model.dtype"] == "bfloat16",
+        "cannot go with training.fp16, which scales float32 weights; write float32, or training.bf16",
+    ),
+    (
+        "model.dtype",
+        lambda v: v["model.dtype"] == "float16" and v["model.lora"] is None,
+        "float16 weights lose their small updates; write float32 with training.fp16, or bfloat16",
+    ),
+    (
+        "training.bf16",
+        lambda v: v["model.dtype"] == "float16" and v["model.lora"] is not None and v["training.bf16"],
+        "cannot go with model.dtype = float16; write bfloat16 there, or training.fp16",
+    ),
+    ("training.eval_strategy", lambda v: v["training.eval_strategy"] != "no" and not _has_eval_data(v), EVAL_DATA),
+    ("training.eval_on_start", lambda v: v["training.eval_on_start"] and not _has_eval_data(v), EVAL_DATA),
+    (
+        "training.lr_scheduler_type",
+        lambda v: (
+            v["training.lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
+            and v["training.eval_strategy"] == "no"
+        ),
+        f"follows the evaluation loss; {EVALUATE}",
+    ),
+    (
+        "data.streaming",
+        lambda v: v["data.streaming"] and v["training.max_steps"] == -1,
+        "a stream has no known length; write training.max_steps",
+    ),
+    (
+        "data.eval_fraction",
+        lambda v: v["data.streaming"] and v["data.eval_fraction"],
+        "cannot go with data.streaming; write data.eval_split or data.eval_path",
+    ),
+    (
+        "data.num_proc",
+        lambda v: v["data.streaming"] and v["data.num_proc"] is not None,
+        "cannot go with data.streaming; write training.dataloader_num_workers",
+    ),
+    (
+        "data.assistant_only_loss",
+        lambda v: v["data.assistant_only_loss"] and v["data.completion_only_loss"],
+        f"cannot go with data.completion_only_loss; {KEEP_ONE}",
+    ),
+    (
+        "data.name",
+        lambda v: v["data.path"] == "pydoc" and v["data.name"] not in (None, "text", "pairs"),
+        "must be text or pairs, since data.path = pydoc",
+    ),
+    (
+        "training.save_strategy",
+        lambda v: v["training.save_strategy"] == "best" and v["training.eval_strategy"] == "no",
+        f"needs evaluations; {EVALUATE}",
+    ),
+    (
+        "training.save_strategy",
+        lambda v: v["training.save_strategy"] == "best" and v["training.metric_for_best_model"] is None,
+        "needs training.metric_for_best_model, as in loss",
+    ),
+)
+
+
+def conflicts(values: Values) -> list[Fault]:
+    """Every conflict among ``values``; a key that is missing from them skips the checks that read it."""
+    found: list[Fault] = []
+    for key, condition, what in CHECKS:
+        with suppress(KeyError):
+            found += [_fault(values, key, what)] if condition(values) else []
+    for check in FUNCTIONS:
+        with suppress(KeyError):
+            found += check(values)
+    return found
 
 
 def _fault(values: Values, key: str, what: str) -> Fault:
     value = values.get(key, MISSING)
     return Fault(tuple(key.split(".")), MISSING if value is None else value, what)
-
-
-def one_model(values: Values) -> Iterator[Fault]:
-    name, config = values["model.name_or_path"], values["model.config"]
-    if name is None and config is None:
-        what = "missing; write a folder or hub name, or model.config for random weights"
-        yield _fault(values, "model.name_or_path", what)
-    if name is not None and config is not None:
-        yield _fault(values, "model.config", "cannot go with model.name_or_path; keep one of the two")
 
 
 def model_type(values: Values) -> Iterator[Fault]:
@@ -40,12 +137,6 @@ def model_type(values: Values) -> Iterator[Fault]:
         yield Fault(key, value, f"{lead}must be the name of a Hugging Face architecture, as in llama")
 
 
-def tokenizer_of_config(values: Values) -> Iterator[Fault]:
-    if values["model.config"] is not None and values["model.tokenizer"] is None:
-        what = "missing; model.config brings none: write a name, a folder or {train: bpe, vocab_size: 4096}"
-        yield _fault(values, "model.tokenizer", what)
-
-
 def vocabulary(values: Values) -> Iterator[Fault]:
     tokenizer, config = values["model.tokenizer"], values["model.config"]
     size = config.get("vocab_size") if config else None
@@ -54,86 +145,11 @@ def vocabulary(values: Values) -> Iterator[Fault]:
         yield Fault(key, tokenizer["vocab_size"], f"must be <= model.config.vocab_size, which is {size}")
 
 
-def one_precision(values: Values) -> Iterator[Fault]:
-    if values["training.bf16"] and values["training.fp16"]:
-        yield _fault(values, "training.fp16", "cannot go with training.bf16; keep one of the two")
-
-
-def weights_for_fp16(values: Values) -> Iterator[Fault]:
-    if values["training.fp16"] and values["model.dtype"] == "bfloat16":
-        what = "cannot go with training.fp16, which scales float32 weights; write float32, or training.bf16"
-        yield _fault(values, "model.dtype", what)
-
-
-def trainable_float16(values: Values) -> Iterator[Fault]:
-    if values["model.dtype"] == "float16" and values["model.lora"] is None:
-        what = "float16 weights lose their small updates; write float32 with training.fp16, or bfloat16"
-        yield _fault(values, "model.dtype", what)
-
-
-def float16_and_bf16(values: Values) -> Iterator[Fault]:
-    if values["model.dtype"] == "float16" and values["model.lora"] is not None and values["training.bf16"]:
-        what = "cannot go with model.dtype = float16; write bfloat16 there, or training.fp16"
-        yield _fault(values, "training.bf16", what)
-
-
-def _has_eval_data(values: Values) -> bool:
-    return bool(values["data.eval_fraction"] or values["data.eval_path"] or values["data.eval_split"])
-
-
-EVAL_DATA = "needs evaluation data; write data.eval_fraction, data.eval_split or data.eval_path"
-
-
-def evaluation_without_data(values: Values) -> Iterator[Fault]:
-    if values["training.eval_strategy"] != "no" and not _has_eval_data(values):
-        yield _fault(values, "training.eval_strategy", EVAL_DATA)
-
-
-def first_evaluation_without_data(values: Values) -> Iterator[Fault]:
-    if values["training.eval_on_start"] and not _has_eval_data(values):
-        yield _fault(values, "training.eval_on_start", EVAL_DATA)
-
-
 def one_source_of_eval_data(values: Values) -> Iterator[Fault]:
     for key in ("data.eval_path", "data.eval_split"):
         if values["data.eval_fraction"] and values[key] and not values["data.streaming"]:
-            yield _fault(values, "data.eval_fraction", f"cannot go with {key}; keep one of the two")
+            yield _fault(values, "data.eval_fraction", f"cannot go with {key}; {KEEP_ONE}")
             return
-
-
-def scheduler_without_evaluation(values: Values) -> Iterator[Fault]:
-    scheduler = values["training.lr_scheduler_type"]
-    if scheduler in ("reduce_lr_on_plateau", "greedy") and values["training.eval_strategy"] == "no":
-        what = "follows the evaluation loss; write training.eval_strategy = steps or epoch"
-        yield _fault(values, "training.lr_scheduler_type", what)
-
-
-def endless_stream(values: Values) -> Iterator[Fault]:
-    if values["data.streaming"] and values["training.max_steps"] == -1:
-        yield _fault(values, "data.streaming", "a stream has no known length; write training.max_steps")
-
-
-def fraction_of_stream(values: Values) -> Iterator[Fault]:
-    if values["data.streaming"] and values["data.eval_fraction"]:
-        what = "cannot go with data.streaming; write data.eval_split or data.eval_path"
-        yield _fault(values, "data.eval_fraction", what)
-
-
-def processes_of_stream(values: Values) -> Iterator[Fault]:
-    if values["data.streaming"] and values["data.num_proc"] is not None:
-        what = "cannot go with data.streaming; write training.dataloader_num_workers"
-        yield _fault(values, "data.num_proc", what)
-
-
-def one_mask(values: Values) -> Iterator[Fault]:
-    if values["data.assistant_only_loss"] and values["data.completion_only_loss"]:
-        what = "cannot go with data.completion_only_loss; keep one of the two"
-        yield _fault(values, "data.assistant_only_loss", what)
-
-
-def pydoc_forms(values: Values) -> Iterator[Fault]:
-    if values["data.path"] == "pydoc" and values["data.name"] not in (None, "text", "pairs"):
-        yield _fault(values, "data.name", "must be text or pairs, since data.path = pydoc")
 
 
 def pydoc_completions(values: Values) -> Iterator[Fault]:
@@ -163,17 +179,6 @@ def best_model_is_saved(values: Values) -> Iterator[Fault]:
         yield _fault(values, "training.save_steps", what)
 
 
-def save_best_without_evaluation(values: Values) -> Iterator[Fault]:
-    if values["training.save_strategy"] == "best" and values["training.eval_strategy"] == "no":
-        what = "needs evaluations; write training.eval_strategy = steps or epoch"
-        yield _fault(values, "training.save_strategy", what)
-
-
-def save_best_without_metric(values: Values) -> Iterator[Fault]:
-    if values["training.save_strategy"] == "best" and values["training.metric_for_best_model"] is None:
-        yield _fault(values, "training.save_strategy", "needs training.metric_for_best_model, as in loss")
-
-
 def warmup_beyond_end(values: Values) -> Iterator[Fault]:
     warmup, steps = values["training.warmup_steps"], values["training.max_steps"]
     if warmup is not None and steps != -1 and warmup > steps:
@@ -190,58 +195,26 @@ def one_name_for_recompute(values: Values) -> Iterator[Fault]:
     for suffix in ("", "_kwargs"):
         old, new = f"training.gradient_checkpointing{suffix}", f"training.activation_checkpointing{suffix}"
         if values[old] is not None and values[new] is not None:
-            yield _fault(values, new, f"is the newer name of {old}; keep one of the two")
+            yield _fault(values, new, f"is the newer name of {old}; {KEEP_ONE}")
 
 
-def one_recompute(values: Values) -> Iterator[Fault]:
-    for key in ("training.gradient_checkpointing", "training.activation_checkpointing"):
-        if values[key] and "recompute" in values["strategies"]:
-            yield _fault(values, key, "strategies.recompute already decides what is kept; keep one of the two")
+def excluded_by_a_strategy(values: Values) -> Iterator[Fault]:
+    for name in available():
+        if name in values["strategies"]:
+            for key, why in find(name).excludes.items():
+                if values.get(key):
+                    yield _fault(values, key, f"{why}; {KEEP_ONE}")
 
 
-def one_choice_of_products(values: Values) -> Iterator[Fault]:
-    if values["training.torch_compile"] and "linear" in values["strategies"]:
-        what = "strategies.linear already decides how matrix products are taken; keep one of the two"
-        yield _fault(values, "training.torch_compile", what)
-
-
-CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
-    one_model,
+FUNCTIONS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     model_type,
-    tokenizer_of_config,
     vocabulary,
-    one_precision,
-    weights_for_fp16,
-    trainable_float16,
-    float16_and_bf16,
-    evaluation_without_data,
-    first_evaluation_without_data,
     one_source_of_eval_data,
-    scheduler_without_evaluation,
-    endless_stream,
-    fraction_of_stream,
-    processes_of_stream,
-    one_mask,
-    pydoc_forms,
     pydoc_completions,
     best_model,
     best_model_is_saved,
-    save_best_without_evaluation,
-    save_best_without_metric,
     warmup_beyond_end,
     loader_without_workers,
     one_name_for_recompute,
-    one_recompute,
-    one_choice_of_products,
+    excluded_by_a_strategy,
 )
-
-
-def conflicts(values: Values) -> list[Fault]:
-    """Every conflict among ``values``; a key that is absent from them silences the checks that read it."""
-    found: list[Fault] = []
-    for check in CHECKS:
-        try:
-            found += check(values)
-        except KeyError:
-            continue
-    return found

@@ -1,7 +1,7 @@
-"""``docs/config.md`` and the JSON schema, generated from the models.
+"""Generate ``docs/config.md`` and the JSON schema from the sections.
 
-The rule: nothing about a key is written twice. ``python -m trainer.config.doc > docs/config.md`` renders the
-manual, ``python -m trainer.config.doc --schema`` the schema for editors; a test compares the manual with the file.
+``python -m trainer.config.doc > docs/config.md`` renders the manual, ``python -m trainer.config.doc --schema`` prints
+the schema for editors. A test compares the manual with the file.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ def render() -> str:
     parts = [INTRODUCTION]
     for name, model in SECTIONS.items():
         parts += _section(f"## {name}", name, model)
-    parts.append(_refused())
+    refused = [(f"`{name}`", reason) for name, reason in REFUSED.items()]
+    title = "### Names of TrainingArguments that are not settable\n\n"
+    parts.append(title + _table(("key", "because"), refused))
     parts.append("## strategies\n\nEach is one file in `strategies/`; its name there is its name here.\n")
     for name in available():
         parts += _section(f"### strategies.{name}", f"strategies.{name}", find(name))
-    parts.append(_foreign())
+    foreign = [(f"`{name}`", whose, ours) for whose, names in FOREIGN.items() for name, ours in names.items()]
+    title = "## Names from elsewhere\n\nThey are errors that name ours.\n\n"
+    parts.append(title + _table(("key", "of", "here"), foreign))
     return "\n".join(parts)
 
 
@@ -78,16 +82,6 @@ def _default(field: FieldInfo) -> str:
         return "**required**"
     value = field.get_default(call_default_factory=True)
     return "not set" if value is None else f"`{json.dumps(value, default=str)}`"
-
-
-def _refused() -> str:
-    rows = [(f"`{name}`", reason) for name, reason in REFUSED.items()]
-    return "### Names of TrainingArguments that are not settable\n\n" + _table(("key", "because"), rows)
-
-
-def _foreign() -> str:
-    rows = [(f"`{name}`", whose, ours) for whose, names in FOREIGN.items() for name, ours in names.items()]
-    return "## Names from elsewhere\n\nThey are errors that name ours.\n\n" + _table(("key", "of", "here"), rows)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

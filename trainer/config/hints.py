@@ -1,11 +1,11 @@
-"""What to say about a key we do not know.
+"""Hints for unknown keys.
 
-The problem: most configs are rewritten from another framework's, and "unknown key" leaves the user searching.
+Problem. Most configs are rewritten from another framework's, and "unknown key" alone leaves the user searching.
 
-The rule, first match wins: a name of another framework is answered with ours and with whose it is; one of our
-own keys in the wrong section, with its full name; anything else with the nearest of our keys, if one is near.
+The first of these that matches is used: for a name of another framework, our name for it; for one of our own keys in
+the wrong section, its full name; for anything else, the most similar key, if one is similar.
 
-What we refuse: to accept foreign names as aliases. Two spellings of one fact end up in one file with two values.
+Refused: foreign names as aliases, since a file could then give one option two values under two names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trainer.config.sections import SECTIONS, RunConfig
 from trainer.config.wording import inner_model
 from trainer.config.yaml_file import Key
 
-# Their key -> our key, with a remark after ";" where the meaning differs. An answer that starts with none of our
-# sections is the remark alone: there is no such key here. Keys are tried with and without the section they are in.
+# Their key -> our key, with a remark after ";" if the meaning differs. An answer that does not start with one of our
+# sections is only a remark: there is no such key here. Keys are looked up with and without their section.
 _LENGTH, _BATCH = "data.max_length", "training.per_device_train_batch_size"
 _RATE, _CLIP = "training.learning_rate", "training.max_grad_norm"
 _ACCUMULATE, _NAME = "training.gradient_accumulation_steps", "model.name_or_path"
@@ -231,7 +231,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every key of ours, dotted; of the strategies the names only, since their files are read on demand."""
+    """All our keys, dotted. Of strategies only the names, since their files are imported on demand."""
 
     def below(model: type[BaseModel], at: str) -> Iterable[str]:
         for name, field in model.model_fields.items():
@@ -244,7 +244,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def foreign(key: Key) -> str | None:
-    """Words for ``key`` if it is another framework's."""
+    """The hint for ``key`` if it is a name of another framework."""
     names = [".".join(key)] + ([".".join(key[1:])] if key[0] in RunConfig.model_fields else [])
     for name in names:
         for whose, table in FOREIGN.items():
@@ -252,15 +252,12 @@ def foreign(key: Key) -> str | None:
                 answer, _, remark = table[name].partition("; ")
                 if answer.split(".")[0] not in RunConfig.model_fields:
                     return f"that is {whose}'s name; {table[name]}"
-                section, _, name = answer.partition(".")
-                if section == "strategies" and name.split(".")[0] not in available():
-                    return f"that is {whose}'s name; it will be '{answer}', which this version does not have yet"
                 return f"that is {whose}'s name, write '{answer}'" + (f" ({remark})" if remark else "")
     return None
 
 
 def _elsewhere(key: Key) -> str | None:
-    """Our key whose end is ``key`` or its last part, if it belongs somewhere else."""
+    """A key of ours in another section that ends in ``key``, or in its last part."""
     for ending in (".".join(key), key[-1]):
         for known in known_keys():
             if known.endswith(f".{ending}") and known != ".".join(key):
@@ -269,7 +266,7 @@ def _elsewhere(key: Key) -> str | None:
 
 
 def unknown_key(key: Key, siblings: Sequence[str]) -> str:
-    """The complaint about ``key``, whose section knows ``siblings``."""
+    """The error message for ``key``, whose section has the keys ``siblings``."""
     if words := foreign(key):
         return f"unknown key; {words}"
     if key[-1] in REFUSED:

@@ -1,16 +1,17 @@
-"""From a file and overrides to a ``RunConfig``, or to every reason why not.
+"""Load a config file and overrides into a ``RunConfig``, or raise one error that lists everything wrong.
 
-The problem: a typo that is ignored costs a night, and errors shown one per attempt cost an hour. Both are the
-normal case elsewhere, after a minute of imports and once per rank.
+Problem. A typo that is ignored costs a night of training, and errors that are shown one per attempt cost an hour.
 
-The rule: three layers, each a nested mapping with the place of every key: the base named by ``extends:``, the
-file, the overrides. Later layers win key by key; null takes back what an earlier layer set, so a section or
-strategy of the base can be dropped. The merged mapping is validated section by section, then combinations are
-checked as far as their keys are valid; all complaints together are raised as one ``ConfigError``, one line
-each. Nothing heavy is imported, so this takes a fraction of a second and fails before torch is loaded.
+There are three layers, each a nested mapping with the location of every key: the base named by ``extends:``, the file,
+and the overrides. Later layers win key by key; null removes what an earlier layer set, so that a section or strategy of
+the base can be dropped. The merged mapping is validated section by section, then combinations of the keys that are
+valid are checked. All problems are raised together as one ``ConfigError``, one line each. Nothing heavy is imported, so
+that this takes a fraction of a second and a bad config fails before torch is loaded.
 
-What we refuse: a base that extends another (where a value comes from must be seen in two files at most), an
-override that silently adds a key, and a strategy with nothing but null after its name: on or off?
+    configs/x.yaml:12: training.learning_rte = 0.01: unknown key; did you mean 'learning_rate'?
+
+Refused: a base that extends another one (so that at most two files have to be read to find a value), an override that
+adds an unknown key, and a strategy whose options are null, which could mean on or off.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from trainer.config.yaml_file import (
     COMMAND_LINE,
     Document,
     Key,
-    Place,
+    Location,
     Problem,
-    complaint,
     dotted,
+    error_line,
     leaves,
+    location_of,
     parse,
     printable,
     read,
@@ -65,16 +67,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         if layer is command:
             _drop_what_is_off(layer.tree, tree)
         tree = merged(tree, layer.tree)
-    places = _places(layers)
+    locations = _locations(layers)
     problems = [problem for layer in layers for problem in layer.problems]
     whole = all(layer.tree or not layer.problems for layer in (base, file))
     unread = {problem.key for problem in problems}
-    problems += [_problem(fault, places, str(path)) for fault in check(tree, whole) if fault.key not in unread]
+    problems += [_problem(fault, locations, str(path)) for fault in check(tree, whole) if fault.key not in unread]
     if problems:
         order = {str(path): 0, COMMAND_LINE: 2}  # the base comes between
-        problems.sort(key=lambda problem: (order.get(problem.place.file, 1), problem.place.line))
+        problems.sort(key=lambda problem: (order.get(problem.location.file, 1), problem.location.line))
         raise ConfigError(map(str, problems))
-    return build(tree)
+    config = build(tree)
+    config.note_locations({(): Location(str(path)), **locations})
+    return config
 
 
 def build(tree: dict[str, Any]) -> RunConfig:
@@ -84,12 +88,12 @@ def build(tree: dict[str, Any]) -> RunConfig:
 
 
 def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
-    """Everything wrong with a merged tree; if it is not ``whole``, without what may be said in the rest."""
-    strangers = [name for name in tree if name not in RunConfig.model_fields]
-    found = [fault for name in strangers for fault in _unknown((name,), tree[name], TOP)]
-    # A misspelt section is one mistake: that its keys are missing under the right name is not said as well.
-    gaps = [name for name in SECTIONS if name not in tree]
-    absent = {near for name in strangers for near in difflib.get_close_matches(name, gaps, n=1)}
+    """Everything wrong with a merged tree. If a file could not be read ``whole``, missing keys are not reported."""
+    unknown = [name for name in tree if name not in RunConfig.model_fields]
+    found = [fault for name in unknown for fault in _unknown((name,), tree[name], TOP)]
+    # A misspelt section is one mistake: do not also report that the keys of the right name are missing.
+    missing = [name for name in SECTIONS if name not in tree]
+    absent = {near for name in unknown for near in difflib.get_close_matches(name, missing, n=1)}
     for name, model in SECTIONS.items():
         if name not in absent:
             found += _explained(faults(model, tree.get(name, {}), (name,)))
@@ -100,14 +104,14 @@ def check(tree: dict[str, Any], whole: bool = True) -> list[Fault]:
 
 
 class _Partial(GenerateJsonSchema):
-    """No key is required: with ``extends:`` every file may be a part."""
+    """A schema in which no key is required, since a file with ``extends:`` may hold only some."""
 
     def field_is_required(self, *_: Any, **__: Any) -> bool:
         return False
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a config file for editors, all strategies included."""
+    """The JSON schema of a config file, for editors; includes the options of all strategies."""
     options: dict[str, Any] = {name: (find(name) | None, None) for name in available()}
     strategies = create_model("Strategies", __config__={"extra": "forbid"}, **options)
     fields: dict[str, Any] = {name: (model, ...) for name, model in SECTIONS.items()}
@@ -129,8 +133,8 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _read(path: Path, complain_at: Place | None = None, key: str = "") -> Document:
-    """The document at ``path``; a file that cannot be read is a problem at ``complain_at``, or of the path."""
+def _read(path: Path, location: Location | None = None, key: str = "") -> Document:
+    """The document at ``path``. If it cannot be read, that is a problem at ``location``, or else of the path itself."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -140,30 +144,30 @@ def _read(path: Path, complain_at: Place | None = None, key: str = "") -> Docume
         what = "no such file" + (f"; did you mean '{folder / near[0]}'?" if near else "")
     except (OSError, ValueError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or 'not a path'}"
-    if complain_at is None:
-        return Document(problems=[Problem(Place(printable(str(path))), what)])
-    return Document(problems=[Problem(complain_at, f"extends = {shown((), key)}: {what}")])
+    if location is None:
+        return Document(problems=[Problem(Location(printable(str(path))), what)])
+    return Document(problems=[Problem(location, f"extends = {shown((), key)}: {what}")])
 
 
 def _base(path: Path, file: Document) -> Document:
-    """The document that ``file`` extends, or an empty one; takes the key out of both."""
+    """The document that ``file`` extends, or an empty one; removes the key ``extends`` from both."""
     if "extends" not in file.tree:
         return Document()
-    name, place = file.tree.pop("extends"), file.places[("extends",)]
+    name, location = file.tree.pop("extends"), file.locations[("extends",)]
     if not isinstance(name, str) or not name:
         words = "must be the path of one config, relative to this file"
-        return Document(problems=[Problem(place, complaint(("extends",), name, words))])
-    base = _read(path.parent / name, place, name)
+        return Document(problems=[Problem(location, error_line(("extends",), name, words))])
+    base = _read(path.parent / name, location, name)
     if "extends" in base.tree:
-        words = complaint(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
-        base.problems.append(Problem(base.places[("extends",)], words))
+        words = error_line(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
+        base.problems.append(Problem(base.locations[("extends",)], words))
     return base
 
 
 def _overrides(arguments: Sequence[str]) -> Document:
-    """``a.b=value`` arguments as one layer; of two for the same key the last counts."""
+    """Arguments such as ``a.b=value`` as one layer; the last one for a key wins."""
     layer = Document()
-    place = Place(COMMAND_LINE)
+    location = Location(COMMAND_LINE)
     for argument in arguments:
         name, equals, text = argument.partition("=")
         key = tuple(name.split("."))
@@ -173,24 +177,26 @@ def _overrides(arguments: Sequence[str]) -> Document:
         elif name.startswith("-"):
             words = f"{printable(argument)}: write {printable(argument.lstrip('-'))}, without dashes"
         elif key == ("extends",):
-            words = complaint(key, text, "belongs into the file")
+            words = error_line(key, text, "belongs into the file")
         if words:
-            layer.problems.append(Problem(place, words))
+            layer.problems.append(Problem(location, words))
             continue
         value, written = parse(text, COMMAND_LINE, key, numbered=False)
         layer.problems += written.problems
-        layer.places |= written.places | {key[:depth]: place for depth in range(2, len(key) + 1)} | {key: place}
+        layer.locations |= (
+            written.locations | {key[:depth]: location for depth in range(2, len(key) + 1)} | {key: location}
+        )
         if not written.problems:
             _set(layer.tree, key, value)
     return layer
 
 
 def _drop_what_is_off(command: dict[str, Any], tree: dict[str, Any]) -> None:
-    """``strategies.zero=null`` on the command line switches off; what is off already stays off, without complaint."""
-    wished, present = command.get("strategies"), tree.get("strategies") or {}
-    if isinstance(wished, dict) and isinstance(present, dict):
-        for name in [name for name in wished if wished[name] is None and name in available() and name not in present]:
-            del wished[name]
+    """Ignore ``strategies.zero=null`` on the command line if that strategy is off already."""
+    given, present = command.get("strategies"), tree.get("strategies") or {}
+    if isinstance(given, dict) and isinstance(present, dict):
+        for name in [name for name in given if given[name] is None and name in available() and name not in present]:
+            del given[name]
 
 
 def _set(tree: dict[str, Any], key: Key, value: object) -> None:
@@ -201,14 +207,22 @@ def _set(tree: dict[str, Any], key: Key, value: object) -> None:
     tree[key[-1]] = value
 
 
-def _places(layers: Sequence[Document]) -> dict[Key, Place]:
-    """Where each key was written last. A key replaced or taken back as a whole leaves no places below it."""
-    places = {key[:1]: place for key, place in layers[-1].places.items()}  # if the files lack the section
+def _locations(layers: Sequence[Document]) -> dict[Key, Location]:
+    """Where each key was written last. A key replaced or taken back as a whole leaves no locations below it.
+
+    A section of a file stays where it is when the command line changes keys in it.
+    """
+    command = layers[-1]
+    locations = {key[:1]: location for key, location in command.locations.items()}  # if the files lack the section
+    values: set[Key] = set()
     for layer in layers:
-        whole = {key for key, value in leaves((), layer.tree) if value != {}}
-        below = {key for key in places if any(key[:depth] in whole for depth in range(1, len(key)))}
-        places = {key: place for key, place in places.items() if key not in below} | layer.places
-    return places
+        own = {key for key, value in leaves((), layer.tree) if value != {}}
+        values |= own
+        below = {key for key in locations if any(key[:depth] in own for depth in range(1, len(key)))}
+        locations = {key: location for key, location in locations.items() if key not in below}
+        new = layer.locations.items()
+        locations |= {k: at for k, at in new if layer is not command or k in values or k not in locations}
+    return locations
 
 
 def _strategies(section: object) -> Iterator[Fault]:
@@ -234,7 +248,7 @@ def _not_a_strategy(key: Key) -> str:
 
 
 def _explained(found: Iterable[Fault]) -> Iterator[Fault]:
-    """The same faults with words for the unknown keys."""
+    """The same faults, with a hint for each unknown key."""
     for fault in found:
         if not isinstance(fault.what, Unknown):
             yield fault
@@ -245,7 +259,7 @@ def _explained(found: Iterable[Fault]) -> Iterator[Fault]:
 
 
 def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault]:
-    """One complaint; or one per key inside, if another framework's section was pasted."""
+    """One fault for an unknown key, or one per key inside it if it is a section of another framework."""
     inner = list(leaves(key, value))
     if any(foreign(leaf) for leaf, _ in inner if leaf != key):
         for leaf, leaf_value in inner:
@@ -254,10 +268,9 @@ def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault
         yield Fault(key, value, unknown_key(key, siblings))
 
 
-def _problem(fault: Fault, places: dict[Key, Place], file: str) -> Problem:
+def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> Problem:
     """``fault`` at the line of its key, or of the nearest section around it."""
-    around = [fault.key[:depth] for depth in range(len(fault.key), 0, -1)]
-    place = next((places[key] for key in around if key in places), Place(file, 1))
+    location = location_of(fault.key, locations) or Location(file, 1)
     if fault.value is MISSING:
-        return Problem(place, f"{dotted(fault.key)}: {fault.what}")
-    return Problem(place, complaint(fault.key, fault.value, str(fault.what)))
+        return Problem(location, f"{dotted(fault.key)}: {fault.what}")
+    return Problem(location, error_line(fault.key, fault.value, str(fault.what)))

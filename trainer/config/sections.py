@@ -1,15 +1,11 @@
-"""The config as types: what may stand in ``model``, ``data``, ``training`` and ``strategies``.
+"""The sections of a config as types: ``model``, ``data``, ``training`` and ``strategies``.
 
-The problem: the same fact (name, type, range, default, meaning of a key) is needed by the loader, by the error
-lines, by editors and by the manual, and four copies drift apart.
+Name, type, range, default and meaning of each key are stated once, here and in ``trainer.config.arguments``. Error
+lines (``trainer.config.wording``), the JSON schema (``trainer.config.load``) and ``docs/config.md``
+(``trainer.config.doc``) are derived from that. The section of a strategy has the fields of the class in its file.
 
-The rule: it is stated here and in ``trainer.config.arguments``, once. Everything else is derived: the error lines
-(``trainer.config.wording``), the JSON schema (``trainer.config``) and ``docs/config.md`` (``trainer.config.doc``).
-A strategy brings its own section: the fields of the class in its file.
-
-What we refuse: unknown keys, conversions (the text "8" is not a number), and combinations listed in
-``trainer.config.conflicts``. Only what the file alone can show is checked here; whether a path exists or a model has a
-certain module is for later stages.
+Refused: unknown keys, conversions (the text "8" is not a number), and the combinations in ``trainer.config.conflicts``.
+Only the file is checked here; whether a path exists or a model has a certain module is checked later.
 """
 
 from __future__ import annotations
@@ -17,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.config.arguments import Count, Section, Text, TrainingSection
+from trainer.config.arguments import Count, NonEmpty, Section, TrainingSection, unset
 from trainer.config.conflicts import conflicts
 from trainer.config.wording import MISSING, Allowed
-from trainer.config.yaml_file import dotted, write
+from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
+from trainer.errors import ConfigError
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Columns = Literal["text", "prompt", "completion", "messages", "instruction", "input", "output", "input_ids", "labels"]
@@ -43,10 +40,10 @@ class LoraSection(Section):
     lora_alpha: Count = Field(default=16, description="Scale of the adapters; they are multiplied by lora_alpha / r.")
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout before the adapters.")
     target_modules: Annotated[
-        list[Text] | Text | None, Allowed("a list of module names, or a pattern, or all-linear")
-    ] = Field(default=None, description="Modules that get adapters; not set means peft's choice for the model.")
+        list[NonEmpty] | NonEmpty | None, Allowed("a list of module names, or a pattern, or all-linear")
+    ] = unset("Modules that get adapters; not set means peft's choice for the model.")
     bias: Literal["none", "all", "lora_only"] = Field(default="none", description="Which biases are trained.")
-    modules_to_save: list[Text] | None = Field(default=None, description="Modules trained in full besides.")
+    modules_to_save: list[NonEmpty] | None = unset("Modules trained in full besides.")
     use_rslora: bool = Field(default=False, description="Scale by lora_alpha / sqrt(r).")
     use_dora: bool = Field(default=False, description="Train magnitude and direction apart (DoRA).")
 
@@ -54,50 +51,44 @@ class LoraSection(Section):
 class ModelSection(Section):
     """Which model is trained: exactly one of name_or_path and config."""
 
-    name_or_path: Text | None = Field(default=None, description="Folder or hub name of a pretrained model.")
-    config: dict[str, Any] | None = Field(
-        default=None, description="Hugging Face model config (model_type, hidden_size, ...): random weights."
-    )
+    name_or_path: NonEmpty | None = unset("Folder or hub name of a pretrained model.")
+    config: dict[str, Any] | None = unset("Hugging Face model config (model_type, hidden_size, ...): random weights.")
     tokenizer: Annotated[
-        Text | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
-    ] = Field(default=None, description="Name or folder, or one to train; not set means the model's own.")
+        NonEmpty | TrainTokenizer | None, Allowed("a name or folder, or a mapping {train: bpe, vocab_size: N}")
+    ] = unset("Name or folder, or one to train; not set means the model's own.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Type in which the weights are loaded; see also training.bf16."
     )
-    attn_implementation: Attention | None = Field(
-        default=None, description="Attention kernel; not set means the model's default."
-    )
+    attn_implementation: Attention | None = unset("Attention kernel; not set means the model's default.")
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model. It can do anything you can."
     )
-    lora: LoraSection | None = Field(
-        default=None, description="Train low-rank adapters instead of all weights; needs peft."
-    )
+    lora: LoraSection | None = unset("Train low-rank adapters instead of all weights; needs peft.")
 
 
 class DataSection(Section):
     """What it is trained on."""
 
-    path: Text = Field(description="A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
-    name: Text | None = Field(default=None, description="Subset of a hub data set; for pydoc: text or pairs.")
-    split: Text = Field(default="train", description="Split to train on.")
-    eval_path: Text | None = Field(default=None, description="Evaluation data apart from path, in the same forms.")
-    eval_split: Text | None = Field(default=None, description="Split to evaluate on.")
+    path: NonEmpty = Field(description="A file, a folder, a hub name, or pydoc: the interpreter's own documentation.")
+    name: NonEmpty | None = unset("Subset of a hub data set; for pydoc: text or pairs.")
+    split: NonEmpty = Field(default="train", description="Split to train on.")
+    eval_path: NonEmpty | None = unset("Evaluation data apart from path, in the same forms.")
+    eval_split: NonEmpty | None = unset("Split to evaluate on.")
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = Field(
         default=0.0, description="Share of the training data set aside for evaluation."
     )
     columns: Annotated[
-        dict[Columns, Text], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
+        dict[Columns, NonEmpty], Allowed(f"a mapping from our fields ({', '.join(get_args(Columns))}) to columns")
     ] = Field(default={}, description="Our field -> their column, where the two differ.")
     max_length: Annotated[int, Field(ge=8)] = Field(default=1024, description="Tokens per sample; longer ones are cut.")
     packing: bool = Field(default=False, description="Fill each sequence with several samples; they do not mix.")
-    completion_only_loss: bool | None = Field(
-        default=None, description="Loss on the completion only; not set means yes for prompt/completion data."
+    completion_only_loss: bool | None = unset(
+        "Loss on the completion only; not set means yes for prompt/completion data."
     )
     assistant_only_loss: bool = Field(default=False, description="Loss on the assistant's turns of messages only.")
-    chat_template_path: Text | None = Field(default=None, description="Jinja chat template; else the tokenizer's.")
+    chat_template_path: NonEmpty | None = unset("Jinja chat template; else the tokenizer's.")
     streaming: bool = Field(default=False, description="Read while training; needs training.max_steps.")
-    num_proc: Count | None = Field(default=None, description="Processes that prepare the data.")
+    num_proc: Count | None = unset("Processes that prepare the data.")
 
 
 SECTIONS: Mapping[str, type[Section]] = {
@@ -108,7 +99,7 @@ SECTIONS: Mapping[str, type[Section]] = {
 
 
 class RunConfig(Section):
-    """Everything that decides a run. Built by ``trainer.config.load``; equal configs give equal runs."""
+    """Everything that decides a run. ``trainer.config.load`` makes it from files; equal configs give equal runs."""
 
     model: ModelSection
     data: DataSection
@@ -117,16 +108,38 @@ class RunConfig(Section):
         default={}, description="Strategy by name; one that is present is on."
     )
 
+    # Where each key was written; empty for a config built in Python.
+    _locations: dict[Key, Location] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal if all keys are; where they were written does not matter."""
+        return isinstance(other, RunConfig) and self.tree() == other.tree()
+
+    __hash__ = None  # type: ignore[assignment]  # it holds mappings
+
+    def note_locations(self, locations: Mapping[Key, Location]) -> None:
+        """Remember where keys were written, for errors that are found after loading."""
+        self._locations.update(locations)
+
+    def located(self, key: str, text: str) -> str:
+        """``text`` after the file and line of the dotted ``key``, or of the section that it belongs to."""
+        location = location_of(tuple(key.split(".")), self._locations)
+        return f"{location}: {text}" if location else text
+
+    def error(self, key: str, value: object, what: str) -> ConfigError:
+        """The error about the ``value`` of a dotted ``key``, in the same words as those found while loading."""
+        return ConfigError(self.located(key, error_line(tuple(key.split(".")), value, what)))
+
     @model_validator(mode="after")
     def _no_conflicts(self) -> RunConfig:
-        """The same checks as in ``load``, for configs built in Python."""
+        """Check combinations as ``load`` does, for configs that are built in Python."""
         found = conflicts(flat(self.tree()))
         if found:
             raise ValueError("; ".join(f"{dotted(fault.key)}: {fault.what}" for fault in found))
         return self
 
     def tree(self) -> dict[str, Any]:
-        """All sections as plain values; keys that are not set are left out."""
+        """All sections as plain values, without keys that are not set."""
         sections: dict[str, Any] = {name: _without_none(getattr(self, name)) for name in SECTIONS}
         return sections | {"strategies": {name: _without_none(item) for name, item in self.strategies.items()}}
 
@@ -136,7 +149,7 @@ class RunConfig(Section):
 
 
 def _without_none(section: Section | Strategy) -> dict[str, Any]:
-    """The set fields only. Values inside free mappings (model.config) stay as they are, null included."""
+    """Only the fields that are set. Values inside free mappings (model.config) are kept, null included."""
     plain = section.model_dump()
     return {
         name: _without_none(value) if isinstance(value := getattr(section, name), Section) else plain[name]
@@ -146,7 +159,7 @@ def _without_none(section: Section | Strategy) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], invalid: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
-    """Dotted key -> value or default, for the checks; keys under ``invalid`` are left out."""
+    """Dotted key -> value or default, as ``conflicts`` takes them, without the keys under ``invalid``."""
     strategies = tree.get("strategies")
     values: dict[str, Any] = {"strategies": strategies if isinstance(strategies, dict) else {}}
     for name, model in SECTIONS.items():

@@ -1,11 +1,11 @@
-"""What is allowed, in words; and pydantic's complaints, in the same words.
+"""Describe in words what may be written for a key, and turn pydantic's errors into the same words.
 
-The problem: a validation library explains itself ("Input should be a valid integer, unable to parse"), while
-the user asks one thing: what may I write here?
+Problem. A validation library explains its own steps ("Input should be a valid integer, unable to parse"), while the
+user wants to know what may be written here.
 
-The rule: the answer is computed from the field's declaration by ``allowed``, once, and used for errors and for
-``docs/config.md`` alike, so the two cannot disagree. Of pydantic's report only the place is used, and whether
-the key is unknown or missing. Its own phrasing never reaches the user.
+``allowed`` computes that from the declaration of the field, for error lines and for ``docs/config.md``, so that both
+say the same: ``must be a whole number >= 1``. Only the location of pydantic's errors is used, and whether the key is
+unknown or missing; its messages are not shown.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 class Allowed(str):
-    """Metadata for a type whose own words would be clumsy: ``Annotated[..., Allowed("...")]``."""
+    """Metadata that describes a type whose generated words would be clumsy: ``Annotated[..., Allowed("...")]``."""
 
 
 class Unknown(tuple[str, ...]):
-    """The verdict on a key that its section does not have: the keys it has. ``hints`` finds the words."""
+    """Marks a key that its section does not have; holds the keys that it has. ``hints`` finds the words."""
 
 
 class Fault(NamedTuple):
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 
 def allowed(annotation: Any, metadata: Iterable[object] = ()) -> str:
-    """What may be written for this type, to follow "must be"."""
+    """What may be written for this type, worded to follow "must be"."""
     marks = [mark for item in metadata for mark in (item.metadata if isinstance(item, FieldInfo) else [item])]
     for mark in marks:
         if isinstance(mark, Allowed):
@@ -75,26 +75,21 @@ def allowed(annotation: Any, metadata: Iterable[object] = ()) -> str:
         return f"a mapping with {', '.join(annotation.model_fields)}"
     if any(getattr(mark, "min_length", None) for mark in marks):
         return f"non-empty {PLAIN.get(annotation, 'text')}"
-    bounds = [f"{sign} {bound}" for mark in marks for name, sign in BOUNDS if (bound := _bound(mark, name)) != ""]
-    return " ".join(
-        [PLAIN.get(annotation, f"a {getattr(annotation, '__name__', 'value')}"), " and ".join(bounds)]
-    ).rstrip()
-
-
-def _bound(mark: object, name: str) -> str:
-    value = getattr(mark, name, None)
-    return "" if value is None else str(value)
+    kind = PLAIN.get(annotation, f"a {getattr(annotation, '__name__', 'value')}")
+    limits = [(sign, getattr(mark, name, None)) for mark in marks for name, sign in BOUNDS]
+    bounds = " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
+    return f"{kind} {bounds}".rstrip()
 
 
 def choices(annotation: Any) -> tuple[Any, ...]:
-    """The values a field lists by name, through unions and lists."""
+    """The values that the Literals of a type list, inside unions and lists too."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(choice for part in get_args(annotation) for choice in choices(part))
 
 
 def inner_model(annotation: Any) -> type[BaseModel] | None:
-    """The model a mapping given for this field is checked against, if there is one."""
+    """The model that a mapping for this field is validated with, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType, Annotated):
@@ -127,7 +122,7 @@ def _is_number(text: str) -> bool:
 def _locate(
     model: type[BaseModel], kind: str, location: Iterable[object], data: Any, at: Key
 ) -> tuple[Key, Any, object]:
-    """Follow pydantic's location to the innermost field of ours: its key, its value, the field or Unknown."""
+    """Follow pydantic's location to our innermost field; returns its key, its value, and the field or Unknown."""
     current: type[BaseModel] | None = model
     found: object = None
     for step in map(str, location):
@@ -141,7 +136,7 @@ def _locate(
         at, data = (*at, step), data.get(step, MISSING)
         current = inner_model(current.model_fields[step].annotation) if isinstance(data, dict) else None
     if current is not None and found is not None and isinstance(data, dict):
-        found = None  # the member of a union that is no mapping complains about a mapping: not what was meant
+        found = None  # a member of a union that is not a mapping complains about a mapping; ignore it
     return at, data, found
 
 
@@ -150,7 +145,7 @@ def _from_pydantic(model: type[BaseModel], error: ValidationError, data: Any, at
         key, value, found = _locate(model, item["type"], item["loc"], data, at)
         if isinstance(found, Unknown):
             yield Fault(key, value, found)
-        elif item["type"] in ("value_error", "assertion_error"):  # a check of ours: its words are ours already
+        elif item["type"] in ("value_error", "assertion_error"):  # from a validator of ours: keep its words
             yield Fault(key, value, str(item["ctx"]["error"]))
         elif isinstance(found, FieldInfo):
             words = _must_be(found, value)
@@ -158,7 +153,7 @@ def _from_pydantic(model: type[BaseModel], error: ValidationError, data: Any, at
 
 
 def _mistyped_choices(model: type[BaseModel], data: Mapping[str, Any], at: Key) -> Iterator[Fault]:
-    """Literal compares with ==, so pydantic takes true or 1.0 for the choice 1; we do not."""
+    """Refuse true or 1.0 for the choice 1, which pydantic accepts because Literal compares with ==."""
     for name, field in model.model_fields.items():
         value, names = data.get(name), choices(field.annotation)
         if isinstance(value, bool | float) and value in names and type(value) not in map(type, names):
@@ -166,7 +161,7 @@ def _mistyped_choices(model: type[BaseModel], data: Mapping[str, Any], at: Key) 
 
 
 def faults(model: type[BaseModel], data: object, at: Key) -> list[Fault]:
-    """Everything wrong with ``data`` as a ``model`` written under the key ``at``; empty if nothing is."""
+    """Everything wrong with ``data``, written under the key ``at``, as a ``model``."""
     if not isinstance(data, dict):
         return [Fault(at, data, "must be a section: indented 'key: value' lines")]
     try:
@@ -176,6 +171,6 @@ def faults(model: type[BaseModel], data: object, at: Key) -> list[Fault]:
         found = list(_from_pydantic(model, error, data, at))
     found += _mistyped_choices(model, data, at)
     first: dict[Key, Fault] = {}
-    for fault in found:  # one line per key: a union complains once per member
+    for fault in found:  # one line per key, since a union reports an error for each member
         first.setdefault(fault.key, fault)
     return list(first.values())

@@ -1,15 +1,15 @@
-"""Reading YAML so that it means what it says, and remembering the line of every key.
+"""Read YAML by the 1.2 core schema, with the line of every key.
 
-The problem: PyYAML reads ``1e-4`` as text, ``no`` as false, ``010`` as eight, and of two equal keys silently
-keeps the last. Each of these has cost somebody a training run.
+Problem. PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal
+keys. Each of these can spoil a training run.
 
-The rule: the YAML 1.2 core schema. ``1e-4``, ``1E5``, ``.5`` and ``1.`` are numbers; only true and false are
-booleans (``yes`` and ``on`` stay text and then fail the type check, where the message can name the key).
+By the core schema ``1e-4``, ``1E5``, ``.5`` and ``1.`` are numbers, and only true and false are booleans (``yes`` and
+``on`` stay text and then fail the type check, whose message names the key).
 
-What we refuse, each with its line: duplicate keys, tags (``!!python/...`` included), aliases (a value stands
-where it is used, and no small file expands into a huge one), keys that are not text, integers beyond 64 bits,
-more than one document. Problems that leave the rest of the file readable are collected, so that one run shows
-them all; a syntax error ends the reading.
+Refused, each with its line: duplicate keys, tags (``!!python/...`` included), aliases (a value is written where it is
+used, and a small file cannot expand into a huge one), keys that are not text, integers beyond 64 bits, and more than
+one document. Problems that leave the rest of the file readable are collected, so that all are shown at once; a syntax
+error ends the reading.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCHEMA: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
-# What PyYAML's scanner and parser say, and what a person needs to hear.
+# Part of PyYAML's message, and the message that we show instead.
 SYNTAX: tuple[tuple[str, str], ...] = (
     ("'\\t'", "a tab in the indentation; use spaces"),
     ("alias", "aliases (*name) are not read; write the value where it is used"),
@@ -57,7 +57,7 @@ SYNTAX: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a key was written: a file and its line, or the command line (line 0)."""
 
     file: str
@@ -69,27 +69,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Problem:
-    """One finished complaint; about the value of ``key``, if that could not be read at all."""
+    """A complete error line. ``key`` is set if its value could not be read at all."""
 
-    place: Place
+    location: Location
     text: str
     key: Key = ()
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.text}"
+        return f"{self.location}: {self.text}"
 
 
 @dataclass
 class Document:
-    """A file as nested plain values, the place of every key in it, and what was wrong on the way."""
+    """A file as nested plain values, the location of every key, and the problems found while reading."""
 
     tree: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)
+    locations: dict[Key, Location] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
 def printable(text: str) -> str:
-    """``text`` on one line and without control characters, whatever a file put into it."""
+    """``text`` on one line, with control characters escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -99,7 +99,7 @@ def dotted(key: Key) -> str:
 
 
 def shown(key: Key, value: object) -> str:
-    """``value`` for an error line: as in the file, shortened, and never a secret."""
+    """``value`` as an error line shows it: JSON, shortened; secrets are hidden."""
     if re.search(r"(token|password|secret|api_key)$", key[-1] if key else ""):
         return "(hidden)"
     if isinstance(value, float) and not math.isfinite(value):
@@ -108,13 +108,19 @@ def shown(key: Key, value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
-def complaint(key: Key, value: object, what: str) -> str:
-    """``dotted.key = value: what``, the one grammar of all config errors."""
+def location_of(key: Key, locations: Mapping[Key, Location]) -> Location | None:
+    """Where ``key`` was written, or else the nearest section around it; None if there is neither."""
+    around = (key[:depth] for depth in range(len(key), -1, -1))
+    return next((locations[each] for each in around if each in locations), None)
+
+
+def error_line(key: Key, value: object, what: str) -> str:
+    """``dotted.key = value: what``, the form of all config errors."""
     return f"{dotted(key)} = {shown(key, value)}: {what}"
 
 
 class _Schema:
-    """The resolvers that make plain scalars numbers, booleans or null."""
+    """Resolvers that turn plain scalars into numbers, booleans or null."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -125,7 +131,7 @@ for _tag, _pattern, _first in SCHEMA:
 
 
 class _Loader(_Schema, yaml.SafeLoader):
-    """Text to nodes; nodes become values in ``_Reading``, which knows the keys above them."""
+    """Turns text into nodes; ``_Reading``, which knows the keys above a node, turns those into values."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -134,7 +140,7 @@ class _Loader(_Schema, yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that our loader, or a YAML 1.1 reader, would otherwise take for something else."""
+    """Quotes text that our loader or a YAML 1.1 reader would otherwise read as another type."""
 
     yaml_implicit_resolvers = {
         first: [*_Schema.yaml_implicit_resolvers.get(first, []), *older]
@@ -145,7 +151,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # Unusual line breaks (U+0085, U+2028) survive as escapes only, and those need double quotes.
+        # Unusual line breaks (U+0085, U+2028) have to be escaped, which needs double quotes.
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 
@@ -171,7 +177,7 @@ CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 @dataclass
 class _Reading:
-    """One walk over a node tree: values out; places and problems noted in ``document``."""
+    """Builds values from a tree of nodes and notes locations and problems in ``document``."""
 
     file: str
     document: Document
@@ -197,33 +203,33 @@ class _Reading:
         for name_node, value_node in node.value:
             name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
             inner = (*key, name)
-            known = self.document.places.get(inner)
-            place = self.place(name_node)
+            known = self.document.locations.get(inner)
+            location = self.location(name_node)
             if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
                 self.refuse(name_node, key, name, "a key must be text; put it in quotes")
                 continue
             if name not in tree:
-                self.document.places[inner] = place
+                self.document.locations[inner] = location
             value = self.build(value_node, inner)
             if name in tree:
                 first = f", first on line {known.line}" if known else ""
                 self.document.problems.append(
-                    Problem(place, complaint(inner, value, f"duplicate key{first}; keep one"))
+                    Problem(location, error_line(inner, value, f"duplicate key{first}; keep one"))
                 )
             else:
                 tree[name] = value
         return tree
 
-    def place(self, node: yaml.Node) -> Place:
-        return Place(self.file, node.start_mark.line + 1 if self.numbered else 0)
+    def location(self, node: yaml.Node) -> Location:
+        return Location(self.file, node.start_mark.line + 1 if self.numbered else 0)
 
     def refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
-        text = complaint(key, value, what) if key else f"{shown(key, value)}: {what}"
-        self.document.problems.append(Problem(self.place(node), text, key))
+        text = error_line(key, value, what) if key else f"{shown(key, value)}: {what}"
+        self.document.problems.append(Problem(self.location(node), text, key))
 
 
 def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
-    """The line of a syntax error and plain words for it."""
+    """The line of a syntax error and a plain message for it."""
     if isinstance(error, yaml.reader.ReaderError):
         return text.count("\n", 0, error.position) + 1, "a control character; delete it"
     mark = getattr(error, "problem_mark", None)
@@ -233,7 +239,7 @@ def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 
 
 def parse(text: str, file: str, key: Key = (), numbered: bool = True) -> tuple[Any, Document]:
-    """The value written in ``text`` (None if it is empty), with places and problems; never raises."""
+    """The value written in ``text`` (None if it is empty), with locations and problems. Never raises."""
     document = Document()
     try:
         loader = _Loader(text)
@@ -245,26 +251,26 @@ def parse(text: str, file: str, key: Key = (), numbered: bool = True) -> tuple[A
         line, words = 1, "nested too deeply"
     else:
         return value, document
-    words = complaint(key, text, words) if key else words
-    document.problems.append(Problem(Place(file, line if numbered else 0), words))
+    words = error_line(key, text, words) if key else words
+    document.problems.append(Problem(Location(file, line if numbered else 0), words))
     return None, document
 
 
 def read(path: Path) -> Document:
-    """The mapping in the file at ``path``. Raises OSError only; all else is in ``problems``."""
+    """The mapping in the file at ``path``. Raises only OSError; everything else is in ``problems``."""
     raw = path.read_bytes()
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        return Document(problems=[Problem(Place(str(path), line), "not UTF-8; save the file as UTF-8")])
+        return Document(problems=[Problem(Location(str(path), line), "not UTF-8; save the file as UTF-8")])
     value, document = parse(text, str(path))
     if document.problems or isinstance(value, dict):
         document.tree = value if isinstance(value, dict) else {}
         return document
     what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
     sections = "a config has the sections model, data, training, strategies"
-    document.problems.append(Problem(Place(str(path), 1), f"{what}; {sections}"))
+    document.problems.append(Problem(Location(str(path), 1), f"{what}; {sections}"))
     return document
 
 

@@ -131,13 +131,13 @@ def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, 
     Args:
         tune: measure what the file does not have, within the strategy's budget.
     """
-    strategy: Any = config.strategies.get("linear")
-    if strategy is None or strategy.transpose != "adaptive" or machine.origin == "profile":
+    timing = next((found for strategy in config.strategies.values() if (found := strategy.gemm_timing())), None)
+    if timing is None or machine.origin == "profile":
         return facts
-    path = Path("~/.cache/deepstow/linear.json" if strategy.cache is None else strategy.cache).expanduser()
+    path = Path("~/.cache/deepstow/linear.json" if timing.cache is None else timing.cache).expanduser()
     # In a plan for ranks that do not run yet, each gets its part of the cores.
     threads = None if ranks.local_world_size == 1 else max(1, machine.usable_cores // ranks.local_world_size)
-    budget_s = strategy.budget_s if tune else 0.0
+    budget_s = timing.budget_s if tune else 0.0
     timings = of_first_rank(
         lambda: timings_of(shapes_of(facts), machine, path, threads=threads, budget_s=budget_s, say=say)
     )

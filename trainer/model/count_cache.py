@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 
 from strategies.core.commit import replace_file
+from strategies.core.compose import needs_of
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -34,7 +35,6 @@ SOURCES = (
 )
 PACKAGES = ("torch", "transformers", "peft")
 TRAINING = ("per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
-COUNTED = ("zero", "offload", "linear")  # strategies that change the counts when they are on
 
 
 def stored_at() -> Path:
@@ -71,10 +71,8 @@ def name_of(config: RunConfig) -> str | None:
         "model": model,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.packing],
-        "strategies": [name for name in COUNTED if name in config.strategies],
-        "recompute": config.strategies["recompute"].model_dump(include={"policy", "every"})
-        if "recompute" in config.strategies
-        else None,
+        "needs": sorted(need.name for need in needs_of(config.strategies)),
+        "repeats": any(strategy.repeats_products() for strategy in config.strategies.values()),
         "versions": [_version(name) for name in PACKAGES],
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }

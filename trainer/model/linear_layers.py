@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainer.config.sections import RunConfig
-
 
 class LinearCounter:
     """Observes the calls of a model's linear layers."""
@@ -85,13 +83,3 @@ class LinearCounter:
             )
             found.append(layer)
         return tuple(found)
-
-
-def no_copies(config: RunConfig) -> str:
-    """The reason why no second copies of weights can be kept; empty if they can."""
-    if "offload" in config.strategies:
-        return "strategies.offload places every byte of a weight, once"
-    zero: Any = config.strategies.get("zero")
-    if zero is not None and zero.stage == 3:
-        return "strategies.zero.stage 3 gives weights back after each use"
-    return ""

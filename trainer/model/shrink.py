@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.compose import compose
 from strategies.core.facts import Home
 from strategies.core.layout import ALIGN_BYTES, Bucket, Layout, Site
+from strategies.core.plan import RUN, Stow
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.sizes import AUTO, parse_bytes, written
 from strategies.planner.buckets import block_bytes
@@ -85,6 +86,11 @@ AMPLE = 1 << 40  # bytes, more than any copy needs
 OPEN = {"site": ("device", "host", "streamed"), "weights": ("streamed",), "gradients": ("device", "host")}
 
 
+def layout_strategy(plan: Plan) -> str:
+    """Name of the strategy that decided the layout of ``plan``."""
+    return plan.decided_by((Stow.__name__, RUN))
+
+
 def leaves(bucket: Bucket, layout: Layout) -> bool:
     """Whether its weight is off the device at some step."""
     return not bucket.resident and sum(end - start for start, end in bucket.resident_ticks) < layout.num_ticks
@@ -117,11 +123,11 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[
     Where ``real`` moves nothing, one run in which something moves; none, where nothing can.
 
     Args:
-        strategies: of the config, ``offload`` among them.
+        strategies: of the config.
         copy: its facts.
     """
     assert real.layout is not None
-    search = _Search(strategies, copy, block_bytes(real.facts))
+    search = _Search(strategies, layout_strategy(real), copy, block_bytes(real.facts))
     if moves(real.layout):
         return search.cover(features(real.layout) | {TRAVEL})
     for alone in MOVING:
@@ -133,9 +139,9 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[
 class _Search:
     """Plans of the copy under other options of offload."""
 
-    def __init__(self, strategies: Mapping[str, Strategy], facts: Facts, real_block_bytes: int) -> None:
-        self._strategies, self._facts = strategies, facts
-        self._given = strategies["offload"].model_dump()
+    def __init__(self, strategies: Mapping[str, Strategy], name: str, facts: Facts, real_block_bytes: int) -> None:
+        self._strategies, self._name, self._facts = strategies, name, facts
+        self._given = strategies[name].model_dump()
         self._always = dict[str, Any]()
         size = self._given["bucket_size"]
         if size != AUTO and real_block_bytes:
@@ -178,10 +184,10 @@ class _Search:
 
     def _plan(self, budget: int, **more: Any) -> Plan | None:
         """None, where it is refused."""
-        offload = self._strategies["offload"]
-        changed = type(offload).model_validate({**self._given, **self._options(budget, **more)})
+        given = self._strategies[self._name]
+        changed = type(given).model_validate({**self._given, **self._options(budget, **more)})
         try:
-            return compose({**self._strategies, "offload": changed}, self._facts)
+            return compose({**self._strategies, self._name: changed}, self._facts)
         except Refusal:
             return None
 

@@ -19,14 +19,15 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from strategies.core.compose import needs_of
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
 from strategies.core.linears import Linear
-from strategies.recompute import Recompute
+from strategies.core.protocol import Need
 from trainer.errors import ConfigError
 from trainer.machine.profiles import known_rates
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
-from trainer.model.linear_layers import LinearCounter, no_copies
+from trainer.model.linear_layers import LinearCounter
 from trainer.model.params import decay_groups, list_params
 
 if TYPE_CHECKING:
@@ -87,15 +88,14 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     """
     count = cached(config, ModelCount, lambda: count_model(config))
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
-    here = machine_facts(machine, local_world_size, engine="zero" in config.strategies)
-    return count.facts(run, here, no_copies(config))
+    here = machine_facts(machine, local_world_size, engine=Need.DEEPSPEED in needs_of(config.strategies))
+    no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
+    return count.facts(run, here, no_copies)
 
 
 def products_again(config: RunConfig) -> bool:
     """Whether backward repeats the matrix products of every block's forward; selective recomputation keeps them."""
-    recompute = config.strategies.get("recompute")
-    all_of_it = isinstance(recompute, Recompute) and recompute.policy == "full" and recompute.every == 1
-    return run_facts(config, 1).recomputes or all_of_it
+    return run_facts(config, 1).recomputes or any(each.repeats_products() for each in config.strategies.values())
 
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
@@ -142,9 +142,9 @@ def count_model(config: RunConfig) -> ModelCount:
     from trainer.model.counting import Counter, fake_tensors, flop_formulas
 
     precision = precision_of(config)
-    offloads = "offload" in config.strategies
-    linears = LinearCounter() if "linear" in config.strategies else None
-    casts = precision is not Precision.FP32 and ("zero" in config.strategies or offloads)
+    needs = needs_of(config.strategies)
+    linears = LinearCounter() if Need.LINEARS in needs else None
+    casts = precision is not Precision.FP32 and Need.COMPUTE_DTYPE in needs
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     model: Any = _meta_model(config)
@@ -174,7 +174,9 @@ def count_model(config: RunConfig) -> ModelCount:
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
-        params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found) if offloads else (),
+        params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found)
+        if Need.PARAMETERS in needs
+        else (),
         linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=products_again(config))
         if linears
         else (),

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose
+from strategies.core.compose import compose, needs_of, with_implied
 from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import Need, Refusal
 from strategies.report.plan_table import human
 from trainer.errors import ConfigError
 from trainer.machine import block_timing, gemm_cache
@@ -47,15 +47,35 @@ def plan_of(
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if known.linears:
         known = gemm_cache.for_config(config, known, ranks, machine, tune=tune, say=say)
-    if "offload" in config.strategies and ranks.world_size == ranks.local_world_size:
+    if Need.BLOCK_TIMES in needs_of(config.strategies) and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=block_timing.read(folder, known, "unit_times" if resumes else "measured"))
     try:
         plan = compose(config.strategies, known)
     except (Conflict, Refusal) as refused:
-        raise ConfigError(str(refused)) from None
+        raise _located(config, refused) from None
     _refuse_compiled(config, plan)
     return plan
+
+
+def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
+    """The error of a strategy as one line that begins with file and line of its key, as every error of a config."""
+    if isinstance(refused, Conflict):
+        return ConfigError(config.located(f"strategies.{refused.second}", str(refused)))
+    return config.error(refused.key, refused.value, refused.cure)
+
+
+def check_installed(config: RunConfig) -> None:
+    """Check that the strategies of ``config`` work with the packages that are installed here.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    try:
+        for strategy in with_implied(config.strategies).values():
+            strategy.check_installed()
+    except Refusal as refused:
+        raise _located(config, refused) from None
 
 
 def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
@@ -68,10 +88,11 @@ def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
     key = next((key for key in keys if getattr(config.training, key)), None)
     travels = plan.layout is not None and not all(bucket.resident for bucket in plan.layout.buckets)
     if key is not None and travels:
-        raise ConfigError(
-            f"training.{key} = {str(getattr(config.training, key)).lower()}: weights travel in this plan, which "
-            f"compiled code does not allow; leave it out, or write strategies.offload.weights: resident"
+        what = (
+            "weights travel in this plan, which compiled code does not allow; leave it out, or write "
+            "strategies.offload.weights: resident"
         )
+        raise config.error(f"training.{key}", getattr(config.training, key), what)
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
@@ -81,11 +102,11 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         ConfigError: there is no plan that would use it, the folder cannot be written, the model cannot be built, or
             nothing could be measured.
     """
-    if "offload" not in config.strategies:
+    if Need.BLOCK_TIMES not in needs_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload, which is not on")
     plan_of(config, ranks, machine)  # what cannot be planned need not be measured
     folder = Path(config.training.output_dir)
-    refuse_folder(folder)
+    refuse_folder(config)
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
 
     def make(blocks: int) -> Any:
@@ -108,16 +129,18 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
     yield from block_timing.lines(known, found)
 
 
-def refuse_folder(folder: Path) -> None:
-    """Nothing, if the run folder is there or can be made. It is not made: a run may still be refused.
+def refuse_folder(config: RunConfig) -> None:
+    """Check that the run folder is there or can be made. It is not made: a run may still be refused.
 
     Raises:
         ConfigError: it is a file, or lies in one, or may not be written.
     """
+    folder = Path(config.training.output_dir)
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         why = "may not be written" if nearest.is_dir() else "is a file"
-        raise ConfigError(f"training.output_dir = {str(folder)!r}: {nearest} {why}; name another folder")
+        what = f"{nearest} {why}; name another folder"
+        raise config.error("training.output_dir", config.training.output_dir, what)
 
 
 def refuse_impossible(plan: Plan) -> None:

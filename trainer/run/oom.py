@@ -78,7 +78,7 @@ def _cures(config: RunConfig, plan: Plan) -> Iterator[Cure]:
         yield Cure(f"data.max_length: {run.sequence // 2}", saved // 2)
     if not (training.gradient_checkpointing or training.activation_checkpointing):
         yield from _recompute(plan)
-    if "offload" in config.strategies:
+    if plan.layout is not None:
         lower = plan.peak(Home.DEVICE) * 9 // 10
         yield Cure(f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower)
     elif not config.strategies:

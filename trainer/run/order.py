@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
-from strategies.core.compose import in_order
+from strategies.core.compose import in_order, with_implied
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import price
 from strategies.report import whole
@@ -29,7 +30,7 @@ from trainer.machine.profiles import known_rates
 from trainer.model import build
 from trainer.planning import facts
 from trainer.planning.from_config import plan_of, refuse_folder, refuse_impossible
-from trainer.run import checkpoint, ds_config, optimizer_choice
+from trainer.run import checkpoint, optimizer_choice
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Run:
 def prepare(config: RunConfig, ranks: Ranks) -> Run:
     """Find the checkpoint, prepare the data, and plan: everything that can fail before a weight exists."""
     folder = Path(config.training.output_dir)
-    refuse_folder(folder)
+    refuse_folder(config)
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe()
@@ -157,7 +158,7 @@ def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
         "config.yaml": run.config.dump(),
         "plan.json": json.dumps(content, indent=1),
         "plan.txt": text + "\n",
-        "ds_config.json": json.dumps(ds_config.ds_config(run.plan), indent=1),
+        "ds_config.json": json.dumps(deepspeed.ds_config(run.plan), indent=1),
     }
     for name, text in written.items():
         replace_file(run.folder / name, text)
@@ -171,7 +172,7 @@ def make_arguments(run: Run) -> TrainingArguments:
     given: dict[str, Any] = dict(run.config.training.arguments())
     if run.prepared.eval is None:
         given["eval_strategy"] = "no"
-    if ds_config.clips_itself(run.plan):
+    if deepspeed.clips_itself(run.plan):
         given["max_grad_norm"] = 0.0
     if run.plan.layout is not None:
         given["bf16"] = False  # the engine computes with bf16 weights; autocast would cast them once more
@@ -180,7 +181,7 @@ def make_arguments(run: Run) -> TrainingArguments:
     name_device(run.ranks, run.machine.device_kind, on_cpu=given["use_cpu"])
     arguments = TrainingArguments(
         **given,
-        deepspeed=ds_config.ds_config(run.plan) or None,
+        deepspeed=deepspeed.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
         accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # nobody waits for a batch's copy
         remove_unused_columns=False,  # the collator takes what it needs
@@ -202,7 +203,7 @@ def make_model(run: Run) -> PreTrainedModel:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
-    weights = build.build(section, hf_config, seed=seed, partitioned=ds_config.stage(run.plan) == 3)
+    weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3)
     apply_strategies(weights, run)
     if run.plan.layout is not None:
         optimizer_choice.to_compute_dtype(weights, run.plan)
@@ -210,8 +211,8 @@ def make_model(run: Run) -> PreTrainedModel:
 
 
 def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
-    """Let each strategy change the model, in the order of deciding. All names must stay as they are."""
-    for name, strategy in in_order(run.config.strategies):
+    """Let each strategy and those that it implies change the model, in the order of deciding. Names stay the same."""
+    for name, strategy in in_order(with_implied(run.config.strategies)):
         before = names_of(weights)
         strategy.apply(weights, run.plan)
         assert names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"
@@ -248,7 +249,7 @@ def make_trainer(run: Run) -> Trainer:
         data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=packing and uses_flash(run.config)),
         meter=meter,
         plan=run.plan,
-        own_clipping=run.config.training.max_grad_norm if ds_config.clips_itself(run.plan) else None,
+        own_clipping=run.config.training.max_grad_norm if deepspeed.clips_itself(run.plan) else None,
         plan_check=plan_check,
         callbacks=[
             ProgressLine(),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainerCallback, TrainerState
 
+from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
 from strategies.core.plan import Home, Plan
 from strategies.engine import stowed_by
@@ -33,7 +34,6 @@ from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.plan_table import human
 from trainer.machine import block_timing
 from trainer.machine.block_timing import UnitClock
-from trainer.run import ds_config
 from trainer.run.callbacks import device_peak_bytes, host_peak_bytes, write_line
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, plan: Plan, folder: Path, *, recomputes: bool) -> None:
         self._plan, self._folder = plan, folder
-        self._countable = not recomputes and ds_config.stage(plan) != 3
+        self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
         self._clock: UnitClock | None = None
         self._began: tuple[float, int, int] | None = None  # seconds, bytes up and down when step 2 began

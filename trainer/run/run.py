@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from strategies.core.applied import shown_by
+from strategies.core.compose import needs_of
+from strategies.core.protocol import Need
 from strategies.engine.memory import accelerator
 from strategies.report.plan_table import human
-from strategies.zero import Zero
 from trainer.dist import deepspeed_ops
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group
 from trainer.errors import ExitCode, UserError
+from trainer.planning.from_config import check_installed
 from trainer.run import oom, order
 from trainer.run.callbacks import write_line
-from trainer.run.ds_config import refuse_transformers
 from trainer.run.export import export
 from trainer.run.model_card import model_card
 
@@ -43,11 +44,11 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         ConfigError: an extension has to be compiled and cannot be, torch has no collectives for the device, or this
             Transformers does not work with the ZeRO stage.
     """
-    zero = config.strategies.get("zero")
-    if (zero is not None or ranks.world_size > 1) and not config.training.use_cpu:
+    has_engine = Need.DEEPSPEED in needs_of(config.strategies)
+    if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
-    if isinstance(zero, Zero):
-        refuse_transformers(zero.stage)
+    check_installed(config)
+    if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
 
 
@@ -56,8 +57,9 @@ def run(config: RunConfig, ranks: Ranks) -> int:
     quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
     on_cpu = bool(config.training.use_cpu)
+    single = Need.DEEPSPEED in needs_of(config.strategies)
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
-    with shown, process_group(ranks, timeout_s, single="zero" in config.strategies, on_cpu=on_cpu):
+    with shown, process_group(ranks, timeout_s, single=single, on_cpu=on_cpu):
         return _guarded(config, ranks)
 
 

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strategies.buffers import Buffers
 from strategies.core.layout import Site
+from strategies.core.plan import RUN, Place
+from strategies.core.registry import find
 from strategies.engine.memory import accelerator
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, DataError, UserError
@@ -35,11 +36,11 @@ from trainer.model.shrink import (
     VOCAB,
     Copy,
     features,
+    layout_strategy,
     leaves,
     moving,
     shrink_model,
 )
-from trainer.run import ds_config
 from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
 
 if TYPE_CHECKING:
@@ -196,7 +197,6 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     prepared = Prepared(data, None, "random", "input_ids")
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
-    ds_config.refuse_transformers(ds_config.stage(plan))
     return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), prepared, machine, plan, None)
 
 
@@ -272,9 +272,10 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
         ConfigError: it is refused.
     """
     from trainer.machine.probe import probe
-    from trainer.planning.from_config import plan_of
+    from trainer.planning.from_config import check_installed, plan_of
     from trainer.run import optimizer_choice
 
+    check_installed(config)
     plan = plan_of(config, Ranks(0, 0, num_ranks, num_ranks), probe())
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
@@ -343,7 +344,9 @@ class Offloaded:
             small = self._small(Path(name), keep_optimizer=keep_optimizer)
             if options is None:
                 return _trained(self._num_ranks, without_strategies(small))
-            given = small.strategies["offload"]
-            offload = type(given).model_validate({**given.model_dump(), **options})
-            strategies = {**small.strategies, "offload": offload, "buffers": Buffers(debug=True)}
+            name, addresses = layout_strategy(self._real), self._real.decided_by((Place.__name__, RUN))
+            given = small.strategies[name]
+            changed = type(given).model_validate({**given.model_dump(), **options})
+            checked = find(addresses).model_validate({"debug": True})
+            strategies = {**small.strategies, name: changed, addresses: checked}
             return _trained(self._num_ranks, small.model_copy(update={"strategies": strategies}))

@@ -1,0 +1,160 @@
+"""DeepSpeed: its config, its bucket sizes and its leaf modules, as functions of the plan. Users never write them.
+
+Each key of the config has one writer: a strategy, through the plan (``EngineSet``), or ``ds_config`` for what follows
+from the run itself (micro-batch, accumulation, clipping, precision).
+
+Bucket sizes follow from the model, so that a small model does not reserve gigabytes and a large one keeps its link
+busy: one block per message, at most ``MAX_BUCKET`` elements.
+
+Refused: ZeRO stage 3 with Transformers before 5.23, which initializes some weights differently under it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from strategies.core.applied import log_applied
+from strategies.core.facts import Facts, Precision, UnitKind
+from strategies.core.plan import Plan
+from strategies.core.protocol import Refusal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+STAGE_3_FROM = (5, 23)  # releases of Transformers
+MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
+
+
+def uses_engine(plan: Plan) -> bool:
+    """Whether any strategy runs in DeepSpeed's engine."""
+    return bool(plan.engine())
+
+
+def stage(plan: Plan) -> int | None:
+    """The ZeRO stage in DeepSpeed's engine, or None without it."""
+    value = plan.engine().get("zero_optimization.stage")
+    return int(value) if value is not None else None
+
+
+def clips_itself(plan: Plan) -> bool:
+    """Stage 0 in fp32: gradients are whole on every rank, so torch clips them (``trainer/run/accelerator.py``)."""
+    return stage(plan) == 0 and plan.facts.run.precision is Precision.FP32
+
+
+def ds_config(plan: Plan) -> dict[str, Any]:
+    """The dict for ``deepspeed.initialize``; empty when no strategy uses the engine."""
+    if not uses_engine(plan):
+        return {}
+    run = plan.facts.run
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": run.micro_batch,
+        "gradient_accumulation_steps": run.accumulation,
+        "gradient_clipping": 0.0 if clips_itself(plan) else run.max_grad_norm,
+        "bf16": {"enabled": run.precision is Precision.BF16},
+        "fp16": {"enabled": run.precision is Precision.FP16},
+        "zero_allow_untested_optimizer": True,  # Hugging Face's choice of optimizer is kept
+        "steps_per_print": 1 << 60,  # we print progress ourselves; an integer, since DeepSpeed takes a remainder
+        "wall_clock_breakdown": False,
+    }
+    for dotted, value in plan.engine().items():
+        node = config
+        *parents, key = dotted.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        assert key not in node, f"two writers of DeepSpeed's {dotted}"
+        node[key] = value
+    return config
+
+
+def zero_keys(facts: Facts, stage: int) -> dict[str, bool | int]:
+    """The keys of ``zero_optimization`` for a ZeRO stage. Sizes are in elements."""
+    keys: dict[str, bool | int] = {"stage": stage}
+    if stage > 0:
+        keys |= {
+            "reduce_bucket_size": bucket_elements(facts),
+            "allgather_bucket_size": bucket_elements(facts),
+            "overlap_comm": facts.machine.has_accelerator,  # a CPU has no second stream
+            "contiguous_gradients": True,
+        }
+    if stage == 3:
+        keys |= {
+            "stage3_prefetch_bucket_size": _largest_block(facts),
+            "stage3_max_live_parameters": live_elements(facts),
+            "stage3_max_reuse_distance": _largest_block(facts),
+            # Vectors (norms, biases) stay whole: gathering each costs a message and saves next to nothing.
+            "stage3_param_persistence_threshold": 10 * facts.run.hidden_size,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            # Otherwise DeepSpeed replaces torch.nn.functional.linear for the whole process and does not restore it.
+            "memory_efficient_linear": False,
+        }
+    return keys
+
+
+def bucket_elements(facts: Facts) -> int:
+    """Elements of a bucket of gradients: one block, so that messages are large.
+
+    A parameter larger than that is sent in a bucket of its own. Always even: DeepSpeed aligns shares to two elements
+    and refuses an odd bucket.
+    """
+    size = min(MAX_BUCKET, _largest_block(facts), facts.num_trainable)
+    return max(2, size + size % 2)
+
+
+def live_elements(facts: Facts) -> int:
+    """Most elements gathered at a time: the largest unit in use, one block prefetched and one not yet released."""
+    return max((unit.num_params for unit in facts.units), default=1) + 2 * _largest_block(facts)
+
+
+def _largest_block(facts: Facts) -> int:
+    """Elements; of any unit if the model has no blocks. Embedding and head are larger but needed once per step."""
+    blocks = [unit.num_params for unit in facts.units if unit.kind is UnitKind.BLOCK]
+    return max(blocks or [unit.num_params for unit in facts.units], default=1)
+
+
+def set_leaf_modules(model: nn.Module, plan: Plan) -> None:
+    """Under stage 3 let DeepSpeed gather each block as a whole, so that its hooks sit at the ends of blocks only.
+
+    [Note: order of sums] Its hooks are autograd nodes around every module that holds weights. Around the norm of
+    a residual block such a node adds the norm's two contributions to the gradient first and the residual's
+    afterwards; plain autograd adds them in another order, and the last bits differ. With the block as the unit no
+    node stands between contributions, and the bits are those of plain training.
+    """
+    from deepspeed.utils import set_z3_leaf_modules_by_name
+
+    blocks = [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
+    set_z3_leaf_modules_by_name(model, blocks)
+    log_applied("zero", ((block, "weights are gathered for the whole block") for block in blocks))
+    _let_gradients_through(model)
+
+
+def _let_gradients_through(model: Any) -> None:
+    # DeepSpeed reduces a block's gradients in torch's full backward hook. If a block's input needs no gradient, as
+    # behind a frozen embedding, torch calls that hook before the block's backward instead of after it.
+    if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+        model.enable_input_require_grads()
+
+
+def builds_under_stage_3(transformers: str | None = None) -> bool:
+    """Whether this release (default: the installed one) builds the same model under ``deepspeed.zero.Init``.
+
+    Releases before 5.23 round rotary frequencies to bf16 there, and lose the draw of a module that initializes the
+    weights of its children (GPT-2's output projections).
+    """
+    release = transformers or version("transformers")
+    return tuple(int(part) for part in release.split(".")[:2]) >= STAGE_3_FROM
+
+
+def refuse_transformers(stage: int | None, installed: str | None = None) -> None:
+    """Check that stage 3 trains the same model with this release of Transformers; see ``builds_under_stage_3``.
+
+    Raises:
+        Refusal: the release is older.
+    """
+    if stage == 3 and not builds_under_stage_3(installed):
+        raise Refusal(
+            "strategies.zero.stage",
+            3,
+            f"under it Transformers {installed or version('transformers')} gives some weights and rotary frequencies "
+            f"other values; install 5.23, or write stage 2",
+        )

@@ -1,0 +1,135 @@
+"""What the planner refuses is one line with file and line of the key, as every error of a config, and exit code 2."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import plan as plan_command
+from tests.e2e.commands import write_jsonl
+from trainer.config.load import load
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.machine.probe import probe
+from trainer.planning.from_config import plan_of
+from trainer.run import run
+
+CONFIG = """\
+extends: base.yaml
+data: {{path: {data}, max_length: 16}}
+training:
+  output_dir: {folder}/run
+  use_cpu: true
+{training}
+strategies:
+{strategies}
+"""
+BASE = """\
+model:
+  config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,
+    num_key_value_heads: 2, max_position_embeddings: 64}
+  tokenizer: {train: bpe, vocab_size: 300}
+training:
+  max_grad_norm: 1.0
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def written(strategies: str, training: str = "", base: str = "") -> Path:
+        data = write_jsonl(tmp_path / "text.jsonl", [{"text": f"row {i} of some words"} for i in range(40)])
+        path = tmp_path / "x.yaml"
+        path.write_text(CONFIG.format(data=data, folder=tmp_path, strategies=strategies, training=training))
+        (tmp_path / "base.yaml").write_text(BASE + base)
+        return path
+
+    return written
+
+
+def planned(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The line that ``launch/plan.py`` prints on its way out with exit code 2."""
+    assert plan_command.main(["--config", str(path), *overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def trained(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The line that ``launch/train.py`` prints on its way out with exit code 2."""
+    assert run._guarded(load(path, overrides), Ranks()) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_line_of_the_key(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("  offload:\n    site: host\n    gpu_memory: 100KiB")
+    for command in (planned, trained):
+        line = command(path, capsys)
+        assert line.startswith(f'{path}:10: strategies.offload.gpu_memory = "100KiB": '), line
+        assert "are needed" in line and "write " in line
+
+
+def test_a_key_of_the_base(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("  offload:\n    site: host", base="strategies: {offload: {gpu_memory: 100KiB}}\n")
+    expected = f'{path.with_name("base.yaml")}:7: strategies.offload.gpu_memory = "100KiB": '
+    assert planned(path, capsys).startswith(expected)
+
+
+def test_a_key_of_the_command_line(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("  offload:\n    site: host\n    gpu_memory: 100GiB")
+    line = planned(path, capsys, "strategies.offload.gpu_memory=100KiB")
+    assert line.startswith('command line: strategies.offload.gpu_memory = "100KiB": ')
+
+
+def test_a_key_that_is_not_written_names_its_section(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write("  offload: {gpu_memory: 1e-9}")
+    line = planned(path, capsys, "strategies.offload.prefetch=1", "strategies.offload.site=host")
+    assert line.startswith(f"{path}:8: strategies.offload.gpu_memory = 1e-09: ")
+    path = write("  recompute: {policy: full}\n  offload:\n    site: host")
+    line = planned(path, capsys, "strategies.offload.host_memory=1KiB", "strategies.recompute.every=1")
+    assert line.startswith('command line: strategies.offload.host_memory = "1KiB": ')
+    config = load(path, ["strategies.recompute.every=1"])
+    assert config.located("strategies.recompute.policy", "x") == f"{path}:8: x"
+    assert config.located("strategies.offload.gpu_memory", "x") == f"{path}:9: x"
+    assert config.located("training.fp16", "x") == f"{path}:3: x"
+    assert config.located("nowhere", "x") == f"{path}: x"
+    assert config.model_copy().located("training.fp16", "x") == f"{path}:3: x"
+    assert type(config).model_validate(dict(config)).located("training.fp16", "x") == "x"  # built in Python
+
+
+def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("  offload: {}", training="  fp16: true")
+    assert planned(path, capsys).startswith(f"{path}:6: training.fp16 = true: strategies.offload trains in bf16")
+    path = write("  offload: {weights: streamed, site: host}", training="  torch_compile: true")
+    assert planned(path, capsys).startswith(f"{path}:6: training.torch_compile = true: weights travel in this plan")
+    path = write("  offload: {update_in_backward: true}")
+    expected = f"{path}:8: strategies.offload.update_in_backward = true: the norm is known only after backward"
+    assert planned(path, capsys).startswith(expected)
+
+
+def test_two_strategies_in_conflict(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("  zero: {stage: 2}\n  offload: {}")
+    for command in (planned, trained):
+        line = command(path, capsys)
+        assert line.startswith(f"{path}:9: strategies.zero and strategies.offload both decide share of all units"), line
+
+
+def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("  {}")
+    (path.parent / "run").write_text("a file")
+    line = trained(path, capsys)
+    assert line.startswith(f'{path}:4: training.output_dir = "') and "is a file" in line
+
+
+def test_configs_are_equal_wherever_they_were_written(write: Callable[..., Path]) -> None:
+    path = write("  zero: {stage: 2}")
+    again = path.with_name("again.yaml")
+    again.write_text(load(path).dump())
+    assert load(again) == load(path) != load(path, ["strategies.zero.stage=1"])
+
+
+def test_without_a_file_the_line_is_the_same_but_for_the_location(write: Callable[..., Path]) -> None:
+    config = load(write("  offload: {gpu_memory: 100KiB, site: host}"))
+    with pytest.raises(ConfigError) as refused:
+        plan_of(type(config).model_validate(dict(config)), Ranks(), probe())
+    assert refused.value.lines[0].startswith('strategies.offload.gpu_memory = "100KiB": ')
