@@ -115,7 +115,7 @@ def measure(checkpointing: bool) -> dict[str, Any]:
     count = saved(model(False), ids)
     plan = plan_for(net, max_grad_norm=1.0, machine=probe(), site="host", weights="streamed")
     optimizer = stow(net, plan, device="cpu")
-    scopes = optimizer.engine.borders._scopes
+    scopes = optimizer.engine.hooks._scopes
     rounds: list[dict[str, float]] = []
     one_step(net, ids, optimizer)
     for _ in range(ROUNDS):

@@ -71,7 +71,7 @@ class Pending(Enum):
 class BucketState:
     """A bucket of the layout with its tensors. Flat views cover the bucket; ``None`` where the layout has no need."""
 
-    bucket: Bucket
+    spec: Bucket
     index: int
     params: list[nn.Parameter]
     weight: Tensor
@@ -116,7 +116,7 @@ class BucketState:
 
     @property
     def name(self) -> str:
-        return self.bucket.name
+        return self.spec.name
 
     @property
     def present(self) -> bool:
@@ -125,7 +125,7 @@ class BucketState:
     @property
     def kind(self) -> type[StowedParameter]:
         """What its parameters are while they are shown."""
-        return PresentParameter if self.bucket.resident else VisitingParameter
+        return PresentParameter if self.spec.resident else VisitingParameter
 
     @property
     def settled(self) -> bool:
@@ -134,12 +134,12 @@ class BucketState:
 
     @property
     def parks_down(self) -> bool:
-        return self.bucket.grad_home is Home.HOST
+        return self.spec.grad_home is Home.HOST
 
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The flat stretch of parameter ``index`` in a flat view of the bucket."""
-        start = self.bucket.offsets[index]
-        return flat[start : start + self.bucket.sizes[index]]
+        start = self.spec.offsets[index]
+        return flat[start : start + self.spec.sizes[index]]
 
     def shaped(self, flat: Tensor, index: int) -> Tensor:
         """The same, in the parameter's shape."""
@@ -233,7 +233,7 @@ class BucketState:
         """
         self.params[index].__class__ = PresentParameter  # whose attributes are read without a detour
         if self.params[index]._version != self.counts[index]:
-            raise RuntimeError(f"{self.bucket.params[index]} was written to in place; {WRITE}")
+            raise RuntimeError(f"{self.spec.params[index]} was written to in place; {WRITE}")
 
     def refuse_loans(self) -> None:
         """Do nothing where no parameter is on loan.
@@ -268,7 +268,7 @@ class BucketState:
         return ([] if self.master is None else [self.master]) + self.moments
 
 
-class Places(dict[int, tuple[BucketState, int]]):
+class BucketOf(dict[int, tuple[BucketState, int]]):
     """The bucket of each parameter, by its id, and its number there."""
 
     def __missing__(self, param: int) -> tuple[BucketState, int]:
@@ -279,7 +279,7 @@ class Places(dict[int, tuple[BucketState, int]]):
 
 
 def hold(
-    bucket: Bucket,
+    spec: Bucket,
     index: int,
     params: list[nn.Parameter],
     arena: Arena,
@@ -288,20 +288,20 @@ def hold(
     fused: Collection[int] = (),
 ) -> BucketState:
     """The bucket with its views of ``arena``. ``fused``: ids of parameters, see the field."""
-    dtype = getattr(torch, bucket.dtype)
-    count, num_moments = bucket.num_elements, layout.moments
+    dtype = getattr(torch, spec.dtype)
+    count, num_moments = spec.num_elements, layout.moments
 
     def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
-        region = arena.of(bucket.name, item, of)
+        region = arena.of(spec.name, item, of)
         return None if region is None else region[: numbers * count]
 
     weight = flat(Item.WEIGHT, dtype)
-    assert weight is not None, f"{bucket.name} has no home"
+    assert weight is not None, f"{spec.name} has no home"
     moments = flat(Item.MOMENTS, torch.float32, num_moments)
-    steps = arena.of(bucket.name, Item.STEPS, torch.float32)
-    visitors = num_moments + bucket.mixed
+    steps = arena.of(spec.name, Item.STEPS, torch.float32)
+    visitors = num_moments + spec.mixed
     return BucketState(
-        bucket=bucket,
+        spec=spec,
         index=index,
         params=params,
         weight=weight,
@@ -318,15 +318,15 @@ def hold(
         shapes=[param.shape for param in params],
         versions=[param._version for param in params],
         counts=[param._version for param in params],
-        leads=leads(bucket, layout),
+        leads=leads(spec, layout),
         own=list(range(len(params))),
     )
 
 
-def find_overlapping(all_held: list[BucketState], arena: Arena) -> None:
+def find_overlapping(buckets: list[BucketState], arena: Arena) -> None:
     """Fill in which homes overlap. Residents overlap none."""
-    spots = {held.name: arena.addresses.of(held.name, Item.WEIGHT) for held in all_held}
-    for held in all_held:
-        held.overlapping = [
-            other for other in all_held if other is not held and spots[held.name].overlaps(spots[other.name])
+    spots = {bucket.name: arena.addresses.of(bucket.name, Item.WEIGHT) for bucket in buckets}
+    for bucket in buckets:
+        bucket.overlapping = [
+            other for other in buckets if other is not bucket and spots[bucket.name].overlaps(spots[other.name])
         ]

@@ -58,9 +58,9 @@ class Clipping:
             self.scale = self._make(factor, norm)
         return norm
 
-    def in_backward(self, held: BucketState) -> Scale:
+    def in_backward(self, bucket: BucketState) -> Scale:
         """Of one bucket whose update begins before all gradients are there."""
-        norms = self._gradients.norms_in(held, self._device)
+        norms = self._gradients.norms_in(bucket, self._device)
         self.scale = self._make(None, torch.stack(norms), self.scale)
         return self.scale
 
@@ -83,16 +83,16 @@ class Clipping:
 
     # --- gradients in the hands of others ----------------------------------------------------------------------------
 
-    def norm_of(self, held: BucketState, index: int) -> Tensor:
+    def norm_of(self, bucket: BucketState, index: int) -> Tensor:
         """The norm of one gradient; that of all is taken, so that the next one costs nothing."""
-        self._gradients.leftovers.refuse_spent(held, index)
+        self._gradients.leftovers.refuse_spent(bucket, index)
         whole = self._gradients.last_pass or self._layout.in_backward
-        if whole and self._factor_of(held, index) is None:
+        if whole and self._factor_of(bucket, index) is None:
             self._gradients.norm(self._device)
-            return held.norms[index]
-        return norms_of([self.value_of(held, index)])[0]
+            return bucket.norms[index]
+        return norms_of([self.value_of(bucket, index)])[0]
 
-    def value_of(self, held: BucketState, index: int) -> Tensor:
+    def value_of(self, bucket: BucketState, index: int) -> Tensor:
         """A copy of one gradient, on the device.
 
         Raises:
@@ -100,37 +100,37 @@ class Clipping:
         """
         if self._layout.in_backward:
             raise RuntimeError(IN_BACKWARD)
-        self._gradients.leftovers.refuse_spent(held, index)
-        value, factor = self._gradients.value(held, index, self._device), self._factor_of(held, index)
+        self._gradients.leftovers.refuse_spent(bucket, index)
+        value, factor = self._gradients.value(bucket, index, self._device), self._factor_of(bucket, index)
         return value if factor is None else value.mul_(factor)
 
-    def _factor_of(self, held: BucketState, index: int) -> Tensor | float | None:
+    def _factor_of(self, bucket: BucketState, index: int) -> Tensor | float | None:
         """What this gradient has been multiplied with so far."""
-        return self._factors.get((held.index, index)) if self.scale is None else self.scale.factor
+        return self._factors.get((bucket.index, index)) if self.scale is None else self.scale.factor
 
-    def multiply(self, held: BucketState, index: int, factor: Tensor | float) -> None:
+    def multiply(self, bucket: BucketState, index: int, factor: Tensor | float) -> None:
         """Somebody multiplies this gradient with ``factor``.
 
         Raises:
             RuntimeError: the update has taken it, or it is clipped already.
         """
-        self._gradients.leftovers.refuse_spent(held, index)
+        self._gradients.leftovers.refuse_spent(bucket, index)
         if self._layout.in_backward:
             if bool(factor != 1):
                 raise RuntimeError(IN_BACKWARD)
             return
-        if self.scale is not None or (held.index, index) in self._factors:
+        if self.scale is not None or (bucket.index, index) in self._factors:
             raise RuntimeError("these gradients were clipped already: clip once per step")
         self._gradients.finish()  # what is multiplied now may not be added to
-        self._factors[held.index, index] = factor
+        self._factors[bucket.index, index] = factor
 
-    def forget(self, held: BucketState, index: int) -> None:
+    def forget(self, bucket: BucketState, index: int) -> None:
         """This gradient is not wanted."""
-        self._gradients.forget(held, index)
-        self._factors.pop((held.index, index), None)
+        self._gradients.forget(bucket, index)
+        self._factors.pop((bucket.index, index), None)
 
     def _adopt(self, several: Sequence[BucketState]) -> None:
-        wanted = {(held.index, index): held.bucket.params[index] for held in several for index in held.touched}
+        wanted = {(bucket.index, index): bucket.spec.params[index] for bucket in several for index in bucket.touched}
         missing = [name for place, name in wanted.items() if place not in self._factors]
         first = next(iter(self._factors.values()))
         if missing or any(not _same(factor, first) for factor in self._factors.values()):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout, Site
-from strategies.engine.bucket_state import BucketState, Pending, Places, Presence, find_overlapping, hold
+from strategies.engine.bucket_state import BucketOf, BucketState, Pending, Presence, find_overlapping, hold
 from strategies.engine.clipping import Clipping
 from strategies.engine.gradients import Gradients
 from strategies.engine.memory.arena import Arena
@@ -72,26 +72,28 @@ class Engine(Copied):
         self._buffers = None if group is None else SharedBuffers(model, group)
         if group is not None:
             share_start(model, device, group)
-        self.held = list(self._hold(model))
+        self.buckets = list(self._hold(model))
         self.arena.pin()
-        find_overlapping(self.held, self.arena)
-        held_of = {id(param): held for held in self.held for param in held.params}
-        scopes = find_scopes(model, held_of)
-        self.homes = Residency(transfer, debug=debug)
-        self.borders = ModuleHooks(
+        find_overlapping(self.buckets, self.arena)
+        bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        scopes = find_scopes(model, bucket_of)
+        self.residency = Residency(transfer, debug=debug)
+        self.hooks = ModuleHooks(
             scopes,
             self._enter_forward,
             self._enter_backward,
-            unseen(self.homes.left),
+            unseen(self.residency.left),
             self._bring_unannounced,
             debug=debug,
         )
         self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
-        self.updates = Updates(rule, self.homes, transfer, self.worker, scratch)
-        self.place_of = Places({id(param): (held, i) for held in self.held for i, param in enumerate(held.params)})
-        order = [self.place_of[id(param)] for param in model.parameters() if param.requires_grad]
-        self.trained = {id(held.params[index]) for held, index in order}
+        self.updates = Updates(rule, self.residency, transfer, self.worker, scratch)
+        self.bucket_of = BucketOf(
+            {id(param): (bucket, i) for bucket in self.buckets for i, param in enumerate(bucket.params)}
+        )
+        order = [self.bucket_of[id(param)] for param in model.parameters() if param.requires_grad]
+        self.trained = {id(bucket.params[index]) for bucket, index in order}
         self.gradients = Gradients(
             layout, order, transfer, self.worker, self.updates, self._completed, self._catch_up, group
         )
@@ -99,40 +101,40 @@ class Engine(Copied):
         self._used: dict[int, dict[str, Any]] = {}  # hyperparameters of this step's updates, by group
         self._ready: list[BucketState] = []  # complete buckets whose update starts in backward
         self.clipping = Clipping(layout, self.gradients, transfer, device)
-        self.verdicts = SkippedSteps(transfer)
-        self._travels = not all(held.bucket.resident for held in self.held)
+        self.skipped_steps = SkippedSteps(transfer)
+        self._travels = not all(bucket.spec.resident for bucket in self.buckets)
         self.unannounced = 0  # reads in backward that no border announced and that had to bring their weights
         self._handles = [model.register_forward_pre_hook(self._begin_forward)]
-        self._handles += [*self.borders.attach(), *self.gradients.attach()]
+        self._handles += [*self.hooks.attach(), *self.gradients.attach()]
 
     # --- before the first step ---------------------------------------------------------------------------------------
 
     def _hold(self, model: nn.Module) -> Iterator[BucketState]:
         params = dict(model.named_parameters())
         fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}
-        for index, bucket in enumerate(self.layout.buckets):
-            members = [params[name] for name in bucket.params]
-            held = hold(bucket, index, members, self.arena, self._nans[members[0].dtype], self.layout, fused)
-            self._move_in(held)
-            yield held
+        for index, spec in enumerate(self.layout.buckets):
+            members = [params[name] for name in spec.params]
+            bucket = hold(spec, index, members, self.arena, self._nans[members[0].dtype], self.layout, fused)
+            self._move_in(bucket)
+            yield bucket
 
     @torch.no_grad()
-    def _move_in(self, held: BucketState) -> None:
+    def _move_in(self, bucket: BucketState) -> None:
         """The model's own weights into their places, after which the model's own memory is free."""
-        for index, param in enumerate(held.params):
-            held.part(held.rest(), index).copy_(param.detach().reshape(-1))
-            if held.master is not None:
-                held.part(held.master, index).copy_(param.detach().reshape(-1))
-            put(param, held.nan.expand(param.shape))
-        if held.bucket.site is Site.DEVICE:
-            for moment in held.moments:
+        for index, param in enumerate(bucket.params):
+            bucket.part(bucket.rest(), index).copy_(param.detach().reshape(-1))
+            if bucket.master is not None:
+                bucket.part(bucket.master, index).copy_(param.detach().reshape(-1))
+            put(param, bucket.nan.expand(param.shape))
+        if bucket.spec.site is Site.DEVICE:
+            for moment in bucket.moments:
                 moment.zero_()  # the host's pages are zero as they come
-        if held.steps is not None:
-            held.steps.zero_()
-        held.hide()
-        if held.bucket.resident:
-            held.presence = Presence.PRESENT
-            held.show()
+        if bucket.steps is not None:
+            bucket.steps.zero_()
+        bucket.hide()
+        if bucket.spec.resident:
+            bucket.presence = Presence.PRESENT
+            bucket.show()
 
     # --- borders -----------------------------------------------------------------------------------------------------
 
@@ -140,8 +142,8 @@ class Engine(Copied):
         if self._travels:
             refuse_transforms()
         self.refuse_halfway()
-        self.borders.forget_calls()
-        self.borders.close_all()
+        self.hooks.forget_calls()
+        self.hooks.close_all()
         self._itinerary.begin()
         if torch.is_grad_enabled():
             if self._buffers is not None:
@@ -150,7 +152,7 @@ class Engine(Copied):
 
     @unseen
     def _enter_forward(self, scope: Scope) -> None:
-        recomputing = self.borders.recomputing
+        recomputing = self.hooks.recomputing
         if not recomputing:
             self._itinerary.forward(scope)
         self._ensure(scope)
@@ -158,8 +160,8 @@ class Engine(Copied):
             self._fetch_ahead(self._itinerary.ahead_in_forward())
 
     def _ensure(self, scope: Scope) -> None:
-        for held in scope.held:
-            self.ensure(held)
+        for bucket in scope.buckets:
+            self.ensure(bucket)
 
     @unseen
     def _enter_backward(self, scope: Scope) -> None:
@@ -169,37 +171,37 @@ class Engine(Copied):
         self._fetch_ahead(self._itinerary.ahead_in_backward())
 
     @unseen
-    def _bring_unannounced(self, held: BucketState) -> None:
-        self.unannounced += not held.present
-        self.ensure(held)
+    def _bring_unannounced(self, bucket: BucketState) -> None:
+        self.unannounced += not bucket.present
+        self.ensure(bucket)
 
     @unseen
-    def reads_along(self, held: BucketState) -> None:
+    def reads_along(self, bucket: BucketState) -> None:
         """A resident bucket is read outside of the modules that own it; from now on the scope that did has it ready."""
-        self.ensure(held)
-        self.borders.joins(held)
+        self.ensure(bucket)
+        self.hooks.joins(bucket)
 
-    def ensure(self, held: BucketState) -> None:
+    def ensure(self, bucket: BucketState) -> None:
         """The newest weights of ``held`` are in its home, for COMPUTE."""
-        self.settle(held)
-        if not held.present:
-            self.homes.fetch(held)
-        self.homes.use(held)
+        self.settle(bucket)
+        if not bucket.present:
+            self.residency.fetch(bucket)
+        self.residency.use(bucket)
 
     @unseen
-    def settle(self, held: BucketState) -> None:
+    def settle(self, bucket: BucketState) -> None:
         """The newest weights of ``held`` are where they rest."""
-        if held.settled:
-            if not held.present:
-                self._settle_visiting_rivals(held)
+        if bucket.settled:
+            if not bucket.present:
+                self._settle_visiting(bucket)
             return
-        self._settle_visiting_rivals(held)
-        self.updates.settle(held)
+        self._settle_visiting(bucket)
+        self.updates.settle(bucket)
 
-    def _settle_visiting_rivals(self, held: BucketState) -> None:
-        for rival in held.overlapping:
-            if rival.pending is Pending.VISITING:
-                self.updates.settle(rival)
+    def _settle_visiting(self, bucket: BucketState) -> None:
+        for other in bucket.overlapping:
+            if other.pending is Pending.VISITING:
+                self.updates.settle(other)
 
     def _fetch_ahead(self, visits: Iterable[Visit]) -> None:
         """Start bringing what comes next, in order of need, up to the first that cannot be brought yet.
@@ -209,30 +211,30 @@ class Engine(Copied):
         """
         soon: set[int] = set()
         for visit in visits:
-            for held in visit.scope.held:
-                if held.bucket.resident:
-                    if not held.settled and not self._bring_early(held, soon):
+            for bucket in visit.scope.buckets:
+                if bucket.spec.resident:
+                    if not bucket.settled and not self._bring_early(bucket, soon):
                         return
-                elif visit.steps <= held.leads[visit.back] and not self._bring_early(held, soon):
+                elif visit.steps <= bucket.leads[visit.back] and not self._bring_early(bucket, soon):
                     return
-                soon.add(held.index)
+                soon.add(bucket.index)
 
-    def _bring_early(self, held: BucketState, soon: set[int]) -> bool:
+    def _bring_early(self, bucket: BucketState, soon: set[int]) -> bool:
         """Start bringing ``held`` unless it would disturb somebody; whether the next one may be tried."""
-        if held.pending is Pending.HOST:
-            if held.future is None or not held.future.done():
+        if bucket.pending is Pending.HOST:
+            if bucket.future is None or not bucket.future.done():
                 return False
-            self.updates.settle(held)
-        if not held.present or held.pending is Pending.DEVICE:
-            for rival in held.overlapping:
-                if rival.pending is Pending.VISITING or (rival.present and (rival.open or rival.index in soon)):
+            self.updates.settle(bucket)
+        if not bucket.present or bucket.pending is Pending.DEVICE:
+            for other in bucket.overlapping:
+                if other.pending is Pending.VISITING or (other.present and (other.open or other.index in soon)):
                     return False
-        if held.pending is Pending.DEVICE:
-            if not self.updates.may_begin(held):
+        if bucket.pending is Pending.DEVICE:
+            if not self.updates.may_begin(bucket):
                 return False
-            self.updates.begin(held)
-        elif not held.present:
-            self.homes.fetch(held)
+            self.updates.begin(bucket)
+        elif not bucket.present:
+            self.residency.fetch(bucket)
         return True
 
     # --- gradients and updates ---------------------------------------------------------------------------------------
@@ -246,28 +248,28 @@ class Engine(Copied):
         if self.layout.in_backward and self._used:
             raise RuntimeError(f"{HALFWAY}: call step() before weights are read")
 
-    def _completed(self, held: BucketState) -> None:
+    def _completed(self, bucket: BucketState) -> None:
         if self.layout.in_backward:
-            self._ready.append(held)
+            self._ready.append(bucket)
 
-    def _catch_up(self, held: BucketState) -> None:
+    def _catch_up(self, bucket: BucketState) -> None:
         """After backward: the last update of a bucket that this rank did not use since, before it gets another."""
-        self.borders.close_all()
-        self.settle(held)
+        self.hooks.close_all()
+        self.settle(bucket)
 
     def _update_ready(self) -> None:
         """Without clipping: update what is complete and no longer used in this backward."""
-        waiting = [held for held in self._ready if held.open]
-        for held in self._ready:
-            if not held.open:
-                self._submit(held, self.clipping.in_backward(held))
-                held.cover()  # nobody reads it before step; see ``refuse_halfway``
+        waiting = [bucket for bucket in self._ready if bucket.open]
+        for bucket in self._ready:
+            if not bucket.open:
+                self._submit(bucket, self.clipping.in_backward(bucket))
+                bucket.cover()  # nobody reads it before step; see ``refuse_halfway``
         self._ready = waiting
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """The norm of all gradients, which the update will clip; see ``clipping.py``."""
-        self.borders.close_all()
+        self.hooks.close_all()
         return self.clipping.clip(max_norm)
 
     @torch.no_grad()
@@ -277,7 +279,7 @@ class Engine(Copied):
         Raises:
             NonFiniteError: nothing has changed for several steps.
         """
-        self.borders.close_all()
+        self.hooks.close_all()
         if self._buffers is not None:
             self._buffers.step()
         self.gradients.leftovers.refuse()
@@ -288,31 +290,31 @@ class Engine(Copied):
             self._update_ready()
             self._refuse_changed()
         else:
-            touched = [held for held in self.held if held.touched]
+            touched = [bucket for bucket in self.buckets if bucket.touched]
             scale = self.clipping.of_step(touched)
-            for held in touched:
-                self._submit(held, scale)
+            for bucket in touched:
+                self._submit(bucket, scale)
         if self.clipping.scale is not None:
-            self.verdicts.add(self.clipping.scale, self.gradients.norms())
+            self.skipped_steps.add(self.clipping.scale, self.gradients.norms())
         self.clipping.clear()
         self.gradients.spend()
         self._used.clear()
-        self.borders.choose_guards()
+        self.hooks.choose_guards()
         self._fetch_ahead(self._itinerary.from_start())
-        self.verdicts.refuse()
+        self.skipped_steps.refuse()
 
-    def _submit(self, held: BucketState, scale: Scale) -> None:
-        assert held.bucket.group is not None
-        held.refuse_loans()
-        if held.bucket.group not in self._used:
-            group = self._groups()[held.bucket.group]
+    def _submit(self, bucket: BucketState, scale: Scale) -> None:
+        assert bucket.spec.group is not None
+        bucket.refuse_loans()
+        if bucket.spec.group not in self._used:
+            group = self._groups()[bucket.spec.group]
             # Copies: a scheduler may change a rate, even in place, before the update is computed.
-            self._used[held.bucket.group] = {
+            self._used[bucket.spec.group] = {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in group.items()
                 if name != "params"
             }
-        self.updates.submit(held, Job(tuple(sorted(held.touched)), self._used[held.bucket.group], scale))
+        self.updates.submit(bucket, Job(tuple(sorted(bucket.touched)), self._used[bucket.spec.group], scale))
 
     def _refuse_changed(self) -> None:
         """Do nothing where the hyperparameters are those that updates in backward were made with.
@@ -343,39 +345,39 @@ class Engine(Copied):
         """
         if self.layout.in_backward and self._used:
             raise RuntimeError(f"{HALFWAY}: call step(), or if backward was interrupted, start from a checkpoint")
-        self.borders.close_all()
+        self.hooks.close_all()
         self.gradients.discard()
         self.clipping.clear()
         self._ready.clear()
 
-    def forget(self, held: BucketState, index: int) -> None:
+    def forget(self, bucket: BucketState, index: int) -> None:
         """A gradient is not wanted; when it was the last one that waits, all that waited are discarded."""
-        held.zeroed.discard(index)
-        if index in held.spent:
-            held.spent.discard(index)
+        bucket.zeroed.discard(index)
+        if index in bucket.spent:
+            bucket.spent.discard(index)
             return
         if not self.layout.in_backward:
-            self.clipping.forget(held, index)
-        if self.layout.in_backward or not any(each.touched for each in self.held):
+            self.clipping.forget(bucket, index)
+        if self.layout.in_backward or not any(each.touched for each in self.buckets):
             self.discard()
 
     @torch.no_grad()
     def drain(self) -> None:
         """Settle every bucket: all weights and state are where they rest, and the host may read them."""
-        self.borders.close_all()
-        for held in self.held:
-            self.settle(held)
-        for held in self.held:
-            self.transfer.host_wait(held.stored, held.arrived, held.used)
-            if held.bucket.resident:
-                self.homes.use(held)
-        self.verdicts.look()
+        self.hooks.close_all()
+        for bucket in self.buckets:
+            self.settle(bucket)
+        for bucket in self.buckets:
+            self.transfer.host_wait(bucket.stored, bucket.arrived, bucket.used)
+            if bucket.spec.resident:
+                self.residency.use(bucket)
+        self.skipped_steps.look()
 
     def close(self) -> None:
         """Take all hooks off, end the worker and unpin the host's memory, in which the weights stay as they are."""
         for handle in self._handles:
             handle.remove()
-        self.borders.detach()
+        self.hooks.detach()
         self.worker.close()
         self.arena.close()
 

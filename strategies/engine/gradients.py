@@ -67,7 +67,7 @@ class Gradients:
         self._layout, self._order = layout, order
         self._transfer, self._worker, self._updates = transfer, worker, updates
         self._complete, self._settle, self._group = complete, settle, group
-        self._all = sorted({held.index: held for held, _ in order}.values(), key=lambda held: -held.index)
+        self._all = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
         self.leftovers = Leftovers(self._all)
         self.window = 0  # counts the times that all gradients were taken or given up
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
@@ -80,7 +80,7 @@ class Gradients:
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trained parameter; the handles take the hooks off again."""
-        return [on_gradient(held.params[index], partial(self._land, held, index)) for held, index in self._order]
+        return [on_gradient(bucket.params[index], partial(self._land, bucket, index)) for bucket, index in self._order]
 
     @property
     def empty(self) -> bool:
@@ -96,33 +96,33 @@ class Gradients:
         self._fresh = True
 
     @torch.no_grad()
-    def _land(self, held: BucketState, index: int, param: nn.Parameter) -> None:
+    def _land(self, bucket: BucketState, index: int, param: nn.Parameter) -> None:
         grad = take_grad(param)
-        assert grad is not None and held.grad is not None
+        assert grad is not None and bucket.grad is not None
         if grad.layout is not torch.strided:
             raise RuntimeError(
-                f"{held.name}: sparse gradients are not supported; build the embedding with sparse=False"
+                f"{bucket.name}: sparse gradients are not supported; build the embedding with sparse=False"
             )
-        self.leftovers.refuse_spent(held, index)
-        if self._fresh or index in held.landed:
+        self.leftovers.refuse_spent(bucket, index)
+        if self._fresh or index in bucket.landed:
             self._start_pass()
-        if held.index in self._done:
+        if bucket.index in self._done:
             self._refuse_pass()
-        if held.parks_down:
-            self._enter_slot(held)
-        place = held.shaped(held.grad, index)
-        self._transfer.writes(Lane.COMPUTE, held.grad)
-        if index in held.touched and not held.parks_down:
+        if bucket.parks_down:
+            self._enter_slot(bucket)
+        place = bucket.shaped(bucket.grad, index)
+        self._transfer.writes(Lane.COMPUTE, bucket.grad)
+        if index in bucket.touched and not bucket.parks_down:
             place.add_(grad)
         else:
             place.copy_(grad)
-        if index not in held.touched:
-            self._landed_in.append((held, index))
-        held.landed.add(index)
-        held.unsent.add(index)
-        held.touched.add(index)
-        if len(held.landed) == len(held.params):
-            self._landed(held)
+        if index not in bucket.touched:
+            self._landed_in.append((bucket, index))
+        bucket.landed.add(index)
+        bucket.unsent.add(index)
+        bucket.touched.add(index)
+        if len(bucket.landed) == len(bucket.params):
+            self._landed(bucket)
 
     def _refuse_pass(self) -> NoReturn:
         raise RuntimeError(
@@ -135,47 +135,47 @@ class Gradients:
         if self._finished or self.passes >= self._layout.accumulation:
             self._refuse_pass()
         self._end_pass()
-        for held in self._all:
-            held.landed.clear()
+        for bucket in self._all:
+            bucket.landed.clear()
         self._fresh = False
         self.passes += 1
         self._to_reduce = list(self._all)
 
-    def _enter_slot(self, held: BucketState) -> None:
-        assert held.grad is not None
-        former = self._updates.slots.get(held.grad.data_ptr())
-        if former is held and held.unsent:
+    def _enter_slot(self, bucket: BucketState) -> None:
+        assert bucket.grad is not None
+        former = self._updates.slots.get(bucket.grad.data_ptr())
+        if former is bucket and bucket.unsent:
             return
-        if former is not None and former is not held and former.unsent:
+        if former is not None and former is not bucket and former.unsent:
             if self._group is not None:
                 raise RuntimeError(
                     f"a parameter of {former.name} has no gradient, which the ranks must learn before the bucket "
                     f"leaves: set strategies.offload.gradients: device"
                 )
             self._send(former)  # not all of it has landed; what has goes now
-        self._updates.enter_slot(held, Lane.COMPUTE)
+        self._updates.enter_slot(bucket, Lane.COMPUTE)
 
-    def _landed(self, held: BucketState) -> None:
+    def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
         if self.last_pass and self._group is None:
-            self._finish(held)
+            self._finish(bucket)
         elif self.last_pass:
             self._reduce_in_turn()
-        elif held.parks_down:
-            self._send(held)
+        elif bucket.parks_down:
+            self._send(bucket)
 
     def _reduce_in_turn(self) -> None:
         # All ranks reduce in one order, whatever the order in which their gradients land.
         while self._to_reduce and len(self._to_reduce[0].landed) == len(self._to_reduce[0].params):
-            held = self._to_reduce.pop(0)
-            self._reduce(held)
-            self._finish(held)
+            bucket = self._to_reduce.pop(0)
+            self._reduce(bucket)
+            self._finish(bucket)
 
     def _end_pass(self) -> None:
         """Send what waits in slots of buckets that had parameters without gradient."""
-        for held in self._all:
-            if held.unsent and held.parks_down and not self.last_pass:
-                self._send(held)
+        for bucket in self._all:
+            if bucket.unsent and bucket.parks_down and not self.last_pass:
+                self._send(bucket)
 
     @torch.no_grad()
     def learn(self) -> None:
@@ -189,76 +189,78 @@ class Gradients:
         if self.empty or self._finished:
             return
         self._finished = True
-        late = [held for held in self._all if held.index not in self._done]
+        late = [bucket for bucket in self._all if bucket.index not in self._done]
         if self._group is not None:
-            for held in late:
-                self._settle(held)  # where only other ranks have used it, its last update may wait for this memory
-                self._reduce(held)
+            for bucket in late:
+                self._settle(bucket)  # where only other ranks have used it, its last update may wait for this memory
+                self._reduce(bucket)
             self._share_touched()
-        for held in late:
-            if held.touched:
-                self._finish(held)
+        for bucket in late:
+            if bucket.touched:
+                self._finish(bucket)
 
-    def _finish(self, held: BucketState) -> None:
+    def _finish(self, bucket: BucketState) -> None:
         """For this update no further gradient of ``held`` will come."""
-        self._done.add(held.index)
-        if held.parks_down or held.bucket.site is Site.HOST:
-            self._send(held)
-        if held.parks_down and self._layout.accumulation > 1:
-            self._measure_on_host(held)
-        self._complete(held)
+        self._done.add(bucket.index)
+        if bucket.parks_down or bucket.spec.site is Site.HOST:
+            self._send(bucket)
+        if bucket.parks_down and self._layout.accumulation > 1:
+            self._measure_on_host(bucket)
+        self._complete(bucket)
 
-    def _reduce(self, held: BucketState) -> None:
+    def _reduce(self, bucket: BucketState) -> None:
         """Mean over the ranks, in place; as torch's data parallelism does it: divide, then sum."""
         import torch.distributed as dist
 
-        assert held.grad is not None and self._group is not None
-        if held.parks_down:
-            self._enter_slot(held)
-        missing = [index for index in range(len(held.params)) if index not in held.touched]
+        assert bucket.grad is not None and self._group is not None
+        if bucket.parks_down:
+            self._enter_slot(bucket)
+        missing = [index for index in range(len(bucket.params)) if index not in bucket.touched]
         for index in missing:
-            held.part(held.grad, index).zero_()
-        held.grad.div_(dist.get_world_size(self._group))
-        dist.all_reduce(held.grad, group=self._group)
+            bucket.part(bucket.grad, index).zero_()
+        bucket.grad.div_(dist.get_world_size(self._group))
+        dist.all_reduce(bucket.grad, group=self._group)
 
     def _share_touched(self) -> None:
         """A parameter that had a gradient on any rank has one on all."""
         import torch.distributed as dist
 
-        flags = torch.tensor([float(i in held.touched) for held, i in self._order], device=self._all[0].weight.device)
+        flags = torch.tensor(
+            [float(i in bucket.touched) for bucket, i in self._order], device=self._all[0].weight.device
+        )
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        for (held, index), flag in zip(self._order, flags.tolist(), strict=True):
-            if flag and index not in held.touched:
-                held.touched.add(index)
-                held.unsent.add(index)
+        for (bucket, index), flag in zip(self._order, flags.tolist(), strict=True):
+            if flag and index not in bucket.touched:
+                bucket.touched.add(index)
+                bucket.unsent.add(index)
 
-    def _send(self, held: BucketState) -> None:
+    def _send(self, bucket: BucketState) -> None:
         """DOWN with what has landed: the whole bucket in one copy, or parameter by parameter where some are missing."""
-        if not held.unsent:
+        if not bucket.unsent:
             return
-        assert held.grad is not None and held.parked is not None
-        if held.parks_down and self._layout.accumulation == 1:  # the slot may be another's before the rest has landed
-            leaving = sorted(held.unsent)
-            held.norms |= zip(leaving, norms_of(held.gradients(leaving)), strict=True)
-        transfer, adds = self._transfer, bool(held.unsent & held.summed)
-        target = held.arrival if adds else held.parked
-        assert target is not None, f"{held.name}: a second gradient, and nowhere to add it"
+        assert bucket.grad is not None and bucket.parked is not None
+        if bucket.parks_down and self._layout.accumulation == 1:  # the slot may be another's before the rest has landed
+            leaving = sorted(bucket.unsent)
+            bucket.norms |= zip(leaving, norms_of(bucket.gradients(leaving)), strict=True)
+        transfer, adds = self._transfer, bool(bucket.unsent & bucket.summed)
+        target = bucket.arrival if adds else bucket.parked
+        assert target is not None, f"{bucket.name}: a second gradient, and nowhere to add it"
         if adds:
             self._wait_for_arrivals(target)
-        elif held.added is not None:  # by now long done: PARKED was read by an update since
-            transfer.wait(Lane.DOWN, held.added.result())
-        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), held.arrived)
-        if len(held.unsent) == len(held.params):
-            transfer.copy(Lane.DOWN, target, held.grad)
+        elif bucket.added is not None:  # by now long done: PARKED was read by an update since
+            transfer.wait(Lane.DOWN, bucket.added.result())
+        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
+        if len(bucket.unsent) == len(bucket.params):
+            transfer.copy(Lane.DOWN, target, bucket.grad)
         else:
-            for index in sorted(held.unsent):
-                transfer.copy(Lane.DOWN, held.part(target, index), held.part(held.grad, index))
-        held.sent = transfer.record(Lane.DOWN)
+            for index in sorted(bucket.unsent):
+                transfer.copy(Lane.DOWN, bucket.part(target, index), bucket.part(bucket.grad, index))
+        bucket.sent = transfer.record(Lane.DOWN)
         if adds:
-            work = partial(self._add, held, target, sorted(held.unsent), frozenset(held.summed), held.sent)
-            held.added = self._arrivals[target.data_ptr()] = self._worker.submit(held.index, work)
-        held.summed |= held.unsent
-        held.unsent.clear()
+            work = partial(self._add, bucket, target, sorted(bucket.unsent), frozenset(bucket.summed), bucket.sent)
+            bucket.added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
+        bucket.summed |= bucket.unsent
+        bucket.unsent.clear()
 
     def _wait_for_arrivals(self, slot: Tensor) -> None:
         former = self._arrivals.pop(slot.data_ptr(), None)
@@ -266,58 +268,58 @@ class Gradients:
             self._transfer.wait(Lane.DOWN, former.result())
 
     def _add(
-        self, held: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event
+        self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event
     ) -> Event:
         """In the worker: add what has arrived to what is parked."""
-        assert held.parked is not None
+        assert bucket.parked is not None
         self._transfer.host_wait(sent)
         self._transfer.reads(Lane.HOST, arrival)
-        self._transfer.writes(Lane.HOST, held.parked)
+        self._transfer.writes(Lane.HOST, bucket.parked)
         for index in indices:
-            target, source = held.part(held.parked, index), held.part(arrival, index)
+            target, source = bucket.part(bucket.parked, index), bucket.part(arrival, index)
             if index in summed:
                 target.add_(source)
             else:
                 target.copy_(source)
         return self._transfer.record(Lane.HOST)
 
-    def _measure_on_host(self, held: BucketState) -> None:
+    def _measure_on_host(self, bucket: BucketState) -> None:
         """The norms of gradients that were summed on the host, taken there."""
-        touched, sent = sorted(held.touched), held.sent
+        touched, sent = sorted(bucket.touched), bucket.sent
 
         def measure() -> list[Tensor]:
-            assert held.parked is not None
+            assert bucket.parked is not None
             self._transfer.host_wait(sent)
-            return norms_of([held.shaped(held.parked, index) for index in touched])
+            return norms_of([bucket.shaped(bucket.parked, index) for index in touched])
 
-        future = self._worker.submit(held.index, measure)
-        held.norms_later = (touched, future)
+        future = self._worker.submit(bucket.index, measure)
+        bucket.norms_later = (touched, future)
 
-    def norms_in(self, held: BucketState, device: torch.device) -> list[Tensor]:
+    def norms_in(self, bucket: BucketState, device: torch.device) -> list[Tensor]:
         """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
-        if held.norms_later is not None:
-            touched, future = held.norms_later
-            held.norms = dict(zip(touched, _together(future.result(), device), strict=True))
-            held.norms_later = None
-        if not held.norms and held.touched:
-            self._measure([held])
-        return list(held.norms.values())
+        if bucket.norms_later is not None:
+            touched, future = bucket.norms_later
+            bucket.norms = dict(zip(touched, _together(future.result(), device), strict=True))
+            bucket.norms_later = None
+        if not bucket.norms and bucket.touched:
+            self._measure([bucket])
+        return list(bucket.norms.values())
 
     def _measure(self, several: Sequence[BucketState]) -> None:
         """The norms of gradients that park on the device, in one call: one kernel for all of them."""
-        places = [(held, index) for held in several for index in sorted(held.touched)]
-        grads = [grad for held in several for grad in held.gradients(sorted(held.touched))]
-        for (held, index), norm in zip(places, norms_of(grads), strict=True):
-            held.norms[index] = norm
+        places = [(bucket, index) for bucket in several for index in sorted(bucket.touched)]
+        grads = [grad for bucket in several for grad in bucket.gradients(sorted(bucket.touched))]
+        for (bucket, index), norm in zip(places, norms_of(grads), strict=True):
+            bucket.norms[index] = norm
 
     def norm(self, device: torch.device) -> Tensor:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
         self.leftovers.refuse()
         self.finish()
-        self._measure([held for held in self._all if not held.parks_down and not held.norms])
-        for held in self._all:
-            self.norms_in(held, device)
-        in_order = [held.norms[index] for held, index in self._order if index in held.norms]
+        self._measure([bucket for bucket in self._all if not bucket.parks_down and not bucket.norms])
+        for bucket in self._all:
+            self.norms_in(bucket, device)
+        in_order = [bucket.norms[index] for bucket, index in self._order if index in bucket.norms]
         if not in_order:
             return torch.zeros((), device=device)
         total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
@@ -325,30 +327,32 @@ class Gradients:
 
     def norms(self) -> Norms:
         """What is known of single norms, in the order in which backward came by."""
-        known = [(held, index) for held, index in self._landed_in if index in held.norms]
-        return Norms([held.bucket.params[index] for held, index in known], [held.norms[index] for held, index in known])
+        known = [(bucket, index) for bucket, index in self._landed_in if index in bucket.norms]
+        return Norms(
+            [bucket.spec.params[index] for bucket, index in known], [bucket.norms[index] for bucket, index in known]
+        )
 
-    def value(self, held: BucketState, index: int, device: torch.device) -> Tensor:
+    def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
         """A copy of one gradient of this update, as far as it has come."""
         if self.last_pass:
             self.finish()
-        elif held.parks_down:
-            self._send(held)
-        if not held.parks_down:
-            assert held.grad is not None
-            return held.shaped(held.grad, index).clone()
-        assert held.parked is not None
-        if held.added is not None:
-            self._transfer.host_wait(held.added.result())
-        self._transfer.host_wait(held.sent)
-        return held.shaped(held.parked, index).to(device, copy=True)
+        elif bucket.parks_down:
+            self._send(bucket)
+        if not bucket.parks_down:
+            assert bucket.grad is not None
+            return bucket.shaped(bucket.grad, index).clone()
+        assert bucket.parked is not None
+        if bucket.added is not None:
+            self._transfer.host_wait(bucket.added.result())
+        self._transfer.host_wait(bucket.sent)
+        return bucket.shaped(bucket.parked, index).to(device, copy=True)
 
-    def forget(self, held: BucketState, index: int) -> None:
+    def forget(self, bucket: BucketState, index: int) -> None:
         """As if parameter ``index`` had got no gradient for this update."""
         self.finish()
-        held.touched.discard(index)
-        held.unsent.discard(index)
-        held.norms.pop(index, None)
+        bucket.touched.discard(index)
+        bucket.unsent.discard(index)
+        bucket.norms.pop(index, None)
 
     def discard(self) -> None:
         """As ``clear``, when nobody has taken the gradients: what the worker still adds is awaited."""
@@ -363,12 +367,12 @@ class Gradients:
 
     def clear(self) -> None:
         """The window is over: its gradients were taken, or are not wanted."""
-        for held in self._all:
-            held.landed.clear()
-            held.unsent.clear()
-            held.touched.clear()
-            held.summed.clear()
-            held.norms, held.norms_later = {}, None
+        for bucket in self._all:
+            bucket.landed.clear()
+            bucket.unsent.clear()
+            bucket.touched.clear()
+            bucket.summed.clear()
+            bucket.norms, bucket.norms_later = {}, None
         self._done.clear()
         self._landed_in.clear()
         self.passes, self._fresh, self._finished = 0, True, False

@@ -22,15 +22,15 @@ class Leftovers:
     def __init__(self, several: Sequence[BucketState]) -> None:
         self._all = several
 
-    def refuse_spent(self, held: BucketState, index: int) -> None:
+    def refuse_spent(self, bucket: BucketState, index: int) -> None:
         """Do nothing where the gradient of this parameter is not one that ``step`` has taken.
 
         Raises:
             RuntimeError: it is.
         """
-        if index in held.spent:
+        if index in bucket.spent:
             raise RuntimeError(
-                f"step() took the gradient of {held.bucket.params[index]}: read it before, and call zero_grad() after "
+                f"step() took the gradient of {bucket.spec.params[index]}: read it before, and call zero_grad() after "
                 f"every step()"
             )
 
@@ -40,23 +40,23 @@ class Leftovers:
         Raises:
             RuntimeError: there are others.
         """
-        for held in self._all:
-            for index in held.spent:
-                self.refuse_spent(held, index)
-            for index in held.zeroed - held.touched:
+        for bucket in self._all:
+            for index in bucket.spent:
+                self.refuse_spent(bucket, index)
+            for index in bucket.zeroed - bucket.touched:
                 raise RuntimeError(
-                    f"{held.bucket.params[index]} has a gradient of zero and got none in backward, which would update "
+                    f"{bucket.spec.params[index]} has a gradient of zero and got none in backward, which would update "
                     f"it all the same: call zero_grad() without set_to_none=False"
                 )
 
     def zero(self, *, to_none: bool) -> None:
         """All gradients become None, or zero where there were any."""
-        for held in self._all:
-            held.zeroed = set() if to_none else held.zeroed | held.touched | held.spent
-            held.spent.clear()
+        for bucket in self._all:
+            bucket.zeroed = set() if to_none else bucket.zeroed | bucket.touched | bucket.spent
+            bucket.spent.clear()
 
     def spend(self) -> None:
         """A step takes the gradients."""
-        for held in self._all:
-            held.spent |= held.touched
-            held.zeroed.clear()
+        for bucket in self._all:
+            bucket.spent |= bucket.touched
+            bucket.zeroed.clear()

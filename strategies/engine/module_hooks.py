@@ -62,7 +62,7 @@ class Scope:
 
     name: str
     module: nn.Module
-    held: list[BucketState]
+    buckets: list[BucketState]
     outer: frozenset[str] = field(default_factory=frozenset)
     is_block: bool = True
     seen: Seen = Seen.NOTHING
@@ -77,7 +77,7 @@ class Scope:
         return self is other or self.name in other.outer
 
 
-def find_scopes(model: nn.Module, held_of: dict[int, BucketState]) -> list[Scope]:
+def find_scopes(model: nn.Module, bucket_of: dict[int, BucketState]) -> list[Scope]:
     """All scopes of ``model`` in order of registration; ``held_of`` maps the id of a parameter to its bucket."""
     blocks = set(block_names(model))
     found: list[Scope] = []
@@ -85,10 +85,10 @@ def find_scopes(model: nn.Module, held_of: dict[int, BucketState]) -> list[Scope
         if any(_inside(name, block) for block in blocks):
             continue
         owned = module.parameters(recurse=name in blocks)
-        held = list({held_of[id(param)].index: held_of[id(param)] for param in owned}.values())
-        if held:
+        buckets = list({bucket_of[id(param)].index: bucket_of[id(param)] for param in owned}.values())
+        if buckets:
             outer = frozenset(scope.name for scope in found if _inside(name, scope.name))
-            found.append(Scope(name, module, held, outer, name in blocks))
+            found.append(Scope(name, module, buckets, outer, name in blocks))
     return found
 
 
@@ -234,12 +234,12 @@ class ModuleHooks:
         """Whether a forward now would be part of a backward."""
         return self._backward
 
-    def joins(self, held: BucketState) -> None:
+    def joins(self, bucket: BucketState) -> None:
         """The scope whose forward runs, if one does, uses this bucket, too."""
         scope = self._in_forward[-1] if self._in_forward and not self._backward else None
-        if scope is not None and held not in scope.held:
-            scope.held.append(held)
-            held.open += self._in_forward.count(scope)
+        if scope is not None and bucket not in scope.buckets:
+            scope.buckets.append(bucket)
+            bucket.open += self._in_forward.count(scope)
 
     def choose_guards(self) -> None:
         """At a step: from now on, guards stand where what has been seen asks for them."""
@@ -261,13 +261,13 @@ class ModuleHooks:
         self._calls.append(Call(scope, torch._C._autograd._get_sequence_nr(), self._guarded(scope)))
         self._enter_forward(scope)
         if not torch.is_grad_enabled():
-            for held in scope.held:
-                held.show_plainly()
+            for bucket in scope.buckets:
+                bucket.show_plainly()
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any] | None:
         if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
             return None
-        travelling = [held for held in scope.held if not held.bucket.resident]
+        travelling = [bucket for bucket in scope.buckets if not bucket.spec.resident]
         if not travelling:
             return None
         refuse_transforms()
@@ -308,7 +308,7 @@ class ModuleHooks:
             scope.seen = Seen.ANNOUNCED
 
     def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
-        if torch.is_grad_enabled() and not all(held.bucket.resident for held in scope.held):
+        if torch.is_grad_enabled() and not all(bucket.spec.resident for bucket in scope.buckets):
             raise RuntimeError(DOUBLE)
         self._leave_again()
         same, self._node = number == self._node, number
@@ -330,7 +330,7 @@ class ModuleHooks:
         """Around the forward of a checkpointed block, the first time inside its borders, later wherever it begins."""
         replays = self._backward or scope not in self._in_forward  # a backward may begin with a replay
         if replays and (scope not in self._in_backward or scope is self._partly):
-            self._unannounced(scope, *scope.held)
+            self._unannounced(scope, *scope.buckets)
         hooks = self._guarded(scope)
         try:
             yield
@@ -352,8 +352,8 @@ class ModuleHooks:
             self._over = [other for other in opened if not other.contains(scope)]
             self._turn_to(scope)
             self._partly = scope
-        for held in several:
-            self._bring(held)
+        for bucket in several:
+            self._bring(bucket)
 
     def _turn_to(self, scope: Scope) -> None:
         if self._backward:
@@ -364,19 +364,19 @@ class ModuleHooks:
 
     def _open(self, opened: list[Scope], scope: Scope, place: int | None = None) -> None:
         opened.insert(len(opened) if place is None else place, scope)
-        for held in scope.held:
-            held.open += 1
+        for bucket in scope.buckets:
+            bucket.open += 1
 
     def _shut(self, scope: Scope) -> None:
         if scope is self._partly:
             self._partly = None
-        for held in scope.held:
-            held.open -= 1
-        self._left(scope.held)
+        for bucket in scope.buckets:
+            bucket.open -= 1
+        self._left(scope.buckets)
 
     def _leave_again(self) -> None:
         for scope in self._over:
-            self._left(scope.held)
+            self._left(scope.buckets)
         self._over.clear()
 
     def _close(self, opened: list[Scope], entered: Scope | None) -> None:

@@ -263,7 +263,7 @@ class StowOptimizer(torch.optim.Optimizer):
     @property
     def skipped(self) -> int:
         """Steps left out because a gradient was not finite, as far as known without waiting."""
-        return self.engine.verdicts.skipped
+        return self.engine.skipped_steps.skipped
 
     @property
     def device_bytes(self) -> int:
@@ -381,13 +381,13 @@ class StowOptimizer(torch.optim.Optimizer):
 
     def _entries(self) -> Iterator[state_file.Entry]:
         """Every trained parameter in the order of the layout. One that was never updated has no counts and moments."""
-        for held in self.engine.held:
-            for param in held.params if held.bucket.group is not None else ():
+        for bucket in self.engine.buckets:
+            for param in bucket.params if bucket.spec.group is not None else ():
                 state = self._surface.state_of(param)
                 if not state["step"] > 0:
                     state = {key: value for key, value in state.items() if key == "master"}
                 yield state_file.Entry(
-                    self._name_of[id(param)], tuple(param.shape), held.bucket.dtype, state, held.name
+                    self._name_of[id(param)], tuple(param.shape), bucket.spec.dtype, state, bucket.name
                 )
 
     def close(self) -> None:

@@ -30,81 +30,81 @@ class Residency:
         self.transfer, self.debug = transfer, debug
         self._stamps: dict[int, tuple[str, int]] = {}
 
-    def claim(self, held: BucketState) -> None:
+    def claim(self, bucket: BucketState) -> None:
         """Make ``held`` the tenant of its home; UP may write it afterwards. See [Note: moving in].
 
         Raises:
             RuntimeError: a rival is in use: the model uses together what the plan keeps apart.
         """
-        for rival in held.overlapping:
-            if rival.present:
-                self._evict(rival, held)
-        for former in (held, *held.overlapping):
+        for other in bucket.overlapping:
+            if other.present:
+                self._evict(other, bucket)
+        for former in (bucket, *bucket.overlapping):
             self.transfer.wait(Lane.UP, former.used, former.stored)
-        held.presence = Presence.PRESENT
-        held.generation += 1
+        bucket.presence = Presence.PRESENT
+        bucket.generation += 1
         if self.debug:
-            self._stamp(held)
+            self._stamp(bucket)
 
-    def _evict(self, held: BucketState, wanted_by: BucketState) -> None:
+    def _evict(self, bucket: BucketState, wanted_by: BucketState) -> None:
         """Hide the parameters; their bytes are on the host already."""
-        if held.open:
+        if bucket.open:
             raise RuntimeError(
-                f"{wanted_by.name} needs the address of {held.name}, which is in use: write a higher "
+                f"{wanted_by.name} needs the address of {bucket.name}, which is in use: write a higher "
                 f"strategies.offload.prefetch with weights: streamed (recomputing several blocks at once needs an "
                 f"address for each of them)"
             )
-        assert held.pending is not Pending.VISITING, f"{held.name} is being updated"
-        self._vacate(held)
+        assert bucket.pending is not Pending.VISITING, f"{bucket.name} is being updated"
+        self._vacate(bucket)
 
-    def fetch(self, held: BucketState) -> None:
+    def fetch(self, bucket: BucketState) -> None:
         """Copy the weights up from the host into their home."""
-        assert held.copy is not None and held.settled, f"{held.name} has nothing to fetch"
-        self.claim(held)
-        self._bring(held, held.copy)
+        assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
+        self.claim(bucket)
+        self._bring(bucket, bucket.copy)
 
-    def receive(self, held: BucketState, source: Tensor) -> None:
+    def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
-        self.transfer.wait(Lane.UP, held.used)
-        self._bring(held, source)
+        self.transfer.wait(Lane.UP, bucket.used)
+        self._bring(bucket, source)
 
-    def _bring(self, held: BucketState, source: Tensor) -> None:
+    def _bring(self, bucket: BucketState, source: Tensor) -> None:
         if self.debug:
-            self.transfer.poison(Lane.UP, held.weight)
-        self.transfer.copy(Lane.UP, held.weight, source)
-        held.arrived = self.transfer.record(Lane.UP)
-        held.presence = Presence.PRESENT
+            self.transfer.poison(Lane.UP, bucket.weight)
+        self.transfer.copy(Lane.UP, bucket.weight, source)
+        bucket.arrived = self.transfer.record(Lane.UP)
+        bucket.presence = Presence.PRESENT
 
-    def use(self, held: BucketState) -> None:
+    def use(self, bucket: BucketState) -> None:
         """COMPUTE is about to use the home, and the parameters show it."""
-        self.transfer.wait(Lane.COMPUTE, held.arrived)
-        held.show()
+        self.transfer.wait(Lane.COMPUTE, bucket.arrived)
+        bucket.show()
         if self.debug:
-            self._check(held)
-            self.transfer.reads(Lane.COMPUTE, held.weight)
+            self._check(bucket)
+            self.transfer.reads(Lane.COMPUTE, bucket.weight)
 
     def left(self, several: Iterable[BucketState]) -> None:
         """COMPUTE has been given everything that uses these homes for now."""
         event = None
-        for held in several:
+        for bucket in several:
             event = event or self.transfer.record(Lane.COMPUTE)
-            held.used = event
-            if not held.open and not held.bucket.resident:
-                held.cover()
-                if self.transfer.eager and held.present and held.settled:
-                    self._vacate(held)
+            bucket.used = event
+            if not bucket.open and not bucket.spec.resident:
+                bucket.cover()
+                if self.transfer.eager and bucket.present and bucket.settled:
+                    self._vacate(bucket)
 
-    def _vacate(self, held: BucketState) -> None:
-        held.leave()
-        self.transfer.vacated(held.weight, held.used, held.stored, held.arrived)
+    def _vacate(self, bucket: BucketState) -> None:
+        bucket.leave()
+        self.transfer.vacated(bucket.weight, bucket.used, bucket.stored, bucket.arrived)
 
-    def _stamp(self, held: BucketState) -> None:
-        for rival in held.overlapping:
-            self._stamps.pop(rival.index, None)
-        self._stamps[held.index] = (held.name, held.generation)
+    def _stamp(self, bucket: BucketState) -> None:
+        for other in bucket.overlapping:
+            self._stamps.pop(other.index, None)
+        self._stamps[bucket.index] = (bucket.name, bucket.generation)
 
-    def _check(self, held: BucketState) -> None:
-        if held.bucket.resident:
+    def _check(self, bucket: BucketState) -> None:
+        if bucket.spec.resident:
             return
-        stamp = self._stamps.get(held.index)
-        assert stamp == (held.name, held.generation), f"{held.name} is used, but its home holds {stamp}"
+        stamp = self._stamps.get(bucket.index)
+        assert stamp == (bucket.name, bucket.generation), f"{bucket.name} is used, but its home holds {stamp}"

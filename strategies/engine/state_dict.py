@@ -56,8 +56,8 @@ class Surface(Copied):
         # what it swapped in would not lie where the plan says.
         self._referred = [weakref.ref(param) for param in model.parameters()]
         for name, param in model.named_parameters():
-            held, index = engine.place_of[id(param)]
-            param._keeper = Keeper(self, held, index, name)  # type: ignore[attr-defined]
+            bucket, index = engine.bucket_of[id(param)]
+            param._keeper = Keeper(self, bucket, index, name)  # type: ignore[attr-defined]
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 # torch marks these hooks with an attribute, which a bound method cannot have
@@ -70,32 +70,32 @@ class Surface(Copied):
 
     def weight_of(self, param: nn.Parameter) -> Tensor:
         """Where the newest weight of ``param`` rests; the host may read it."""
-        held, index = self.settled(param)
-        return held.shaped(held.rest(), index)
+        bucket, index = self.settled(param)
+        return bucket.shaped(bucket.rest(), index)
 
-    def copy_of(self, held: BucketState, index: int) -> Tensor:
+    def copy_of(self, bucket: BucketState, index: int) -> Tensor:
         """A copy of the newest weight, for COMPUTE."""
         self._engine.refuse_halfway()
         with torch.no_grad():
-            self._engine.settle(held)
-            self._engine.transfer.host_wait(held.stored)
-            self._engine.transfer.wait(Lane.COMPUTE, held.stored, held.arrived)
-            loan = _loan(held.params[index])
-            return (held.shaped(held.rest(), index) if loan is None else loan).to(self._engine.device, copy=True)
+            self._engine.settle(bucket)
+            self._engine.transfer.host_wait(bucket.stored)
+            self._engine.transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
+            loan = _loan(bucket.params[index])
+            return (bucket.shaped(bucket.rest(), index) if loan is None else loan).to(self._engine.device, copy=True)
 
-    def shown_to_others(self, held: BucketState, index: int) -> Tensor:
+    def shown_to_others(self, bucket: BucketState, index: int) -> Tensor:
         """What is lent: the home of a settled weight that stays, whose views see what is written, or a copy."""
-        if not held.bucket.resident:
-            return self.copy_of(held, index)
-        self._engine.ensure(held)
-        return alone(held.shaped(held.weight, index))
+        if not bucket.spec.resident:
+            return self.copy_of(bucket, index)
+        self._engine.ensure(bucket)
+        return alone(bucket.shaped(bucket.weight, index))
 
-    def read(self, held: BucketState, index: int, name: str) -> Tensor:
+    def read(self, bucket: BucketState, index: int, name: str) -> Tensor:
         """The parameter, present from now on if it stays, or a copy through which gradients flow."""
-        param = held.params[index]
+        param = bucket.params[index]
         self._engine.refuse_halfway()
-        if held.bucket.resident:
-            self._engine.reads_along(held)
+        if bucket.spec.resident:
+            self._engine.reads_along(bucket)
             return param
         if id(param) not in self._read:
             self._read.add(id(param))
@@ -103,39 +103,39 @@ class Surface(Copied):
                 "%s travels and is read outside of the module that owns it: %s are copied for that each time. Plan "
                 "with a batch, so that this is seen, or with weights='resident'",
                 name,
-                human(held.bucket.sizes[index] * held.weight.element_size()),
+                human(bucket.spec.sizes[index] * bucket.weight.element_size()),
             )
         _refuse_casts(name, param)
-        return _with_gradient(param, self.copy_of(held, index))
+        return _with_gradient(param, self.copy_of(bucket, index))
 
-    def read_view(self, held: BucketState, index: int, view: Tensor) -> Tensor:
+    def read_view(self, bucket: BucketState, index: int, view: Tensor) -> Tensor:
         """``view`` of the home itself, while the weight is there, or what it would show."""
-        if held.shows(index):
+        if bucket.shows(index):
             return view
-        value = self.copy_of(held, index)
+        value = self.copy_of(bucket, index)
         if view.dtype != value.dtype:
             raise RuntimeError(
-                f"{held.bucket.params[index]} travels, and a view of it as {view.dtype} outlives its stay"
+                f"{bucket.spec.params[index]} travels, and a view of it as {view.dtype} outlives its stay"
             )
-        start = view.storage_offset() - held.shaped(held.weight, index).storage_offset()
+        start = view.storage_offset() - bucket.shaped(bucket.weight, index).storage_offset()
         if view.requires_grad and torch.is_grad_enabled():
-            _refuse_casts(held.bucket.params[index], held.params[index])
+            _refuse_casts(bucket.spec.params[index], bucket.params[index])
             if view.retains_grad or view._backward_hooks:
                 raise RuntimeError(
-                    f"a view of {held.bucket.params[index]}, which travels, has hooks and is used when its block is "
+                    f"a view of {bucket.spec.params[index]}, which travels, has hooks and is used when its block is "
                     f"over, which they would not see: use param.register_hook"
                 )
         # From the parameter, and not from the view: torch makes the view's node anew, of what its base is by now.
-        whole = _with_gradient(held.params[index], value) if view.requires_grad else value
+        whole = _with_gradient(bucket.params[index], value) if view.requires_grad else value
         return whole.as_strided(view.size(), view.stride(), start)
 
     def settled(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """Where ``param`` is, with its newest weight at rest."""
         self._engine.refuse_halfway()
-        held, index = self._engine.place_of[id(param)]
-        self._engine.settle(held)
-        self._engine.transfer.host_wait(held.stored, held.arrived)
-        return held, index
+        bucket, index = self._engine.bucket_of[id(param)]
+        self._engine.settle(bucket)
+        self._engine.transfer.host_wait(bucket.stored, bucket.arrived)
+        return bucket, index
 
     def _lend(self, module: nn.Module, *rest: Any) -> None:
         """Before a state dict is made: plain parameters, which nobody is asked for. With values where others look."""
@@ -197,24 +197,24 @@ class Surface(Copied):
     @torch.no_grad()
     def adopt(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """``value`` is the new weight: put it wherever the weight lies, and where its ``master`` does."""
-        held, index = self.settled(param)
-        for place in (held.rest(), held.master if master else None, held.weight if held.present else None):
-            if place is not None and held.part(place, index).data_ptr() != value.data_ptr():
-                held.part(place, index).copy_(value.reshape(-1))
+        bucket, index = self.settled(param)
+        for place in (bucket.rest(), bucket.master if master else None, bucket.weight if bucket.present else None):
+            if place is not None and bucket.part(place, index).data_ptr() != value.data_ptr():
+                bucket.part(place, index).copy_(value.reshape(-1))
         loan = _loan(param)
         if loan is not None and loan.data_ptr() != value.data_ptr():
             loan.copy_(value)
-        self.used(held)
+        self.used(bucket)
         self._show_again(param)
 
-    def used(self, held: BucketState) -> None:
+    def used(self, bucket: BucketState) -> None:
         """COMPUTE has been given whatever somebody did with the home."""
-        held.used = self._engine.transfer.record(Lane.COMPUTE)
+        bucket.used = self._engine.transfer.record(Lane.COMPUTE)
 
     def _show_again(self, param: nn.Parameter) -> None:
-        held, index = self._engine.place_of[id(param)]
-        if index in held.own:
-            held.restore(index)
+        bucket, index = self._engine.bucket_of[id(param)]
+        if index in bucket.own:
+            bucket.restore(index)
 
     @contextmanager
     def present(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -229,10 +229,10 @@ class Surface(Copied):
     def take_out(self) -> None:
         """Ordinary tensors on the CPU for every parameter; the doors are removed."""
         self._referred.clear()
-        for held in self._engine.held:
-            for index, param in enumerate(held.params):
+        for bucket in self._engine.buckets:
+            for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                held.release(index)
+                bucket.release(index)
         for handle in self._handles:
             handle.remove()
 
@@ -241,29 +241,29 @@ class Surface(Copied):
     @property
     def clipping(self) -> Clipping:
         """For whoever handles gradients; backward is over then."""
-        self._engine.borders.close_all()
+        self._engine.hooks.close_all()
         return self._engine.clipping
 
-    def gradient(self, held: BucketState, index: int, keeper: Keeper) -> Tensor | None:
+    def gradient(self, bucket: BucketState, index: int, keeper: Keeper) -> Tensor | None:
         """What stands for the gradient that waits, if one does."""
         self._engine.gradients.learn()
-        some = index in held.touched or index in held.spent or index in held.zeroed
+        some = index in bucket.touched or index in bucket.spent or index in bucket.zeroed
         if not some:
             return None
-        return parked(keeper, held.nan.expand(held.shapes[index]), self._engine.gradients.window)
+        return parked(keeper, bucket.nan.expand(bucket.shapes[index]), self._engine.gradients.window)
 
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Views by torch's names; ``master`` where the weight is in a lower precision."""
-        held, index = self._engine.place_of[id(param)]
-        assert held.steps is not None, "a frozen parameter has no state"
+        bucket, index = self._engine.bucket_of[id(param)]
+        assert bucket.steps is not None, "a frozen parameter has no state"
         names = self._engine.rule.names
-        state = {"step": held.steps[index]}
-        state |= {name: held.shaped(moment, index) for name, moment in zip(names, held.moments, strict=True)}
-        if held.bucket.mixed:
-            assert held.master is not None
-            state["master"] = held.shaped(held.master, index)
+        state = {"step": bucket.steps[index]}
+        state |= {name: bucket.shaped(moment, index) for name, moment in zip(names, bucket.moments, strict=True)}
+        if bucket.spec.mixed:
+            assert bucket.master is not None
+            state["master"] = bucket.shaped(bucket.master, index)
         return state
 
     @torch.no_grad()
@@ -286,27 +286,27 @@ class Surface(Copied):
 class Keeper(Copied):
     """Answers for one parameter; see ``parameters.py``."""
 
-    def __init__(self, surface: Surface, held: BucketState, index: int, name: str) -> None:
-        self._surface, self._held, self._index, self.name = surface, held, index, name
-        begin = held.part(held.weight, index).data_ptr()
-        self.home = (begin, begin + held.part(held.weight, index).nbytes)
+    def __init__(self, surface: Surface, bucket: BucketState, index: int, name: str) -> None:
+        self._surface, self._bucket, self._index, self.name = surface, bucket, index, name
+        begin = bucket.part(bucket.weight, index).data_ptr()
+        self.home = (begin, begin + bucket.part(bucket.weight, index).nbytes)
 
     def read(self) -> Tensor:
-        return self._surface.read(self._held, self._index, self.name)
+        return self._surface.read(self._bucket, self._index, self.name)
 
     def value(self) -> Tensor:
-        return self._surface.copy_of(self._held, self._index)
+        return self._surface.copy_of(self._bucket, self._index)
 
     def require_present(self, what: str) -> None:
-        if not self._held.bucket.resident:
+        if not self._bucket.spec.resident:
             raise RuntimeError(f"{self.name}: {what} of a parameter that travels; plan with weights='resident'")
         self.read()
 
     def gradient(self) -> Tensor | None:
-        return self._surface.gradient(self._held, self._index, self)
+        return self._surface.gradient(self._bucket, self._index, self)
 
     def forget_gradient(self) -> None:
-        self._surface._engine.forget(self._held, self._index)
+        self._surface._engine.forget(self._bucket, self._index)
 
     @property
     def window(self) -> int:
@@ -314,19 +314,19 @@ class Keeper(Copied):
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        return self._surface.clipping.norm_of(self._held, self._index)
+        return self._surface.clipping.norm_of(self._bucket, self._index)
 
     @torch.no_grad()
     def gradient_value(self) -> Tensor:
-        return self._surface.clipping.value_of(self._held, self._index)
+        return self._surface.clipping.value_of(self._bucket, self._index)
 
     @torch.no_grad()
     def scale_gradient(self, factor: Tensor | float) -> None:
-        self._surface.clipping.multiply(self._held, self._index, factor)
+        self._surface.clipping.multiply(self._bucket, self._index, factor)
 
     def zero_gradient(self) -> None:
         self.forget_gradient()
-        self._held.zeroed.add(self._index)
+        self._bucket.zeroed.add(self._index)
 
     def follow(self, view: Tensor) -> Tensor:
         if not isinstance(view, StowedParameter):
@@ -336,10 +336,10 @@ class Keeper(Copied):
 
     @property
     def here(self) -> bool:
-        return self._held.shows(self._index)
+        return self._bucket.shows(self._index)
 
     def read_view(self, view: Tensor) -> Tensor:
-        return self._surface.read_view(self._held, self._index, view)
+        return self._surface.read_view(self._bucket, self._index, view)
 
 
 def _refuse_casts(name: str, param: nn.Parameter) -> None:

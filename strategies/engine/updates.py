@@ -86,12 +86,12 @@ class Stretch:
     last: bool
 
 
-def stretches(held: BucketState, touched: Sequence[int], limit: int) -> Iterator[list[Stretch]]:
+def stretches(bucket: BucketState, touched: Sequence[int], limit: int) -> Iterator[list[Stretch]]:
     """The parameters ``touched`` cut into pieces and gathered into calls of at most ``limit`` elements."""
     call: list[Stretch] = []
     room = limit
     for index in touched:
-        size = held.bucket.sizes[index]
+        size = bucket.spec.sizes[index]
         for start in range(0, size, limit):
             stop = min(size, start + limit)
             if stop - start > room:
@@ -127,192 +127,192 @@ class Updates:
     """
 
     def __init__(
-        self, rule: UpdateRule, homes: Residency, transfer: Transfer, worker: Worker, scratch: Tensor | None
+        self, rule: UpdateRule, residency: Residency, transfer: Transfer, worker: Worker, scratch: Tensor | None
     ) -> None:
-        self._rule, self._homes, self._transfer, self._worker = rule, homes, transfer, worker
+        self._rule, self._residency, self._transfer, self._worker = rule, residency, transfer, worker
         self._scratch = scratch
         self._host_scratch = torch.empty(HOST_STRETCH, dtype=torch.float32)
         self._visitors: dict[int, BucketState] = {}  # by address of the visit slot
         self.slots: dict[int, BucketState] = {}  # by address of a gradient slot that several buckets pass through
 
-    def submit(self, held: BucketState, job: Job) -> None:
+    def submit(self, bucket: BucketState, job: Job) -> None:
         """Take a job. The parameters are absent until it is settled."""
-        assert held.settled, f"{held.name} has an update that was not settled"
-        held.job = job
-        held.updated(job.touched)
-        if held.bucket.site is Site.HOST:
-            held.pending = Pending.HOST
-            if held.bucket.resident:
-                held.hide()
+        assert bucket.settled, f"{bucket.name} has an update that was not settled"
+        bucket.job = job
+        bucket.updated(job.touched)
+        if bucket.spec.site is Site.HOST:
+            bucket.pending = Pending.HOST
+            if bucket.spec.resident:
+                bucket.hide()
             else:
-                held.leave()
-            waits = (held.sent, held.arrived)
-            held.future = self._worker.submit(held.index, lambda: self._on_host(held, job, waits))
+                bucket.leave()
+            waits = (bucket.sent, bucket.arrived)
+            bucket.future = self._worker.submit(bucket.index, lambda: self._on_host(bucket, job, waits))
             return
-        held.pending = Pending.DEVICE
-        if held.bucket.site is Site.DEVICE and held.bucket.resident:
-            self.settle(held)
+        bucket.pending = Pending.DEVICE
+        if bucket.spec.site is Site.DEVICE and bucket.spec.resident:
+            self.settle(bucket)
         else:
-            held.hide()
+            bucket.hide()
 
-    def begin(self, held: BucketState) -> None:
+    def begin(self, bucket: BucketState) -> None:
         """Start bringing what an update on the device needs, so that it is there when the kernel runs."""
-        if held.pending is not Pending.DEVICE:
+        if bucket.pending is not Pending.DEVICE:
             return
         transfer = self._transfer
-        if not held.present and not held.bucket.resident:
-            self._homes.claim(held)
-            if not held.bucket.mixed:  # in fp32 the weight is the master; else it is written from the master
-                assert held.copy is not None
-                transfer.copy(Lane.UP, held.weight, held.copy)
-        if held.visit is not None:
-            self._visit(held)
-        if held.parks_down:
-            assert held.grad is not None and held.parked is not None
-            self.enter_slot(held, Lane.UP)
-            if held.added is not None:
-                transfer.wait(Lane.UP, held.added.result())
-            transfer.copy(Lane.UP, held.grad, held.parked)
-        held.arrived = transfer.record(Lane.UP)
-        held.pending = Pending.VISITING
+        if not bucket.present and not bucket.spec.resident:
+            self._residency.claim(bucket)
+            if not bucket.spec.mixed:  # in fp32 the weight is the master; else it is written from the master
+                assert bucket.copy is not None
+                transfer.copy(Lane.UP, bucket.weight, bucket.copy)
+        if bucket.visit is not None:
+            self._visit(bucket)
+        if bucket.parks_down:
+            assert bucket.grad is not None and bucket.parked is not None
+            self.enter_slot(bucket, Lane.UP)
+            if bucket.added is not None:
+                transfer.wait(Lane.UP, bucket.added.result())
+            transfer.copy(Lane.UP, bucket.grad, bucket.parked)
+        bucket.arrived = transfer.record(Lane.UP)
+        bucket.pending = Pending.VISITING
 
-    def _visit(self, held: BucketState) -> None:
-        assert held.visit is not None
-        former = self._visitors.get(held.visit.data_ptr())
-        if former is not None and former is not held:
+    def _visit(self, bucket: BucketState) -> None:
+        assert bucket.visit is not None
+        former = self._visitors.get(bucket.visit.data_ptr())
+        if former is not None and former is not bucket:
             if former.pending is Pending.VISITING:
                 self.settle(former)
             self._transfer.wait(Lane.UP, former.stored)
-        self._visitors[held.visit.data_ptr()] = held
-        self._transfer.wait(Lane.UP, held.stored)  # what is stored was used before
-        for place, state in zip(_visiting(held), held.states(), strict=True):
+        self._visitors[bucket.visit.data_ptr()] = bucket
+        self._transfer.wait(Lane.UP, bucket.stored)  # what is stored was used before
+        for place, state in zip(_visiting(bucket), bucket.states(), strict=True):
             self._transfer.copy(Lane.UP, place, state)
 
-    def may_begin(self, held: BucketState) -> bool:
+    def may_begin(self, bucket: BucketState) -> bool:
         """Whether ``begin`` would disturb nobody: no slot it needs is held by an update under way."""
-        slots = [self._visitors.get(held.visit.data_ptr()) if held.visit is not None else None]
-        slots.append(self.slots.get(held.grad.data_ptr()) if held.grad is not None and held.parks_down else None)
+        slots = [self._visitors.get(bucket.visit.data_ptr()) if bucket.visit is not None else None]
+        slots.append(self.slots.get(bucket.grad.data_ptr()) if bucket.grad is not None and bucket.parks_down else None)
         return not any(former is not None and former.pending is Pending.VISITING for former in slots)
 
-    def enter_slot(self, held: BucketState, lane: Lane) -> None:
+    def enter_slot(self, bucket: BucketState, lane: Lane) -> None:
         """Let ``lane`` write the gradient slot of ``held``, after everything its former user had to do with it."""
-        assert held.grad is not None
-        former = self.slots.get(held.grad.data_ptr())
-        if former is not None and former is not held:
+        assert bucket.grad is not None
+        former = self.slots.get(bucket.grad.data_ptr())
+        if former is not None and former is not bucket:
             if former.pending is Pending.VISITING:
                 self.settle(former)
             self._transfer.wait(lane, former.sent, former.used)
-        self._transfer.wait(lane, held.sent)
-        self.slots[held.grad.data_ptr()] = held
+        self._transfer.wait(lane, bucket.sent)
+        self.slots[bucket.grad.data_ptr()] = bucket
 
-    def settle(self, held: BucketState) -> None:
+    def settle(self, bucket: BucketState) -> None:
         """Bring the bucket's newest weights to where they rest; present ones into their home."""
-        if held.pending is Pending.HOST:
-            self._from_worker(held)
-        elif held.pending is not Pending.NOTHING:
-            self.begin(held)
-            self._on_device(held)
-        held.job = None
+        if bucket.pending is Pending.HOST:
+            self._from_worker(bucket)
+        elif bucket.pending is not Pending.NOTHING:
+            self.begin(bucket)
+            self._on_device(bucket)
+        bucket.job = None
 
     # --- device ----------------------------------------------------------------------------------------------------
 
-    def _on_device(self, held: BucketState) -> None:
-        job = held.job
+    def _on_device(self, bucket: BucketState) -> None:
+        job = bucket.job
         assert job is not None
         transfer = self._transfer
-        transfer.wait(Lane.COMPUTE, held.arrived, held.stored)
-        state = _visiting(held) if held.visit is not None else held.states()
-        transfer.reads(Lane.COMPUTE, held.grad)
-        transfer.writes(Lane.COMPUTE, held.weight, *state)
+        transfer.wait(Lane.COMPUTE, bucket.arrived, bucket.stored)
+        state = _visiting(bucket) if bucket.visit is not None else bucket.states()
+        transfer.reads(Lane.COMPUTE, bucket.grad)
+        transfer.writes(Lane.COMPUTE, bucket.weight, *state)
         skips = job.scale.bad is not None and not self._rule.flagged and self._known_bad(job.scale)
-        assert held.grad is not None
-        mixed, scratch = held.bucket.mixed, self._scratch if held.bucket.mixed else None
+        assert bucket.grad is not None
+        mixed, scratch = bucket.spec.mixed, self._scratch if bucket.spec.mixed else None
         ground = Ground(
-            grad=held.grad,
-            master=state[0] if mixed else held.weight,
+            grad=bucket.grad,
+            master=state[0] if mixed else bucket.weight,
             moments=state[1:] if mixed else state,
             scratch=scratch,
-            limit=held.bucket.num_elements if scratch is None else scratch.numel(),
+            limit=bucket.spec.num_elements if scratch is None else scratch.numel(),
             factor=job.scale.factor,
             bad=job.scale.bad if self._rule.flagged else None,
         )
         if not skips:
-            self._apply(held, job, ground)
+            self._apply(bucket, job, ground)
         if mixed:
-            _round(held, held.weight, ground.master)
-        held.pending = Pending.NOTHING
-        held.used = transfer.record(Lane.COMPUTE)
-        held.presence = Presence.PRESENT
-        if held.visit is not None or held.copy is not None:
-            self._write_back(held, state)
+            _round(bucket, bucket.weight, ground.master)
+        bucket.pending = Pending.NOTHING
+        bucket.used = transfer.record(Lane.COMPUTE)
+        bucket.presence = Presence.PRESENT
+        if bucket.visit is not None or bucket.copy is not None:
+            self._write_back(bucket, state)
 
     def _known_bad(self, scale: Scale) -> bool:
         self._transfer.host_wait(scale.known)
         return scale.skips
 
-    def _write_back(self, held: BucketState, state: Sequence[Tensor]) -> None:
+    def _write_back(self, bucket: BucketState, state: Sequence[Tensor]) -> None:
         transfer = self._transfer
-        transfer.wait(Lane.DOWN, held.used)
-        if held.visit is not None:
-            for place, rests in zip(state, held.states(), strict=True):
+        transfer.wait(Lane.DOWN, bucket.used)
+        if bucket.visit is not None:
+            for place, rests in zip(state, bucket.states(), strict=True):
                 transfer.copy(Lane.DOWN, rests, place)
-        if held.copy is not None:
-            transfer.copy(Lane.DOWN, held.copy, held.weight)
-        held.stored = transfer.record(Lane.DOWN)
+        if bucket.copy is not None:
+            transfer.copy(Lane.DOWN, bucket.copy, bucket.weight)
+        bucket.stored = transfer.record(Lane.DOWN)
 
     # --- host ------------------------------------------------------------------------------------------------------
 
-    def _on_host(self, held: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
+    def _on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
         """In the worker. Whether there are new weights, and the point at which they are there."""
         transfer = self._transfer
         transfer.host_wait(*waits)
         if job.scale.bad is not None and self._known_bad(job.scale):
             return False, transfer.record(Lane.HOST)
-        assert held.parked is not None and held.steps is not None
-        master = held.master if held.master is not None else held.copy
+        assert bucket.parked is not None and bucket.steps is not None
+        master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
-        transfer.reads(Lane.HOST, held.parked)
-        transfer.writes(Lane.HOST, master, *held.moments)
+        transfer.reads(Lane.HOST, bucket.parked)
+        transfer.writes(Lane.HOST, master, *bucket.moments)
         factor = None if job.scale.factor is None or job.scale.on_host is None else job.scale.on_host[0]
         ground = Ground(
-            grad=held.parked,
+            grad=bucket.parked,
             master=master,
-            moments=held.moments,
-            scratch=self._host_scratch if held.bucket.mixed else None,
+            moments=bucket.moments,
+            scratch=self._host_scratch if bucket.spec.mixed else None,
             limit=HOST_STRETCH,
             factor=factor,
             bad=None,
         )
         with torch.no_grad():
-            self._apply(held, job, ground)
-            if held.bucket.mixed:
-                weight = held.parked if held.copy is None else held.copy
+            self._apply(bucket, job, ground)
+            if bucket.spec.mixed:
+                weight = bucket.parked if bucket.copy is None else bucket.copy
                 transfer.writes(Lane.HOST, weight)
-                _round(held, weight, master)
+                _round(bucket, weight, master)
         return True, transfer.record(Lane.HOST)
 
-    def _from_worker(self, held: BucketState) -> None:
-        assert held.future is not None
-        updated, done = held.future.result()
-        held.future, held.pending = None, Pending.NOTHING
+    def _from_worker(self, bucket: BucketState) -> None:
+        assert bucket.future is not None
+        updated, done = bucket.future.result()
+        bucket.future, bucket.pending = None, Pending.NOTHING
         self._transfer.wait(Lane.UP, done)
-        if not held.bucket.resident:
-            held.presence = Presence.ABSENT
+        if not bucket.spec.resident:
+            bucket.presence = Presence.ABSENT
         elif updated:
-            source = held.parked if held.bucket.mixed else held.master
+            source = bucket.parked if bucket.spec.mixed else bucket.master
             assert source is not None
-            self._homes.receive(held, source)
+            self._residency.receive(bucket, source)
 
     # --- both ------------------------------------------------------------------------------------------------------
 
-    def _apply(self, held: BucketState, job: Job, ground: Ground) -> None:
+    def _apply(self, bucket: BucketState, job: Job, ground: Ground) -> None:
         """The rule on all parameters that have a gradient, call by call."""
-        assert held.steps is not None
+        assert bucket.steps is not None
 
         def cut(flat: Tensor, piece: Stretch) -> Tensor:
-            return held.part(flat, piece.index)[piece.start : piece.stop]
+            return bucket.part(flat, piece.index)[piece.start : piece.stop]
 
-        for call in stretches(held, job.touched, ground.limit):
+        for call in stretches(bucket, job.touched, ground.limit):
             grads = [cut(ground.grad, piece) for piece in call]
             if ground.scratch is not None:
                 sizes = [grad.numel() for grad in grads]
@@ -324,19 +324,19 @@ class Updates:
                 torch._foreach_mul_(grads, ground.factor)
             # Torch counts an update per call: of a parameter that is cut, the last stretch counts, the others count
             # copies.
-            steps = [held.steps[piece.index] if piece.last else held.steps[piece.index].clone() for piece in call]
+            steps = [bucket.steps[piece.index] if piece.last else bucket.steps[piece.index].clone() for piece in call]
             moments = [[cut(moment, piece) for piece in call] for moment in ground.moments]
             on = Operands([cut(ground.master, piece) for piece in call], grads, moments, steps)
             self._rule.update(on, job.group, ground.bad)
 
 
-def _round(held: BucketState, weight: Tensor, master: Tensor) -> None:
+def _round(bucket: BucketState, weight: Tensor, master: Tensor) -> None:
     """The compute weights of a bucket from their masters, parameter by parameter: what lies between is not theirs."""
-    for index in range(len(held.params)):
-        held.part(weight, index).copy_(held.part(master, index))
+    for index in range(len(bucket.params)):
+        bucket.part(weight, index).copy_(bucket.part(master, index))
 
 
-def _visiting(held: BucketState) -> list[Tensor]:
+def _visiting(bucket: BucketState) -> list[Tensor]:
     """The visit slot, cut like the state that visits it."""
-    assert held.visit is not None
-    return list(held.visit.view(-1, held.bucket.num_elements))
+    assert bucket.visit is not None
+    return list(bucket.visit.view(-1, bucket.spec.num_elements))

@@ -40,7 +40,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Weight:
     """A view of a weight that autograd saved."""
 
-    held: BucketState
+    bucket: BucketState
     view: Tensor
     version: int
 
@@ -51,15 +51,15 @@ def guard(travelling: Sequence[BucketState], come: Callable[[BucketState], None]
     Args:
         come: brings a bucket home that is not there when it is read.
     """
-    places = [(held, start := held.weight.data_ptr(), start + held.weight.nbytes) for held in travelling]
+    places = [(bucket, start := bucket.weight.data_ptr(), start + bucket.weight.nbytes) for bucket in travelling]
     first, last = min(start for _, start, _ in places), max(end for *_, end in places)
     others: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: Tensor) -> Any:  # a thousand times per step
         if tensor.layout is strided and first <= tensor.data_ptr() < last:
-            for held, start, end in places:
+            for bucket, start, end in places:
                 if start <= tensor.data_ptr() < end:
-                    return Weight(held, tensor.detach(), tensor._version)
+                    return Weight(bucket, tensor.detach(), tensor._version)
         return (tensor.detach(), tensor._version) if others is None else others[0](tensor)
 
     pack.ours = True  # type: ignore[attr-defined]
@@ -92,10 +92,10 @@ def others_keep() -> bool:
 
 
 def _read(kept: Weight, come: Callable[[BucketState], None]) -> Tensor:
-    if not kept.held.shown:
-        come(kept.held)
+    if not kept.bucket.shown:
+        come(kept.bucket)
     if kept.view._version != kept.version:
-        raise RuntimeError(f"{kept.held.name} was updated since the forward of this backward; run forward again")
+        raise RuntimeError(f"{kept.bucket.name} was updated since the forward of this backward; run forward again")
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE)
     return kept.view

@@ -64,16 +64,16 @@ class Loans:
         chosen = [param for param in dict.fromkeys(params) if param not in self._out]
         places = [self._surface.settled(param) for param in chosen]  # all first: settling one bucket may hide another
         values = [self._surface.shown_to_others(*place) for place in places]
-        for param, (held, index), value in zip(chosen, places, values, strict=True):
-            held.lend(index, value, LentParameter)
-            self._out[param] = held, index
+        for param, (bucket, index), value in zip(chosen, places, values, strict=True):
+            bucket.lend(index, value, LentParameter)
+            self._out[param] = bucket, index
         return chosen
 
     def keep(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """What was written to ``params``, by default to all that are on loan, is their weight from now on."""
         for param in tuple(self._out) if params is None else params:
-            held, index = self._surface.settled(param)
-            known = held.part(held.rest() if held.master is None else held.master, index).to(param.dtype)
+            bucket, index = self._surface.settled(param)
+            known = bucket.part(bucket.rest() if bucket.master is None else bucket.master, index).to(param.dtype)
             if not same_bits(param.data.cpu(), known.cpu()):
                 self._surface.adopt(param, param.data)
 
@@ -83,9 +83,9 @@ class Loans:
             self.keep(params)
         finally:
             for param in params:
-                held, index = self._out.pop(param)
-                held.take_back(index)
-                self._surface.used(held)
+                bucket, index = self._out.pop(param)
+                bucket.take_back(index)
+                self._surface.used(bucket)
 
     def refuse(self, what: str) -> None:
         """Do nothing while nothing is on loan.
