@@ -33,8 +33,8 @@ from strategies.core.compose import compose
 from strategies.core.facts import UnitKind
 from strategies.core.protocol import Refusal
 from strategies.engine import StowOptimizer, stow
-from strategies.engine.bucket_state import BucketState
 from strategies.engine.module_hooks import ModuleHooks
+from strategies.engine.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import PresentParameter
 from strategies.planner.step_cost import price
 from trainer.config.load import load
@@ -93,19 +93,19 @@ def saved(net: Any, ids: Tensor) -> int:
 @contextmanager
 def nets(scopes: Sequence[Any], mode: str) -> Iterator[None]:
     """The engine with what ``mode`` says, and what stands before it in ``MODES``."""
-    count, guarded, kind = BucketState._count, ModuleHooks._guarded, BucketState.kind
+    count, guarded, kind = ParameterViews._count, ModuleHooks._guarded, ParameterViews.kind
     for scope in scopes:
         scope.guarded = True
     if mode != "guards":
         ModuleHooks._guarded = lambda self, scope: None  # type: ignore[method-assign]
     if mode in ("nothing", "counts"):
-        BucketState.kind = PresentParameter  # type: ignore[assignment, misc]
+        ParameterViews.kind = PresentParameter  # type: ignore[assignment, misc]
     if mode == "nothing":
-        BucketState._count = lambda self: None  # type: ignore[method-assign]
+        ParameterViews._count = lambda self: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        BucketState._count, ModuleHooks._guarded, BucketState.kind = count, guarded, kind  # type: ignore[method-assign, misc]
+        ParameterViews._count, ModuleHooks._guarded, ParameterViews.kind = count, guarded, kind  # type: ignore[method-assign, misc]
 
 
 def measure(checkpointing: bool) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def mutants() -> list[Mutant]:
 
 def _in_file(path: Path) -> Iterator[Mutant]:
     tree = ast.parse(path.read_text())
-    own = {id(part): node for node in ast.walk(tree) if isinstance(node, ast.Assign) for part in _parts(node)}
+    becomes = dict(itertools.chain.from_iterable(map(_becomes, ast.walk(tree))))
     tuples = {
         node.targets[0].id: node.value.elts
         for node in ast.walk(tree)
@@ -111,7 +111,7 @@ def _in_file(path: Path) -> Iterator[Mutant]:
                         )
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("transfer.record") and id(node) not in waited:
-            target = _target(own.get(id(node)), node)
+            target = becomes.get(id(node))
             instead: ast.AST = none if target is None else ast.parse(target, mode="eval").body
             what = f"no event of {ast.unparse(node.args[0]).removeprefix('Lane.')}"
             yield Mutant(
@@ -123,18 +123,15 @@ def _in_file(path: Path) -> Iterator[Mutant]:
                 yield Mutant(path, type(node), _at(node), f"without {ast.unparse(node)}", ast.Pass())
 
 
-def _parts(node: ast.Assign) -> list[ast.expr]:
-    return node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-
-
-def _target(assign: ast.Assign | None, value: ast.AST) -> str | None:
-    """The attribute that becomes ``value``."""
-    if assign is None:
-        return None
-    place: ast.expr = assign.targets[0]
-    if isinstance(place, ast.Tuple):
-        place = place.elts[_parts(assign).index(value)]  # type: ignore[arg-type]
-    return ast.unparse(place) if isinstance(place, ast.Attribute) else None
+def _becomes(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Values by id, and the attribute that each becomes: ``a.b = value``, or ``a.verb(b=value)`` of a state."""
+    if isinstance(node, ast.Assign):
+        pair = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+        targets, values = (node.targets[0].elts, node.value.elts) if pair else (node.targets[:1], [node.value])
+        both = zip(targets, values, strict=True)
+        yield from ((id(value), ast.unparse(target)) for target, value in both if isinstance(target, ast.Attribute))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        yield from ((id(word.value), f"{ast.unparse(node.func.value)}.{word.arg}") for word in node.keywords)
 
 
 def _at(node: Any) -> tuple[int, ...]:

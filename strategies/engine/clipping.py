@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Layout
-from strategies.engine.bucket_state import BucketState
+from strategies.engine.bucket_state import BucketState, Scale
 from strategies.engine.gradients import Gradients, norms_of
 from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.updates import Scale
 
 IN_BACKWARD = "the plan updates in backward, before the norm is known: plan with max_grad_norm > 0"
 
@@ -85,11 +84,11 @@ class Clipping:
 
     def norm_of(self, bucket: BucketState, index: int) -> Tensor:
         """The norm of one gradient; that of all is taken, so that the next one costs nothing."""
-        self._gradients.leftovers.refuse_spent(bucket, index)
+        bucket.grads.refuse_spent(index)
         whole = self._gradients.last_pass or self._layout.in_backward
         if whole and self._factor_of(bucket, index) is None:
             self._gradients.norm(self._device)
-            return bucket.norms[index]
+            return bucket.grads.norms[index]
         return norms_of([self.value_of(bucket, index)])[0]
 
     def value_of(self, bucket: BucketState, index: int) -> Tensor:
@@ -100,7 +99,7 @@ class Clipping:
         """
         if self._layout.in_backward:
             raise RuntimeError(IN_BACKWARD)
-        self._gradients.leftovers.refuse_spent(bucket, index)
+        bucket.grads.refuse_spent(index)
         value, factor = self._gradients.value(bucket, index, self._device), self._factor_of(bucket, index)
         return value if factor is None else value.mul_(factor)
 
@@ -114,7 +113,7 @@ class Clipping:
         Raises:
             RuntimeError: the update has taken it, or it is clipped already.
         """
-        self._gradients.leftovers.refuse_spent(bucket, index)
+        bucket.grads.refuse_spent(index)
         if self._layout.in_backward:
             if bool(factor != 1):
                 raise RuntimeError(IN_BACKWARD)
@@ -130,7 +129,9 @@ class Clipping:
         self._factors.pop((bucket.index, index), None)
 
     def _adopt(self, several: Sequence[BucketState]) -> None:
-        wanted = {(bucket.index, index): bucket.spec.params[index] for bucket in several for index in bucket.touched}
+        wanted = {
+            (bucket.index, index): bucket.spec.params[index] for bucket in several for index in bucket.grads.touched
+        }
         missing = [name for place, name in wanted.items() if place not in self._factors]
         first = next(iter(self._factors.values()))
         if missing or any(not _same(factor, first) for factor in self._factors.values()):

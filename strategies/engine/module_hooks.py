@@ -29,7 +29,7 @@ backward of the last of them, which is left by that and entered again before its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -77,15 +77,15 @@ class Scope:
         return self is other or self.name in other.outer
 
 
-def find_scopes(model: nn.Module, bucket_of: dict[int, BucketState]) -> list[Scope]:
-    """All scopes of ``model`` in order of registration; ``held_of`` maps the id of a parameter to its bucket."""
+def find_scopes(model: nn.Module, bucket_of: Mapping[int, tuple[BucketState, int]]) -> list[Scope]:
+    """All scopes of ``model`` in order of registration; ``bucket_of`` has each parameter's bucket by its id."""
     blocks = set(block_names(model))
     found: list[Scope] = []
     for name, module in model.named_modules():
         if any(_inside(name, block) for block in blocks):
             continue
         owned = module.parameters(recurse=name in blocks)
-        buckets = list({bucket_of[id(param)].index: bucket_of[id(param)] for param in owned}.values())
+        buckets = list(dict.fromkeys(bucket_of[id(param)][0] for param in owned))
         if buckets:
             outer = frozenset(scope.name for scope in found if _inside(name, scope.name))
             found.append(Scope(name, module, buckets, outer, name in blocks))
@@ -103,66 +103,6 @@ def block_names(model: nn.Module) -> Iterator[str]:
 
 def _inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(outer + "."))
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A scope that will be entered in so many steps, in forward or in backward."""
-
-    scope: Scope
-    steps: int
-    back: bool
-
-
-class Itinerary:
-    """Which scope comes next. A guess from the last forward; where it is wrong, weights come later, never wrong."""
-
-    def __init__(self, scopes: list[Scope]) -> None:
-        self._order = list(scopes)
-        self._seen: list[Scope] = []
-        self._at = -1
-
-    def begin(self) -> None:
-        """A forward begins; the last one, if there was any, shows the order."""
-        if self._seen:
-            self._order = self._seen
-        self._seen, self._at = [], -1
-
-    def forward(self, scope: Scope) -> None:
-        self._seen.append(scope)
-        later = [i for i in range(self._at + 1, len(self._order)) if self._order[i] is scope]
-        self._at = later[0] if later else self._at
-
-    def backward(self, scope: Scope) -> None:
-        if self._seen:
-            self._order, self._seen, self._at = self._seen, [], len(self._seen)
-        earlier = [i for i in range(min(self._at, len(self._order)) - 1, -1, -1) if self._order[i] is scope]
-        self._at = earlier[0] if earlier else self._at
-
-    def ahead_in_forward(self) -> Iterator[Visit]:
-        """From here to the end of forward, then back as backward will go."""
-        later = list(_visits(self._order[self._at + 1 :], self._here))
-        yield from later
-        if torch.is_grad_enabled():
-            yield from _visits(self._order[::-1], None, 1 + (later[-1].steps if later else 0), back=True)
-
-    def ahead_in_backward(self) -> Iterator[Visit]:
-        yield from _visits(self._order[: max(self._at, 0)][::-1], self._here, back=True)
-
-    def from_start(self) -> Iterator[Visit]:
-        yield from _visits(self._order, None)
-
-    @property
-    def _here(self) -> Scope | None:
-        return self._order[self._at] if 0 <= self._at < len(self._order) else None
-
-
-def _visits(scopes: Iterable[Scope], here: Scope | None, steps: int = 0, *, back: bool = False) -> Iterator[Visit]:
-    """What comes, and in how many steps; scopes outside of blocks that follow each other are one step."""
-    for scope in scopes:
-        steps += here is not None and (here.is_block or scope.is_block)
-        here = scope
-        yield Visit(scope, steps, back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +174,12 @@ class ModuleHooks:
         """Whether a forward now would be part of a backward."""
         return self._backward
 
-    def joins(self, bucket: BucketState) -> None:
-        """The scope whose forward runs, if one does, uses this bucket, too."""
+    def add_to_running(self, bucket: BucketState) -> None:
+        """Add this bucket to the scope whose forward runs, if one does."""
         scope = self._in_forward[-1] if self._in_forward and not self._backward else None
         if scope is not None and bucket not in scope.buckets:
             scope.buckets.append(bucket)
-            bucket.open += self._in_forward.count(scope)
+            bucket.enter(self._in_forward.count(scope))
 
     def choose_guards(self) -> None:
         """At a step: from now on, guards stand where what has been seen asks for them."""
@@ -262,7 +202,7 @@ class ModuleHooks:
         self._enter_forward(scope)
         if not torch.is_grad_enabled():
             for bucket in scope.buckets:
-                bucket.show_plainly()
+                bucket.views.show_for_fused_kernels()
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any] | None:
         if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
@@ -365,13 +305,13 @@ class ModuleHooks:
     def _open(self, opened: list[Scope], scope: Scope, place: int | None = None) -> None:
         opened.insert(len(opened) if place is None else place, scope)
         for bucket in scope.buckets:
-            bucket.open += 1
+            bucket.enter()
 
     def _shut(self, scope: Scope) -> None:
         if scope is self._partly:
             self._partly = None
         for bucket in scope.buckets:
-            bucket.open -= 1
+            bucket.leave()
         self._left(scope.buckets)
 
     def _leave_again(self) -> None:

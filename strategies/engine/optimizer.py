@@ -246,7 +246,7 @@ class StowOptimizer(torch.optim.Optimizer):
 
     def drain(self) -> None:
         """Complete all updates that are under way. Afterwards only buckets that travel are absent."""
-        self.engine.refuse_halfway()
+        self.engine.refuse_partly_updated()
         self.engine.drain()
         self._surface.loans.keep()
 

@@ -1,12 +1,15 @@
-"""Presence: which bucket is in its home, and the copies that bring it there.
+"""Which bucket is in its home, and the copies that bring it there.
 
-Eviction is free: the host's copy of a bucket that travels is current at all times (an update writes it back at once),
-so leaving is nothing but hiding the parameters. Leaving is also lazy: a bucket stays until somebody wants its address.
-Therefore the last blocks of forward are still present when backward begins with them, and are not fetched again.
+Eviction costs nothing: the host's copy of an offloaded bucket is always current (an update writes it back at once), so
+to evict a bucket is to make its parameters absent. Eviction is also lazy: a bucket stays until another one needs its
+address. So the last blocks of forward are still present when backward begins with them, and are not fetched again.
 
-[Note: moving in] UP, which alone moves in, waits for everything that has to do with its former tenants: their use
-by COMPUTE (``used``) and the write-back that reads it (``stored``); a copy up that nobody used is UP's own. All rivals
-are asked, not only the last tenant, since homes may overlap in part; waits already made cost nothing (``transfer.py``).
+[Note: moving in] UP, which alone moves buckets in, waits for everything that touched the home under its former buckets:
+their use by COMPUTE (``used``) and the write-back that reads the home (``stored``). Unused copies up need no wait, for
+they were made by UP itself. It waits for all overlapping buckets, not only the last one, since homes may overlap in
+part; waits already made are free (``transfer.py``).
+
+Refused: two buckets in use at the same time whose homes overlap.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from strategies.engine.bucket_state import BucketState, Pending, Presence
+from strategies.engine.bucket_state import BucketState, Pending
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 
@@ -23,7 +26,7 @@ class Residency:
     """Moves buckets in and out of their homes.
 
     Args:
-        debug: homes are filled with NaN before a bucket moves in, and every use checks who lives there.
+        debug: fill homes with NaN before a bucket moves in, and check at every use which bucket the home holds.
     """
 
     def __init__(self, transfer: Transfer, *, debug: bool) -> None:
@@ -31,23 +34,21 @@ class Residency:
         self._stamps: dict[int, tuple[str, int]] = {}
 
     def claim(self, bucket: BucketState) -> None:
-        """Make ``held`` the tenant of its home; UP may write it afterwards. See [Note: moving in].
+        """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in].
 
         Raises:
-            RuntimeError: a rival is in use: the model uses together what the plan keeps apart.
+            RuntimeError: an overlapping bucket is in use: the model uses together what the plan keeps apart.
         """
         for other in bucket.overlapping:
             if other.present:
                 self._evict(other, bucket)
         for former in (bucket, *bucket.overlapping):
             self.transfer.wait(Lane.UP, former.used, former.stored)
-        bucket.presence = Presence.PRESENT
-        bucket.generation += 1
+        bucket.claim()
         if self.debug:
             self._stamp(bucket)
 
     def _evict(self, bucket: BucketState, wanted_by: BucketState) -> None:
-        """Hide the parameters; their bytes are on the host already."""
         if bucket.open:
             raise RuntimeError(
                 f"{wanted_by.name} needs the address of {bucket.name}, which is in use: write a higher "
@@ -72,30 +73,29 @@ class Residency:
         if self.debug:
             self.transfer.poison(Lane.UP, bucket.weight)
         self.transfer.copy(Lane.UP, bucket.weight, source)
-        bucket.arrived = self.transfer.record(Lane.UP)
-        bucket.presence = Presence.PRESENT
+        bucket.arrive(arrived=self.transfer.record(Lane.UP))
 
     def use(self, bucket: BucketState) -> None:
-        """COMPUTE is about to use the home, and the parameters show it."""
+        """COMPUTE is about to use the home: it waits for the weights, and the parameters show them."""
         self.transfer.wait(Lane.COMPUTE, bucket.arrived)
-        bucket.show()
+        bucket.views.show()
         if self.debug:
             self._check(bucket)
             self.transfer.reads(Lane.COMPUTE, bucket.weight)
 
-    def left(self, several: Iterable[BucketState]) -> None:
+    def left(self, buckets: Iterable[BucketState]) -> None:
         """COMPUTE has been given everything that uses these homes for now."""
         event = None
-        for bucket in several:
+        for bucket in buckets:
             event = event or self.transfer.record(Lane.COMPUTE)
-            bucket.used = event
+            bucket.was_used(used=event)
             if not bucket.open and not bucket.spec.resident:
-                bucket.cover()
+                bucket.views.make_absent()
                 if self.transfer.eager and bucket.present and bucket.settled:
                     self._vacate(bucket)
 
     def _vacate(self, bucket: BucketState) -> None:
-        bucket.leave()
+        bucket.vacate()
         self.transfer.vacated(bucket.weight, bucket.used, bucket.stored, bucket.arrived)
 
     def _stamp(self, bucket: BucketState) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from strategies.engine.bucket_state import Scale
 from strategies.engine.transfer.transfer import Transfer
-from strategies.engine.updates import Scale
 
 logger = logging.getLogger(__name__)
 PATIENCE = 3  # skipped steps in a row

@@ -71,17 +71,17 @@ class Surface(Copied):
     def weight_of(self, param: nn.Parameter) -> Tensor:
         """Where the newest weight of ``param`` rests; the host may read it."""
         bucket, index = self.settled(param)
-        return bucket.shaped(bucket.rest(), index)
+        return bucket.shaped(bucket.newest, index)
 
     def copy_of(self, bucket: BucketState, index: int) -> Tensor:
         """A copy of the newest weight, for COMPUTE."""
-        self._engine.refuse_halfway()
+        self._engine.refuse_partly_updated()
         with torch.no_grad():
             self._engine.settle(bucket)
             self._engine.transfer.host_wait(bucket.stored)
             self._engine.transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
             loan = _loan(bucket.params[index])
-            return (bucket.shaped(bucket.rest(), index) if loan is None else loan).to(self._engine.device, copy=True)
+            return (bucket.shaped(bucket.newest, index) if loan is None else loan).to(self._engine.device, copy=True)
 
     def shown_to_others(self, bucket: BucketState, index: int) -> Tensor:
         """What is lent: the home of a settled weight that stays, whose views see what is written, or a copy."""
@@ -93,9 +93,9 @@ class Surface(Copied):
     def read(self, bucket: BucketState, index: int, name: str) -> Tensor:
         """The parameter, present from now on if it stays, or a copy through which gradients flow."""
         param = bucket.params[index]
-        self._engine.refuse_halfway()
+        self._engine.refuse_partly_updated()
         if bucket.spec.resident:
-            self._engine.reads_along(bucket)
+            self._engine.add_reader(bucket)
             return param
         if id(param) not in self._read:
             self._read.add(id(param))
@@ -110,7 +110,7 @@ class Surface(Copied):
 
     def read_view(self, bucket: BucketState, index: int, view: Tensor) -> Tensor:
         """``view`` of the home itself, while the weight is there, or what it would show."""
-        if bucket.shows(index):
+        if bucket.views.shows(index):
             return view
         value = self.copy_of(bucket, index)
         if view.dtype != value.dtype:
@@ -131,7 +131,7 @@ class Surface(Copied):
 
     def settled(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """Where ``param`` is, with its newest weight at rest."""
-        self._engine.refuse_halfway()
+        self._engine.refuse_partly_updated()
         bucket, index = self._engine.bucket_of[id(param)]
         self._engine.settle(bucket)
         self._engine.transfer.host_wait(bucket.stored, bucket.arrived)
@@ -139,7 +139,7 @@ class Surface(Copied):
 
     def _lend(self, module: nn.Module, *rest: Any) -> None:
         """Before a state dict is made: plain parameters, which nobody is asked for. With values where others look."""
-        self._engine.refuse_halfway()
+        self._engine.refuse_partly_updated()
         self._looked(id(module))  # an earlier one was interrupted
         mine = list(module.parameters(recurse=False))
         if any(_has_a_say(each) for each in module.modules()):
@@ -198,7 +198,7 @@ class Surface(Copied):
     def adopt(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """``value`` is the new weight: put it wherever the weight lies, and where its ``master`` does."""
         bucket, index = self.settled(param)
-        for place in (bucket.rest(), bucket.master if master else None, bucket.weight if bucket.present else None):
+        for place in (bucket.newest, bucket.master if master else None, bucket.weight if bucket.present else None):
             if place is not None and bucket.part(place, index).data_ptr() != value.data_ptr():
                 bucket.part(place, index).copy_(value.reshape(-1))
         loan = _loan(param)
@@ -209,12 +209,12 @@ class Surface(Copied):
 
     def used(self, bucket: BucketState) -> None:
         """COMPUTE has been given whatever somebody did with the home."""
-        bucket.used = self._engine.transfer.record(Lane.COMPUTE)
+        bucket.was_used(used=self._engine.transfer.record(Lane.COMPUTE))
 
     def _show_again(self, param: nn.Parameter) -> None:
         bucket, index = self._engine.bucket_of[id(param)]
-        if index in bucket.own:
-            bucket.restore(index)
+        if index in bucket.views.own:
+            bucket.views.restore(index)
 
     @contextmanager
     def present(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -232,7 +232,7 @@ class Surface(Copied):
         for bucket in self._engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                bucket.release(index)
+                bucket.views.lend(index, bucket.shaped(bucket.newest, index).to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
 
@@ -247,10 +247,9 @@ class Surface(Copied):
     def gradient(self, bucket: BucketState, index: int, keeper: Keeper) -> Tensor | None:
         """What stands for the gradient that waits, if one does."""
         self._engine.gradients.learn()
-        some = index in bucket.touched or index in bucket.spent or index in bucket.zeroed
-        if not some:
+        if not bucket.grads.exists(index):
             return None
-        return parked(keeper, bucket.nan.expand(bucket.shapes[index]), self._engine.gradients.window)
+        return parked(keeper, bucket.views.absent(index), self._engine.gradients.window)
 
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
@@ -326,7 +325,7 @@ class Keeper(Copied):
 
     def zero_gradient(self) -> None:
         self.forget_gradient()
-        self._bucket.zeroed.add(self._index)
+        self._bucket.grads.zero_one(self._index)
 
     def follow(self, view: Tensor) -> Tensor:
         if not isinstance(view, StowedParameter):
@@ -336,7 +335,7 @@ class Keeper(Copied):
 
     @property
     def here(self) -> bool:
-        return self._bucket.shows(self._index)
+        return self._bucket.views.shows(self._index)
 
     def read_view(self, view: Tensor) -> Tensor:
         return self._surface.read_view(self._bucket, self._index, view)

@@ -92,7 +92,7 @@ def others_keep() -> bool:
 
 
 def _read(kept: Weight, come: Callable[[BucketState], None]) -> Tensor:
-    if not kept.bucket.shown:
+    if not kept.bucket.views.shown:
         come(kept.bucket)
     if kept.view._version != kept.version:
         raise RuntimeError(f"{kept.bucket.name} was updated since the forward of this backward; run forward again")

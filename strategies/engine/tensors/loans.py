@@ -65,7 +65,7 @@ class Loans:
         places = [self._surface.settled(param) for param in chosen]  # all first: settling one bucket may hide another
         values = [self._surface.shown_to_others(*place) for place in places]
         for param, (bucket, index), value in zip(chosen, places, values, strict=True):
-            bucket.lend(index, value, LentParameter)
+            bucket.views.lend(index, value, LentParameter)
             self._out[param] = bucket, index
         return chosen
 
@@ -73,7 +73,7 @@ class Loans:
         """What was written to ``params``, by default to all that are on loan, is their weight from now on."""
         for param in tuple(self._out) if params is None else params:
             bucket, index = self._surface.settled(param)
-            known = bucket.part(bucket.rest() if bucket.master is None else bucket.master, index).to(param.dtype)
+            known = bucket.part(bucket.newest if bucket.master is None else bucket.master, index).to(param.dtype)
             if not same_bits(param.data.cpu(), known.cpu()):
                 self._surface.adopt(param, param.data)
 
@@ -84,7 +84,7 @@ class Loans:
         finally:
             for param in params:
                 bucket, index = self._out.pop(param)
-                bucket.take_back(index)
+                bucket.views.take_back(index)
                 self._surface.used(bucket)
 
     def refuse(self, what: str) -> None:
