@@ -310,7 +310,7 @@ class Engine(Copied):
             self.transfer.host_wait(bucket.stored, bucket.arrived, bucket.used)
             if bucket.spec.resident:
                 self.residency.use(bucket)
-        self.skipped_steps.look()
+        self.skipped_steps.poll()
 
     def close(self) -> None:
         """Remove all hooks, end the worker and unpin the host's memory, which keeps the weights."""

@@ -1,29 +1,30 @@
-"""Where weights are used: the modules at whose borders buckets come and go, and in what order they are visited.
+"""Hooks on the modules that use weights: they tell the engine when a scope is entered and left.
 
 A scope is a block (a child of an outermost ``nn.ModuleList``) or, outside of blocks, a module that owns parameters.
-Hooks stand at the borders of scopes only.
+Hooks are only where a scope begins and ends, in forward and in backward.
 
 [Note: order of sums] A hook that puts an autograd node inside a block changes the order in which gradient contributions
-are added, and the last bits differ. Ours puts none anywhere: it is attached to the node that made the scope's output.
+are added, and the last bits differ. Ours adds no node: it is attached to the node that made the scope's output.
 
 [Note: order of backward] Autograd runs the ready node that was made last, and every node waits only for nodes that
 were made later. So nodes run in the reverse of the order in which they were made: when a node of a scope runs, all
-scopes that were entered later are over, and no scope that was entered earlier has begun. Two kinds of tensor in a
-scope's output say nothing about that scope: those that were made before it and are handed on (T5's position bias),
-which is why only nodes made inside are hooked, and those that the loss does not use. A node that was made after the
-output, or where no output can be hooked, runs unannounced. Weights whose gradients have all landed are not read again.
+scopes that were entered later are finished, and no scope that was entered earlier has begun. Two kinds of tensor in a
+scope's output say nothing about that scope: tensors that were made before it and are passed on (T5's position bias),
+which is why only nodes made inside are hooked, and tensors that the loss does not use. A node that was made after the
+output, or in a scope whose output cannot be hooked, runs unannounced. Weights whose gradients have all landed are not
+read again.
 
-[Note: unannounced nodes] Whatever runs, it reads right weights or raises (``bucket_state.py``, Note: versions). That it
-reads right weights is what the guard is for (``guard.py``), which costs time in every forward. So it stands around a
-scope until a step in which the scope had a node of its output that was made last, so that all others run after it, and
-no unannounced read. A scope that has ever been otherwise keeps it. It stands in any case where others have hooks on
-what is saved, since these switch off torch's own check. Whether it stands changes at ``step`` only: a checkpoint must
-find in backward what it found in forward.
+[Note: unannounced nodes] Whatever runs, it reads right weights or raises (``parameter_views.py``, Note: versions). The
+guard (``guard.py``) makes sure that it reads right weights, and costs time in every forward. So a scope is guarded
+until a step in which one of its output nodes was its newest node, so that all others run after it, and no unannounced
+read happened. A scope for which this has ever failed stays guarded. All are guarded while other code has hooks on saved
+tensors, since these switch off torch's own check. Guards change at ``step`` only: a checkpoint must find in backward
+what it found in forward.
 
-Recomputation runs a scope's forward inside its backward, and may stop in the middle, so that the end of that forward is
+Recomputation runs a scope's forward inside its backward and may stop in the middle, so that the end of that forward is
 never seen; a forward that raised has no end either. Therefore a scope is left when another one is entered that is not
-inside it, in whichever direction, and nowhere else is it taken for left. Recomputation of several blocks begins in the
-backward of the last of them, which is left by that and entered again before its backward goes on.
+inside it, in whichever direction, and at no other time. Recomputation of several blocks begins in the backward of the
+last of them; that leaves this scope, and it is entered again before its backward goes on.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ logger = logging.getLogger(__name__)
 
 
 class Seen(Enum):
-    """What has been seen of a scope's nodes; see [Note: unannounced nodes]."""
+    """Whether hooks announced all backward nodes of a scope so far; see [Note: unannounced nodes]."""
 
     NOTHING = "it has not run with gradients"
-    ANNOUNCED = "all of them run after a border, each time"
-    UNANNOUNCED = "some ran without, or may have"
+    ANNOUNCED = "all of them ran after a hook"
+    UNANNOUNCED = "some ran before the hook, or may have"
 
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """A module, the buckets that it uses, and the scopes it lies in."""
+    """A module, the buckets that it uses, and the names of the scopes around it."""
 
     name: str
     module: nn.Module
@@ -70,7 +71,7 @@ class Scope:
 
     @property
     def saves_weights(self) -> bool:
-        """Whether its backward reads weights. A table of embeddings is read by forward alone."""
+        """Whether its backward reads weights; that of an embedding does not."""
         return not isinstance(self.module, nn.Embedding)
 
     def contains(self, other: Scope) -> bool:
@@ -107,7 +108,7 @@ def _inside(name: str, outer: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A forward of a scope that is running: the first autograd node that will be made in it, and its guard."""
+    """A running forward of a scope: the number of the first autograd node made in it, and its guard."""
 
     scope: Scope
     first_node: int
@@ -115,13 +116,13 @@ class Call:
 
 
 class ModuleHooks:
-    """Hooks the borders of all scopes and tells the engine what happens there.
+    """Tells the engine when scopes are entered and left.
 
     Args:
         enter_forward, enter_backward: called when a scope's weights are needed.
-        left: called with buckets; what was launched so far includes every use of them for now, but by open scopes.
-        bring: called with a bucket that a node of backward reads unannounced.
-        debug: guards stand around all scopes.
+        left: called with buckets; all work that uses them has been launched, except that of open scopes.
+        bring: called with a bucket that a backward node reads unannounced.
+        debug: guard all scopes.
     """
 
     def __init__(
@@ -139,10 +140,10 @@ class ModuleHooks:
         self._calls: list[Call] = []
         self._in_forward: list[Scope] = []
         self._in_backward: list[Scope] = []
-        self._partly: Scope | None = None  # open in backward because of an unannounced read, not entered
-        self._over: list[Scope] = []  # left by an unannounced read, whose node may have read their weights, too
+        self._read_only: Scope | None = None  # open in backward by an unannounced read; its hook has not run
+        self._to_leave: list[Scope] = []  # left by an unannounced read; that node may have read their weights before
         self._backward = False  # backward has begun
-        self._node = -1  # whose number a hook has said last
+        self._node = -1  # number of the node whose hook ran last
 
     def attach(self) -> list[Handle]:
         handles: list[Handle] = []
@@ -155,14 +156,14 @@ class ModuleHooks:
         return handles
 
     def forget_calls(self) -> None:
-        """No forward runs. One that a KeyboardInterrupt ended has not left its guard."""
+        """No forward runs any more. Leave the guards of one that a KeyboardInterrupt ended."""
         while self._calls:
             call = self._calls.pop()
             if call.guard is not None:
                 call.guard.__exit__(None, None, None)
 
     def detach(self) -> None:
-        """Undo what handles do not."""
+        """Undo what the handles of ``attach`` do not."""
         self.forget_calls()
         for scope in self._scopes:
             own = checkpointed(scope.module)
@@ -182,19 +183,19 @@ class ModuleHooks:
             bucket.enter(self._in_forward.count(scope))
 
     def choose_guards(self) -> None:
-        """At a step: from now on, guards stand where what has been seen asks for them."""
+        """At a step: guard only those scopes that need it from now on."""
         for scope in self._scopes:
             scope.guarded = self._debug or scope.seen is not Seen.ANNOUNCED
 
     def close_all(self) -> None:
-        """Forward and backward are over, regularly or by an error."""
-        self._leave_again()
+        """Forward and backward have ended or were interrupted."""
+        self._leave_later()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
-        self._backward, self._partly, self._node = False, None, -1
+        self._backward, self._read_only, self._node = False, None, -1
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
-        self._leave_again()
+        self._leave_later()
         self._close(self._in_forward, scope)
         self._close(self._in_backward, scope)
         self._open(self._in_forward, scope)
@@ -207,17 +208,17 @@ class ModuleHooks:
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any] | None:
         if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
             return None
-        travelling = [bucket for bucket in scope.buckets if not bucket.spec.resident]
-        if not travelling:
+        offloaded = [bucket for bucket in scope.buckets if not bucket.spec.resident]
+        if not offloaded:
             return None
         refuse_transforms()
-        hooks = guard(travelling, partial(self._unannounced, scope))
+        hooks = guard(offloaded, partial(self._unannounced, scope))
         hooks.__enter__()
         return hooks
 
     def _after(self, scope: Scope, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].scope is not scope:
-            return  # somebody's hook has raised before ours
+            return  # another hook raised before ours
         call = self._calls.pop()
         if call.guard is not None:
             call.guard.__exit__(None, None, None)
@@ -226,16 +227,16 @@ class ModuleHooks:
         self._close(self._in_forward, scope)
         if scope in self._in_forward:
             self._in_forward.remove(scope)
-            self._shut(scope)
+            self._leave(scope)
         if torch.is_grad_enabled() and scope.saves_weights:
             made = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
             inside = {node: number for node in made if (number := node._sequence_nr()) >= call.first_node}
             for node, number in inside.items():
                 node.register_prehook(partial(self._before_backward, scope, number))
-            self._look(scope, max(inside.values(), default=call.first_node - 1))
+            self._note_nodes(scope, max(inside.values(), default=call.first_node - 1))
 
-    def _look(self, scope: Scope, announced: int) -> None:
-        """The newest node of its output has this number; has it made any after that?"""
+    def _note_nodes(self, scope: Scope, announced: int) -> None:
+        """Note whether ``scope`` has made nodes after ``announced``, the newest node of its output."""
         if torch._C._autograd._get_sequence_nr() - 1 > announced:
             if not scope.guarded:
                 logger.warning(
@@ -250,26 +251,26 @@ class ModuleHooks:
     def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
         if torch.is_grad_enabled() and not all(bucket.spec.resident for bucket in scope.buckets):
             raise RuntimeError(DOUBLE)
-        self._leave_again()
+        self._leave_later()
         same, self._node = number == self._node, number
-        if self._in_backward and self._in_backward[-1] is scope and self._partly is not scope:
+        if self._in_backward and self._in_backward[-1] is scope and self._read_only is not scope:
             return  # another output of it
         if same and self._in_backward and scope.contains(self._in_backward[-1]):
-            # A block's output that its surroundings hand on: the block, which was told first, is not over.
+            # The node also made the output of a block inside, whose hook ran first: that block has not ended.
             if scope in self._in_backward:
                 return
             place = next(place for place, other in enumerate(self._in_backward) if scope.contains(other))
             self._open(self._in_backward, scope, place)
-        elif self._partly is not scope:
-            self._turn_to(scope)
-        self._partly = None
+        elif self._read_only is not scope:
+            self._open_in_backward(scope)
+        self._read_only = None
         self._enter_backward(scope)
 
     @contextmanager
     def _run_again(self, scope: Scope) -> Iterator[None]:
-        """Around the forward of a checkpointed block, the first time inside its borders, later wherever it begins."""
-        replays = self._backward or scope not in self._in_forward  # a backward may begin with a replay
-        if replays and (scope not in self._in_backward or scope is self._partly):
+        """Around each forward of a checkpointed block: the first, inside its hooks, and the recomputation."""
+        recomputes = self._backward or scope not in self._in_forward  # backward may begin with recomputation
+        if recomputes and (scope not in self._in_backward or scope is self._read_only):
             self._unannounced(scope, *scope.buckets)
         hooks = self._guarded(scope)
         try:
@@ -278,24 +279,24 @@ class ModuleHooks:
             if hooks is not None:
                 hooks.__exit__(None, None, None)
 
-    def _unannounced(self, scope: Scope, *several: BucketState) -> None:
-        """A node of ``scope`` reads buckets in backward that are not there for it.
+    def _unannounced(self, scope: Scope, *buckets: BucketState) -> None:
+        """A node of ``scope`` reads ``buckets`` in backward before a hook has announced the scope.
 
-        Scopes that do not contain this one are over, but for this very node, which may have read their weights before.
-        So they are left once more when it is done; until then nobody but ``several`` takes an address, and what one
-        node reads was present together in forward: it does not overlap.
+        Scopes that do not contain this one have ended, but this very node may have read their weights before. So they
+        are left a second time when the node is done. Until then only ``buckets`` are fetched, and what one node reads
+        was present at once in forward, so that it does not overlap.
         """
         scope.seen = Seen.UNANNOUNCED
-        self._leave_again()
+        self._leave_later()
         if not (self._in_backward and self._in_backward[-1] is scope):
             opened = (*self._in_forward, *self._in_backward)
-            self._over = [other for other in opened if not other.contains(scope)]
-            self._turn_to(scope)
-            self._partly = scope
-        for bucket in several:
+            self._to_leave = [other for other in opened if not other.contains(scope)]
+            self._open_in_backward(scope)
+            self._read_only = scope
+        for bucket in buckets:
             self._bring(bucket)
 
-    def _turn_to(self, scope: Scope) -> None:
+    def _open_in_backward(self, scope: Scope) -> None:
         if self._backward:
             self._close(self._in_forward, scope)  # what was recomputed
         self._close(self._in_backward, scope)
@@ -307,19 +308,19 @@ class ModuleHooks:
         for bucket in scope.buckets:
             bucket.enter()
 
-    def _shut(self, scope: Scope) -> None:
-        if scope is self._partly:
-            self._partly = None
+    def _leave(self, scope: Scope) -> None:
+        if scope is self._read_only:
+            self._read_only = None
         for bucket in scope.buckets:
             bucket.leave()
         self._left(scope.buckets)
 
-    def _leave_again(self) -> None:
-        for scope in self._over:
+    def _leave_later(self) -> None:
+        for scope in self._to_leave:
             self._left(scope.buckets)
-        self._over.clear()
+        self._to_leave.clear()
 
     def _close(self, opened: list[Scope], entered: Scope | None) -> None:
         """Leave every scope that does not contain ``entered``."""
         while opened and (entered is None or not opened[-1].contains(entered)):
-            self._shut(opened.pop())
+            self._leave(opened.pop())

@@ -1,13 +1,13 @@
 """What ranks share besides gradients: the weights they start with, and buffers.
 
-Torch's DistributedDataParallel gives all ranks the first one's buffers (running statistics, codebooks, counters) before
-a forward, if the last forward was one after which gradients are averaged; within a window of micro-batches under
-``no_sync`` that is before the first one alone. Hugging Face's Trainer trains so unless told otherwise, and evaluates
-the model itself, each rank with buffers of its own.
+Torch's DistributedDataParallel broadcasts the first rank's buffers (running statistics, codebooks, counters) before a
+forward if gradients were averaged after the last forward; with several micro-batches under ``no_sync`` that is before
+the first one only. Hugging Face's Trainer trains like that by default, and evaluates the model itself, each rank with
+its own buffers.
 
-So it is here: buffers are shared before the first forward with gradients, before the first one after each step, and
-after every forward of a window's last micro-batch before the next. Forwards without gradients share nothing and count
-for nothing; a loop that evaluates through DistributedDataParallel itself would see the first rank's buffers there.
+The same is done here: buffers are shared before the first forward with gradients, before the first one after each step,
+and before any forward that follows a step's last micro-batch. Forwards without gradients share nothing and do not
+count; a loop that evaluates through DistributedDataParallel itself would see the first rank's buffers there.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class SharedBuffers:
-    """Decides before which forwards the buffers of ``model`` are shared."""
+    """Broadcasts the buffers of ``model`` before those forwards for which it is due."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self._model, self._group = model, group
         self._due = True
 
     def forward(self, *, is_last: bool) -> None:
-        """A forward with gradients begins, of a window's last micro-batch or of another. A collective when due."""
+        """A forward with gradients begins; ``is_last``: of the last micro-batch of a step. A collective if due."""
         if self._due:
             share(self._model.buffers(), self._group)
         self._due = is_last
 
     def step(self) -> None:
-        """A window is over, however many micro-batches it had."""
+        """The optimizer made a step, after however many micro-batches."""
         self._due = True
 
 
