@@ -147,7 +147,7 @@ class BucketState:
         return self.weight if self.copy is None else self.copy
 
     def states(self) -> list[Tensor]:
-        """What an update on the device needs besides the weight, in the order in which it visits."""
+        """What an update on the device needs besides the weight, in the order of the visit slot."""
         return ([] if self.master is None else [self.master]) + self.moments
 
     # --- the home ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The gradients of one bucket between backward and step: which parameters have one, and where it is.
 
-Problem. In plain torch a gradient stays on the parameter until somebody removes it: a second backward adds to it, a
+Problem. In plain torch a gradient stays on the parameter until it is removed: a second backward adds to it, a
 second ``step`` uses it again, and ``zero_grad(set_to_none=False)`` leaves a zero, so that ``step`` decays a weight for
 which backward brought nothing. Here ``step`` takes the gradients away, and there is no memory for a zero gradient.
 

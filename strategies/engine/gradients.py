@@ -75,7 +75,7 @@ class Gradients:
         self._landed_in: list[tuple[BucketState, int]] = []  # in the order of backward
         self.passes = 0  # backward passes since the last update
         self._fresh = True  # the next gradient belongs to a new pass
-        self._finished = False  # nothing more comes in this window
+        self._finished = False  # no more gradients may come before the next update
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trained parameter; the handles take the hooks off again."""

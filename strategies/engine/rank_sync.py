@@ -77,6 +77,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """All buffers of ``model`` to ``device``; each stays the object that it was."""
+    """Move all buffers of ``model`` to ``device``; each remains the same object."""
     for buffer in model.buffers():
         put(buffer, buffer.detach().to(device))

@@ -4,10 +4,10 @@ Eviction costs nothing: the host's copy of an offloaded bucket is always current
 to evict a bucket is to make its parameters absent. Eviction is also lazy: a bucket stays until another one needs its
 address. So the last blocks of forward are still present when backward begins with them, and are not fetched again.
 
-[Note: moving in] UP, which alone moves buckets in, waits for everything that touched the home under its former buckets:
-their use by COMPUTE (``used``) and the write-back that reads the home (``stored``). Unused copies up need no wait, for
-they were made by UP itself. It waits for all overlapping buckets, not only the last one, since homes may overlap in
-part; waits already made are free (``transfer.py``).
+[Note: moving in] UP, which alone moves buckets in, waits for all earlier work on the home: its use by COMPUTE
+(``used``) and the write-back that reads it (``stored``), by this bucket and all that overlap it, not only the last one,
+since homes may overlap in part. Waits already made are free (``transfer.py``); copies up that were never used need no
+wait, for UP made them itself.
 
 Refused: two buckets in use at the same time whose homes overlap.
 """

@@ -210,8 +210,8 @@ class Updates:
         transfer = self._transfer
         transfer.wait(Lane.DOWN, bucket.used)
         if bucket.visit is not None:
-            for place, rests in zip(state, bucket.states(), strict=True):
-                transfer.copy(Lane.DOWN, rests, place)
+            for place, target in zip(state, bucket.states(), strict=True):
+                transfer.copy(Lane.DOWN, target, place)
         if bucket.copy is not None:
             transfer.copy(Lane.DOWN, bucket.copy, bucket.weight)
         bucket.write_back(stored=transfer.record(Lane.DOWN))
