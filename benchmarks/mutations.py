@@ -51,7 +51,7 @@ from strategies.engine import engine
 RUNTIME = Path(engine.__file__).parent
 LEFT_OUT = ("transfer.py", "race_detector.py", "worker.py")  # who waits there is not a lane
 REHEARSED = ("residency.py COMPUTE does not wait for bucket.arrived", "updates.py DOWN does not wait for bucket.used")
-SETTLING = ("settle", "_settle", "_settle_visiting")
+SETTLING = ("settle", "_settle")
 JOBS, LIMIT_S = 2, 30  # processes at a time, and how long a case may take: a hundred times what it does
 
 

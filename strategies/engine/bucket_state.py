@@ -103,7 +103,6 @@ class BucketState:
     job: Job | None = None
     future: Future[tuple[bool, Event]] | None = None  # the worker's update: whether it changed weights, and when
     overlapping: list[BucketState] = field(default_factory=list)  # buckets whose homes overlap this one's
-    generation: int = 0  # of the home: how often this bucket has moved in
     arrived: Event | None = None
     used: Event | None = None
     stored: Event | None = None
@@ -173,7 +172,6 @@ class BucketState:
     def claim(self) -> None:
         """The home is this bucket's from now on; UP may write it."""
         self.present = True
-        self.generation += 1
 
     def arrive(self, *, arrived: Event) -> None:
         """UP has been given the copies of the newest weights into the home."""

@@ -172,17 +172,11 @@ class Engine(Copied):
     @unseen
     def settle(self, bucket: BucketState) -> None:
         """Finish the pending update of ``bucket``, so that its newest weights are in ``bucket.newest``."""
-        if bucket.settled:
-            if not bucket.present:
-                self._settle_visiting(bucket)
-            return
-        self._settle_visiting(bucket)
+        if not (bucket.settled and bucket.present):
+            for other in bucket.overlapping:  # whose updates have begun and write to the same addresses
+                if other.pending is Pending.VISITING:
+                    self.updates.settle(other)
         self.updates.settle(bucket)
-
-    def _settle_visiting(self, bucket: BucketState) -> None:
-        for other in bucket.overlapping:
-            if other.pending is Pending.VISITING:
-                self.updates.settle(other)
 
     # --- gradients and updates ---------------------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.bucket_state import BucketState
-from strategies.engine.skipped_steps import Norms
 from strategies.engine.tensors.parameters import on_gradient, take_grad
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.updates import Updates
@@ -242,7 +241,9 @@ class Gradients:
         target = bucket.arrival if adds else bucket.parked
         assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
         if adds:
-            self._wait_for_arrivals(target)
+            former = self._arrivals.pop(target.data_ptr(), None)
+            if former is not None:
+                transfer.wait(Lane.DOWN, former.result())
         elif grads.added is not None:  # done long ago: an update has read PARKED since
             transfer.wait(Lane.DOWN, grads.added.result())
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
@@ -256,11 +257,6 @@ class Gradients:
             work = partial(self._add, bucket, target, leaving, summed, grads.sent)
             added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
             grads.add_on_host(added)
-
-    def _wait_for_arrivals(self, slot: Tensor) -> None:
-        former = self._arrivals.pop(slot.data_ptr(), None)
-        if former is not None:
-            self._transfer.wait(Lane.DOWN, former.result())
 
     def _add(
         self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
@@ -318,11 +314,10 @@ class Gradients:
         total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
         return total
 
-    def norms(self) -> Norms:
-        """The norms that were computed, in the order in which backward made the gradients."""
+    def norms(self) -> dict[str, Tensor]:
+        """The norms that were computed, by parameter, in the order in which backward made the gradients."""
         known = [(bucket, index) for bucket, index in self._landed_in if index in bucket.grads.norms]
-        names = [bucket.spec.params[index] for bucket, index in known]
-        return Norms(names, [bucket.grads.norms[index] for bucket, index in known])
+        return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
 
     def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
         """A copy of one gradient, summed over the micro-batches so far."""

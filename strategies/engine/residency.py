@@ -31,7 +31,6 @@ class Residency:
 
     def __init__(self, transfer: Transfer, *, debug: bool) -> None:
         self.transfer, self.debug = transfer, debug
-        self._stamps: dict[int, tuple[str, int]] = {}
 
     def claim(self, bucket: BucketState) -> None:
         """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in].
@@ -45,8 +44,6 @@ class Residency:
         for former in (bucket, *bucket.overlapping):
             self.transfer.wait(Lane.UP, former.used, former.stored)
         bucket.claim()
-        if self.debug:
-            self._stamp(bucket)
 
     def _evict(self, bucket: BucketState, wanted_by: BucketState) -> None:
         if bucket.open:
@@ -80,7 +77,8 @@ class Residency:
         self.transfer.wait(Lane.COMPUTE, bucket.arrived)
         bucket.views.show()
         if self.debug:
-            self._check(bucket)
+            others = [other.name for other in bucket.overlapping if other.present]
+            assert bucket.present and not others, f"{bucket.name} is used, but its home holds {others}"
             self.transfer.reads(Lane.COMPUTE, bucket.weight)
 
     def left(self, buckets: Iterable[BucketState]) -> None:
@@ -97,14 +95,3 @@ class Residency:
     def _vacate(self, bucket: BucketState) -> None:
         bucket.vacate()
         self.transfer.vacated(bucket.weight, bucket.used, bucket.stored, bucket.arrived)
-
-    def _stamp(self, bucket: BucketState) -> None:
-        for other in bucket.overlapping:
-            self._stamps.pop(other.index, None)
-        self._stamps[bucket.index] = (bucket.name, bucket.generation)
-
-    def _check(self, bucket: BucketState) -> None:
-        if bucket.spec.resident:
-            return
-        stamp = self._stamps.get(bucket.index)
-        assert stamp == (bucket.name, bucket.generation), f"{bucket.name} is used, but its home holds {stamp}"

@@ -9,8 +9,7 @@ backward that was not finite.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -33,30 +32,21 @@ class NonFiniteError(RuntimeError):
         super().__init__(f"{PATIENCE} steps in a row were skipped: {what} is not finite")
 
 
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """The norm of each gradient of a step, by name, in the order of backward."""
-
-    names: Sequence[str]
-    values: Sequence[Tensor]
-
-    def first_bad(self) -> str | None:
-        """The first parameter of backward with a gradient that is not finite."""
-        named = zip(self.names, self.values, strict=True)
-        return next((name for name, value in named if not bool(value.isfinite())), None)
-
-
 class SkippedSteps:
     """Counts skipped steps as their results become known."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.skipped = 0
         self._transfer = transfer
-        self._waiting: list[tuple[Scale, Norms]] = []
-        self._in_a_row: list[Norms] = []
+        self._waiting: list[tuple[Scale, Mapping[str, Tensor]]] = []
+        self._in_a_row: list[Mapping[str, Tensor]] = []
 
-    def add(self, scale: Scale, norms: Norms) -> None:
-        """A step was made; whether it was skipped is not known yet."""
+    def add(self, scale: Scale, norms: Mapping[str, Tensor]) -> None:
+        """A step was made; whether it was skipped is not known yet.
+
+        Args:
+            norms: of each gradient, by parameter, in the order of backward.
+        """
         self._waiting.append((scale, norms))
 
     def poll(self) -> None:
@@ -74,4 +64,5 @@ class SkippedSteps:
         """Raise NonFiniteError if the last ``PATIENCE`` steps that are known were skipped."""
         self.poll()
         if len(self._in_a_row) >= PATIENCE:
-            raise NonFiniteError(len(self._in_a_row) + len(self._waiting), self._in_a_row[0].first_bad())
+            bad = (name for name, norm in self._in_a_row[0].items() if not bool(norm.isfinite()))
+            raise NonFiniteError(len(self._in_a_row) + len(self._waiting), next(bad, None))

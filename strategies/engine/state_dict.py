@@ -54,8 +54,8 @@ class StateAccess(Copied):
             int, list[nn.Parameter]
         ] = {}  # parameters on loan while a state dict is made, by id of the module
         self._warned: set[int] = set()  # offloaded parameters that were read outside of the modules that own them
-        # Torch does not swap a tensor that has a weak reference. Without one ``model.to`` would swap parameters if torch
-        # is set to do so, and the new ones would not be in planned memory.
+        # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
+        # torch is set to do so, and the new ones would not be in planned memory.
         self._referred = [weakref.ref(param) for param in model.parameters()]
         for name, param in model.named_parameters():
             bucket, index = engine.bucket_of[id(param)]

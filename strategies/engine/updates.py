@@ -85,7 +85,7 @@ class UpdateMemory:
     scratch: Tensor | None
     limit: int
     factor: Tensor | None
-    bad: Tensor | None
+    bad: Tensor | None = None
 
 
 class Updates:
@@ -237,7 +237,6 @@ class Updates:
             scratch=self._host_scratch if bucket.spec.mixed else None,
             limit=HOST_CHUNK,
             factor=factor,
-            bad=None,
         )
         with torch.no_grad():
             self._apply(bucket, job, memory)
