@@ -50,9 +50,7 @@ class StateAccess(Copied):
         self._model, self._engine = model, engine
         self._handles: list[Any] = []
         self.loans = Loans(self)
-        self._lent_to_modules: dict[
-            int, list[nn.Parameter]
-        ] = {}  # parameters on loan while a state dict is made, by id of the module
+        self._lent_to_modules: dict[int, list[nn.Parameter]] = {}  # while a state dict is made, by id of the module
         self._warned: set[int] = set()  # offloaded parameters that were read outside of the modules that own them
         # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
         # torch is set to do so, and the new ones would not be in planned memory.
