@@ -1,5 +1,5 @@
 """What it costs that backward cannot read a weight that is away (``strategies/engine/tensors/guard.py`` and
-``bucket_state.py``).
+``parameter_views.py``).
 
     python benchmarks/guard_cost.py --out benchmarks/records/DATE_guard_HARDWARE
 
@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def nets(scopes: Sequence[Any], mode: str) -> Iterator[None]:
     for scope in scopes:
         scope.guarded = True
     if mode != "guards":
-        ModuleHooks._guarded = lambda self, scope: None  # type: ignore[method-assign]
+        ModuleHooks._guarded = lambda self, scope: nullcontext()  # type: ignore[method-assign]
     if mode in ("nothing", "counts"):
         ParameterViews.kind = PresentParameter  # type: ignore[assignment, misc]
     if mode == "nothing":

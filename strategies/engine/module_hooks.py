@@ -112,7 +112,7 @@ class Call:
 
     scope: Scope
     first_node: int
-    guard: AbstractContextManager[Any] | None
+    guard: AbstractContextManager[Any]
 
 
 class ModuleHooks:
@@ -158,9 +158,7 @@ class ModuleHooks:
     def forget_calls(self) -> None:
         """No forward runs any more. Leave the guards of one that a KeyboardInterrupt ended."""
         while self._calls:
-            call = self._calls.pop()
-            if call.guard is not None:
-                call.guard.__exit__(None, None, None)
+            self._calls.pop().guard.__exit__(None, None, None)
 
     def detach(self) -> None:
         """Undo what the handles of ``attach`` do not."""
@@ -189,41 +187,41 @@ class ModuleHooks:
 
     def close_all(self) -> None:
         """Forward and backward have ended or were interrupted."""
-        self._leave_later()
+        self._leave_pending()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
         self._backward, self._read_only, self._node = False, None, -1
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
-        self._leave_later()
+        self._leave_pending()
         self._close(self._in_forward, scope)
         self._close(self._in_backward, scope)
         self._open(self._in_forward, scope)
-        self._calls.append(Call(scope, torch._C._autograd._get_sequence_nr(), self._guarded(scope)))
+        call = Call(scope, torch._C._autograd._get_sequence_nr(), self._guarded(scope))
+        call.guard.__enter__()
+        self._calls.append(call)
         self._enter_forward(scope)
         if not torch.is_grad_enabled():
             for bucket in scope.buckets:
                 bucket.views.show_for_fused_kernels()
 
-    def _guarded(self, scope: Scope) -> AbstractContextManager[Any] | None:
+    def _guarded(self, scope: Scope) -> AbstractContextManager[Any]:
+        """The guard for a forward of ``scope``, if it needs one."""
         if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
-            return None
+            return nullcontext()
         offloaded = [bucket for bucket in scope.buckets if not bucket.spec.resident]
         if not offloaded:
-            return None
+            return nullcontext()
         refuse_transforms()
-        hooks = guard(offloaded, partial(self._unannounced, scope))
-        hooks.__enter__()
-        return hooks
+        return guard(offloaded, partial(self._unannounced, scope))
 
     def _after(self, scope: Scope, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].scope is not scope:
             return  # another hook raised before ours
         call = self._calls.pop()
-        if call.guard is not None:
-            call.guard.__exit__(None, None, None)
+        call.guard.__exit__(None, None, None)
         if output is None:
-            return  # an error, perhaps; see above
+            return  # perhaps an error: the scope is left when another one is entered
         self._close(self._in_forward, scope)
         if scope in self._in_forward:
             self._in_forward.remove(scope)
@@ -251,7 +249,7 @@ class ModuleHooks:
     def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
         if torch.is_grad_enabled() and not all(bucket.spec.resident for bucket in scope.buckets):
             raise RuntimeError(DOUBLE)
-        self._leave_later()
+        self._leave_pending()
         same, self._node = number == self._node, number
         if self._in_backward and self._in_backward[-1] is scope and self._read_only is not scope:
             return  # another output of it
@@ -272,12 +270,8 @@ class ModuleHooks:
         recomputes = self._backward or scope not in self._in_forward  # backward may begin with recomputation
         if recomputes and (scope not in self._in_backward or scope is self._read_only):
             self._unannounced(scope, *scope.buckets)
-        hooks = self._guarded(scope)
-        try:
+        with self._guarded(scope):
             yield
-        finally:
-            if hooks is not None:
-                hooks.__exit__(None, None, None)
 
     def _unannounced(self, scope: Scope, *buckets: BucketState) -> None:
         """A node of ``scope`` reads ``buckets`` in backward before a hook has announced the scope.
@@ -287,7 +281,7 @@ class ModuleHooks:
         was present at once in forward, so that it does not overlap.
         """
         scope.seen = Seen.UNANNOUNCED
-        self._leave_later()
+        self._leave_pending()
         if not (self._in_backward and self._in_backward[-1] is scope):
             opened = (*self._in_forward, *self._in_backward)
             self._to_leave = [other for other in opened if not other.contains(scope)]
@@ -315,7 +309,7 @@ class ModuleHooks:
             bucket.leave()
         self._left(scope.buckets)
 
-    def _leave_later(self) -> None:
+    def _leave_pending(self) -> None:
         for scope in self._to_leave:
             self._left(scope.buckets)
         self._to_leave.clear()

@@ -12,7 +12,7 @@ count; a loop that evaluates through DistributedDataParallel itself would see th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,7 @@ class SharedBuffers:
     def forward(self, *, is_last: bool) -> None:
         """A forward with gradients begins; ``is_last``: of the last micro-batch of a step. A collective if due."""
         if self._due:
-            share(self._model.buffers(), self._group)
+            _share(self._model.buffers(), self._group)
         self._due = is_last
 
     def step(self) -> None:
@@ -44,11 +44,11 @@ class SharedBuffers:
 
 
 @torch.no_grad()
-def share(tensors: Iterator[Tensor], group: ProcessGroup) -> None:
-    """Give all ranks the first one's. A collective."""
+def _share(tensors: Iterable[Tensor], group: ProcessGroup, device: torch.device | None = None) -> None:
+    """Give all ranks the first one's values, by way of ``device``. A collective."""
     first = dist.get_global_rank(group, 0)
     for tensor in tensors:
-        value = tensor.contiguous()
+        value = tensor.to(device).contiguous()
         dist.broadcast(value, first, group=group)
         if value is not tensor:
             tensor.copy_(value)
@@ -60,20 +60,13 @@ def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> 
     Raises:
         ValueError: the ranks have different models.
     """
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     models: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(models, mine, group=group)
     if any(other != mine for other in models):
         raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
-    for _, tensor in _tensors(model):
-        value = tensor.detach().to(device)
-        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
-        tensor.detach().copy_(value)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    _share((tensor.detach() for _, tensor in tensors), group, device)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
