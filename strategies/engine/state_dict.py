@@ -112,18 +112,16 @@ class StateAccess(Copied):
         """``view`` itself while the weight is in its home, else a copy of the same part of the weight."""
         if bucket.views.shows(index):
             return view
-        value = self.copy_of(bucket, index)
+        value, name = self.copy_of(bucket, index), bucket.spec.params[index]
         if view.dtype != value.dtype:
-            raise RuntimeError(
-                f"{bucket.spec.params[index]} travels, and a view of it as {view.dtype} outlives its stay"
-            )
+            raise RuntimeError(f"{name} travels, and a view of it as {view.dtype} is used after it left the device")
         start = view.storage_offset() - bucket.shaped(bucket.weight, index).storage_offset()
         if view.requires_grad and torch.is_grad_enabled():
-            _refuse_casts(bucket.spec.params[index], bucket.params[index])
+            _refuse_casts(name, bucket.params[index])
             if view.retains_grad or view._backward_hooks:
                 raise RuntimeError(
-                    f"a view of {bucket.spec.params[index]}, which travels, has hooks and is used when its block is "
-                    f"over, which they would not see: use param.register_hook"
+                    f"a view of {name}, which travels, has hooks, which would not run for its use after its block: use "
+                    f"param.register_hook"
                 )
         # From the parameter, not from the view: torch would make the view's node again, from its base's present value.
         whole = _with_gradient(bucket.params[index], value) if view.requires_grad else value
@@ -185,10 +183,8 @@ class StateAccess(Copied):
             if _lent_value(param) is None:
                 value = self.newest_of(param)
                 param.__class__ = nn.Parameter
-                if not torch._has_compatible_shallow_copy_type(
-                    param, value
-                ):  # then a copy, which ``_after_load`` puts back
-                    value = value.to(self._engine.device)
+                if not torch._has_compatible_shallow_copy_type(param, value):
+                    value = value.to(self._engine.device)  # ``_after_load`` copies it back
                 set_data(param, value)
 
     def _after_load(self, module: nn.Module, *rest: Any) -> None:
