@@ -1,5 +1,5 @@
 """The cost of keeping backward from reading weights that are away (``strategies/engine/tensors/guard.py``,
-``bucket_state.py``).
+``parameter_views.py``).
 
     python benchmarks/guard_cost.py --out benchmarks/records/DATE_guard_HARDWARE
 
@@ -35,8 +35,8 @@ from strategies.core.compose import compose
 from strategies.core.facts import UnitKind
 from strategies.core.protocol import Refusal
 from strategies.engine import StowOptimizer, stow
-from strategies.engine.bucket_state import BucketState
 from strategies.engine.module_hooks import ModuleHooks
+from strategies.engine.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import PresentParameter
 from strategies.planner.step_cost import price
 from trainer.config.load import load
@@ -92,9 +92,9 @@ def only(mode: str) -> Iterator[None]:
         if "guards" in left_out:
             stack.enter_context(mock.patch.object(ModuleHooks, "_guarded", lambda self, scope: None))
         if "views" in left_out:
-            stack.enter_context(mock.patch.object(BucketState, "kind", PresentParameter))
+            stack.enter_context(mock.patch.object(ParameterViews, "kind", PresentParameter))
         if "counts" in left_out:
-            stack.enter_context(mock.patch.object(BucketState, "_count", lambda self: None))
+            stack.enter_context(mock.patch.object(ParameterViews, "_count", lambda self: None))
         yield
 
 

@@ -94,6 +94,12 @@ def _in_file(path: Path) -> Iterator[Mutant]:
     assigns = [node for node in nodes if isinstance(node, ast.Assign)]
     pairs = [pair for one in assigns for pair in zip(_parts(one.targets[0]), _parts(one.value), strict=False)]
     attributes = {id(value): ast.unparse(target) for target, value in pairs if isinstance(target, ast.Attribute)}
+    attributes |= {  # ``bucket.verb(used=event)`` is how others set an attribute of a bucket's state
+        id(word.value): f"{ast.unparse(node.func.value)}.{word.arg}"
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        for word in node.keywords
+    }
     tuples = {ast.unparse(one.targets[0]): one.value.elts for one in assigns if isinstance(one.value, ast.Tuple)}
     waited: set[int] = set()
     for lane, event in _waits(nodes, tuples):

@@ -1,4 +1,4 @@
-"""The memory engine: carries out a layout. Its public face is ``stow``; see ``optimizer.py``."""
+"""The memory engine: trains a model in the memory of a layout. Its interface is ``stow``; see ``optimizer.py``."""
 
 from strategies.engine.optim import SGD, AdamW, UpdateRule
 from strategies.engine.optimizer import StowOptimizer, stow, stowed_by

@@ -1,77 +1,87 @@
-"""One bucket at run time: its parameters, the views of its memory, and who holds what at this moment.
+"""One bucket at run time: its parameters, the views of its memory, and the state of its weights.
 
-Invariant. A parameter is *shown* (``parameters.py``: present or visiting, its memory a view of the home) only while
-COMPUTE may read the home: the newest weights have arrived there, and nobody may take the address away. Those that stay
-are shown until their next update begins; those that travel while a scope that uses them is open. Otherwise it is an
-``AbsentParameter``, whose own memory is one NaN expanded to its shape as soon as the home is not its own. One that is
-on loan is left alone (``loans.py``).
+Only this file writes the fields of a ``BucketState`` (``tests/unit/test_bucket_state.py``); others call its methods,
+which are the transitions, and read. ``grads`` is the state of its gradients (``gradient_state.py``), ``views`` what its
+parameters are to the model (``parameter_views.py``).
 
-[Note: versions] Torch counts the writes to a tensor, notes the count with every tensor that it saves for backward, and
-raises where it has changed when backward reads it. Parameters that are not shown have a count that none has otherwise.
-So a node of backward that reads a weight while its home may be another's is refused by torch itself, whatever brought
-it there; ``guard.py`` is about having the weight there instead.
+    pending     NOTHING -> DEVICE -> VISITING -> NOTHING  an update on the device: ``submit``, ``begin_visit``,
+                                                          ``settled_on_device``
+                NOTHING -> HOST -> NOTHING                an update by the worker: ``submit``, ``settled_on_host``
+    present     its home holds its weights, or UP is writing them: from ``claim`` or ``arrive`` until ``vacate``
+    open        how many scopes that use it have been entered and not left
 
-Events that the bucket remembers, each the last of its kind:
+Events of a bucket, each the last of its kind:
     arrived   UP wrote the home, or read PARKED or COPY for it
     used      COMPUTE used the home, or wrote it in an update
     stored    DOWN read the home or a visit slot and wrote the host's copy
-    sent      DOWN wrote PARKED or ARRIVAL from the gradient slot
+    sent      (of ``grads``) DOWN wrote PARKED or ARRIVAL from the gradient slot
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Layout, leads
+from strategies.core.layout import Bucket, Item, Layout, Site, leads
 from strategies.core.plan import Home
+from strategies.engine.gradient_state import GradientState
 from strategies.engine.memory.arena import Arena
-from strategies.engine.tensors.parameters import (
-    WRITE,
-    AbsentParameter,
-    PresentParameter,
-    StowedParameter,
-    VisitingParameter,
-    put,
-    set_counts,
-    set_data,
-)
+from strategies.engine.parameter_views import ParameterViews
+from strategies.engine.tensors.parameters import put
 from strategies.engine.transfer.transfer import Event
-
-if TYPE_CHECKING:
-    from strategies.engine.updates import Job
-
-
-AWAY = 2**31 - 1  # see [Note: versions]; beyond any number of updates
-
-
-class Presence(Enum):
-    """Who holds a bucket's home."""
-
-    ABSENT = "another bucket, or nobody"
-    PRESENT = "this bucket"
 
 
 class Pending(Enum):
-    """What stands between a bucket and its newest weights."""
+    """The update that has to be finished before the newest weights can be read."""
 
-    NOTHING = "nothing"
-    DEVICE = "an update on the device, not begun"
-    VISITING = "an update on the device, its state on the way up"
-    HOST = "an update by the worker"
+    NOTHING = "none"
+    DEVICE = "on the device, not begun"
+    VISITING = "on the device, its state on the way up"
+    HOST = "by the worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The factor on every gradient of a step, and whether the step is to be skipped.
+
+    ``factor`` and ``bad`` (1.0: a gradient is not finite) are single fp32 numbers on the device; ``on_host`` holds
+    both for the worker, once ``known`` has passed. None: there is nothing to multiply or to check.
+    """
+
+    factor: Tensor | None = None
+    bad: Tensor | None = None
+    on_host: Tensor | None = None
+    known: Event | None = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether the step is to be skipped. Only valid after ``known`` has passed; reads host memory."""
+        return self.on_host is not None and bool(self.on_host.numpy()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One update of one bucket: which parameters have a gradient, and with which hyperparameters.
+
+    ``group`` is a copy: a scheduler may change the rate before the update is computed.
+    """
+
+    touched: tuple[int, ...]
+    group: Mapping[str, Any]
+    scale: Scale
 
 
 @dataclass(slots=True, eq=False)
 class BucketState:
-    """A bucket of the layout with its tensors. Flat views cover the bucket; ``None`` where the layout has no need."""
+    """A bucket of the layout with its tensors: flat views of the whole bucket, None if the layout needs no such."""
 
-    bucket: Bucket
+    spec: Bucket
     index: int
     params: list[nn.Parameter]
     weight: Tensor
@@ -83,193 +93,155 @@ class BucketState:
     moments: list[Tensor]
     steps: Tensor | None
     visit: Tensor | None
-    nan: Tensor
-    fused: frozenset[int]  # parameters of modules with one kernel for all of it, taken only if all are plain tensors
-    shapes: list[torch.Size]
-    versions: list[int]  # of the parameters: their updates, and whatever else has written to them
-    counts: list[int]  # what torch's count of writes was set to; see [Note: versions]
-    leads: tuple[int, int] = (1, 1)  # steps ahead of its use that its weight may come, in forward and in backward
+    views: ParameterViews
+    grads: GradientState
+    leads: tuple[int, int] = (1, 1)  # ticks ahead of its use that its weight may come, in forward and in backward
 
-    own: list[int] = field(default_factory=list)  # parameters that are not on loan (``loans.py``)
-    presence: Presence = Presence.ABSENT
-    bound: bool = False  # the parameters' memory is the home
-    shown: bool = False  # see the invariant
+    present: bool = False  # the home is this bucket's
     open: int = 0  # scopes that use it now
     pending: Pending = Pending.NOTHING
     job: Job | None = None
-    future: Future[tuple[bool, Event]] | None = None
+    future: Future[tuple[bool, Event]] | None = None  # the worker's update: whether it changed weights, and when
     overlapping: list[BucketState] = field(default_factory=list)  # buckets whose homes overlap this one's
-    landed: set[int] = field(default_factory=set)  # parameters whose gradient of this micro-batch is here
-    unsent: set[int] = field(default_factory=set)  # of those: not yet on their way to the host
-    touched: set[int] = field(default_factory=set)  # parameters with a gradient since the last update
-    spent: set[int] = field(default_factory=set)  # parameters whose last gradient was stepped with and is not zeroed
-    zeroed: set[int] = field(default_factory=set)  # parameters whose gradient was made zero instead of None
-    summed: set[int] = field(default_factory=set)  # of those touched: parameters whose gradient is in PARKED
-    added: Future[Event] | None = None  # the worker's last addition to PARKED
-    norms: dict[int, Tensor] = field(default_factory=dict)
-    norms_later: tuple[list[int], Future[list[Tensor]]] | None = None
-    generation: int = 0  # of the home: how often this bucket has moved in
     arrived: Event | None = None
     used: Event | None = None
     stored: Event | None = None
-    sent: Event | None = None
 
     @property
     def name(self) -> str:
-        return self.bucket.name
-
-    @property
-    def present(self) -> bool:
-        return self.presence is Presence.PRESENT
-
-    @property
-    def kind(self) -> type[StowedParameter]:
-        """What its parameters are while they are shown."""
-        return PresentParameter if self.bucket.resident else VisitingParameter
+        return self.spec.name
 
     @property
     def settled(self) -> bool:
-        """Whether the newest weights are where they rest."""
+        """Whether no update is pending."""
         return self.pending is Pending.NOTHING
 
     @property
-    def parks_down(self) -> bool:
-        return self.bucket.grad_home is Home.HOST
+    def updates_in_place(self) -> bool:
+        """Whether weights and state are on the device, so that an update runs as soon as it is submitted."""
+        return self.spec.site is Site.DEVICE and self.spec.resident
+
+    @property
+    def grads_on_host(self) -> bool:
+        """Whether gradients wait on the host, so that the gradient slot is shared with other buckets."""
+        return self.spec.grad_home is Home.HOST
 
     def part(self, flat: Tensor, index: int) -> Tensor:
-        """The flat stretch of parameter ``index`` in a flat view of the bucket."""
-        start = self.bucket.offsets[index]
-        return flat[start : start + self.bucket.sizes[index]]
+        """The elements of parameter ``index`` in a flat view of the bucket, flat."""
+        start = self.spec.offsets[index]
+        return flat[start : start + self.spec.sizes[index]]
 
     def shaped(self, flat: Tensor, index: int) -> Tensor:
-        """The same, in the parameter's shape."""
-        return self.part(flat, index).view(self.shapes[index])
+        """The elements of parameter ``index`` in a flat view of the bucket, in the parameter's shape."""
+        return self.part(flat, index).view(self.views.homes[index].shape)
 
     def gradients(self, indices: Iterable[int]) -> list[Tensor]:
         """The gradients of these parameters in the bucket's slot, in their shapes."""
         assert self.grad is not None, f"{self.name} is frozen"
         return [self.shaped(self.grad, index) for index in indices]
 
-    def shows(self, index: int) -> bool:
-        """Whether parameter ``index`` is shown: not, if it is on loan."""
-        return self.shown and index in self.own
+    @property
+    def newest(self) -> Tensor:
+        """Where the newest weights are while no update is pending: the host's copy, or the home of a resident."""
+        return self.weight if self.copy is None else self.copy
 
-    def show(self) -> None:
-        """COMPUTE may read the home, until ``cover`` or ``hide``."""
-        if self.shown:
-            return
-        for index in self.own:
-            param = self.params[index]
-            param.__class__ = PresentParameter
-            if not self.bound:
-                set_data(param, self.shaped(self.weight, index))
-            param.__class__ = self.kind
-        self.bound = self.shown = True
-        self._count()
+    def states(self) -> list[Tensor]:
+        """What an update on the device needs besides the weight, in the order of the visit slot."""
+        return ([] if self.master is None else [self.master]) + self.moments
 
-    def show_plainly(self) -> None:
-        """Forward without gradients: modules that have a kernel for it take it, as they would elsewhere."""
-        for index in self.fused.intersection(self.own) if self.shown else ():
-            self.params[index].__class__ = PresentParameter
+    # --- the home ----------------------------------------------------------------------------------------------------
 
-    def cover(self) -> None:
-        """Nobody uses it now: its address may be taken."""
-        if not self.shown:
-            return
-        for index in self.own:
-            self.refuse_writes(index)
-            self.params[index].__class__ = AbsentParameter
-        self.shown = False
-        self._count()
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Copy the model's own weights to their places; afterwards the model's own memory is free."""
+        for index, param in enumerate(self.params):
+            for flat in (self.newest, self.master):
+                if flat is not None:
+                    self.part(flat, index).copy_(param.detach().reshape(-1))
+            put(param, self.views.absent(index))
+        if self.spec.site is Site.DEVICE:
+            for moment in self.moments:
+                moment.zero_()  # new pages of the host are zero
+        if self.steps is not None:
+            self.steps.zero_()
+        self.views.unbind()
+        if self.spec.resident:
+            self.present = True
+            self.views.show()
 
-    def hide(self) -> None:
-        """What its parameters' memory holds is not theirs any more, or about to be replaced."""
-        self.bound = self.shown = False
-        for index in self.own:
-            self.restore(index)
+    def claim(self) -> None:
+        """The home is this bucket's from now on; UP may write it."""
+        self.present = True
 
-    def restore(self, index: int) -> None:
-        """Let one parameter be what the bucket is."""
-        param = self.params[index]
-        param.__class__ = PresentParameter  # whose attributes are set without a detour
-        self.versions[index] += param._version - self.counts[index]  # somebody wrote to it, who was allowed to
-        put(param, self.shaped(self.weight, index) if self.bound else self.nan.expand(self.shapes[index]))
-        self._count_one(index, self.versions[index] if self.shown else AWAY)
-        param.__class__ = self.kind if self.shown else AbsentParameter
+    def arrive(self, *, arrived: Event) -> None:
+        """UP has been given the copies of the newest weights into the home."""
+        self.arrived = arrived
+        self.present = True
 
-    def lend(self, index: int, value: Tensor, kind: type[nn.Parameter]) -> None:
-        """Let one parameter be a ``kind`` in memory of its own, which holds ``value``."""
-        self.own = [other for other in self.own if other != index]
-        param = self.params[index]
-        param.__class__ = PresentParameter
-        put(param, value)
-        self._count_one(index, self.versions[index])  # as if shown: the value is the same, until somebody writes
-        param.__class__ = kind
+    def was_used(self, *, used: Event) -> None:
+        """COMPUTE has been given everything that uses the home for now."""
+        self.used = used
 
-    def take_back(self, index: int) -> None:
-        """The parameter is what the bucket is again; its weight is where it rests."""
-        self.own = sorted({*self.own, index})
-        self.restore(index)
+    def vacate(self) -> None:
+        """The home belongs to another bucket from now on."""
+        self.views.unbind()
+        self.present = False
 
-    def release(self, index: int) -> None:
-        """Let one parameter be a plain parameter from now on, with a copy of its weight on the CPU."""
-        self.lend(index, self.shaped(self.rest(), index).to("cpu", copy=True), nn.Parameter)
+    def enter(self, times: int = 1) -> None:
+        """Scopes that use it begin."""
+        self.open += times
 
-    def _count(self) -> None:
-        """Set torch's counts of writes; see [Note: versions]."""
-        for index in self.own:
-            self.counts[index] = self.versions[index] if self.shown else AWAY
-        set_counts(tuple(self.params[index] for index in self.own), tuple(self.counts[index] for index in self.own))
+    def leave(self) -> None:
+        """A scope that uses it has ended."""
+        self.open -= 1
 
-    def _count_one(self, index: int, count: int) -> None:
-        self.counts[index] = count
-        set_counts((self.params[index],), (count,))
+    # --- updates -----------------------------------------------------------------------------------------------------
 
-    def refuse_writes(self, index: int) -> None:
-        """Do nothing where parameter ``index``, which is shown, has only been read.
+    def submit(self, job: Job) -> None:
+        """An update is pending: the parameters are absent until it is settled, unless it begins at once."""
+        assert self.settled, f"{self.name} has an update that was not settled"
+        self.job = job
+        self.views.begin_update(job.touched)
+        on_host = self.spec.site is Site.HOST
+        self.pending = Pending.HOST if on_host else Pending.DEVICE
+        if on_host and not self.spec.resident:
+            self.vacate()
+        elif not self.updates_in_place:
+            self.views.unbind()
 
-        Raises:
-            RuntimeError: it was written to, which the host's copy or the master does not know.
-        """
-        self.params[index].__class__ = PresentParameter  # whose attributes are read without a detour
-        if self.params[index]._version != self.counts[index]:
-            raise RuntimeError(f"{self.bucket.params[index]} was written to in place; {WRITE}")
+    def compute_on_host(self, future: Future[tuple[bool, Event]]) -> None:
+        """The worker computes the pending update."""
+        self.future = future
+
+    def begin_visit(self, *, arrived: Event) -> None:
+        """UP has been given everything that the pending update needs on the device."""
+        self.arrived = arrived
+        self.pending = Pending.VISITING
+
+    def settled_on_device(self, *, used: Event) -> None:
+        """COMPUTE has been given the update; the home holds the newest weights."""
+        self.used = used
+        self.present = True
+        self.pending, self.job = Pending.NOTHING, None
+
+    def write_back(self, *, stored: Event) -> None:
+        """DOWN has been given the copies of what the update wrote."""
+        self.stored = stored
+
+    def settled_on_host(self) -> None:
+        """The worker has computed the update."""
+        self.pending, self.job, self.future = Pending.NOTHING, None, None
 
     def refuse_loans(self) -> None:
-        """Do nothing where no parameter is on loan.
-
-        Raises:
-            RuntimeError: one is, and an update is to begin.
-        """
-        if len(self.own) < len(self.params):
+        """Raise RuntimeError if a parameter is on loan when an update is to begin."""
+        if len(self.views.own) < len(self.params):
             raise RuntimeError(
                 f"{self.name}: backward inside of `with optimizer.present(...)`, and the plan updates there"
             )
 
-    def updated(self, indices: Iterable[int]) -> None:
-        """An update of these begins: a graph that holds their old values may not be used any more."""
-        for index in indices:
-            if self.shown:
-                self.refuse_writes(index)
-            self.versions[index] += 1
-        self._count()
 
-    def leave(self) -> None:
-        """The home belongs to somebody else from now on."""
-        self.hide()
-        self.presence = Presence.ABSENT
-
-    def rest(self) -> Tensor:
-        """Where the weights rest between uses: the host's copy where they travel, else the home."""
-        return self.weight if self.copy is None else self.copy
-
-    def states(self) -> list[Tensor]:
-        """What an update on the device needs besides the weight, in the order in which it visits."""
-        return ([] if self.master is None else [self.master]) + self.moments
-
-
-class Places(dict[int, tuple[BucketState, int]]):
-    """The bucket of each parameter, by its id, and its number there."""
+class BucketOf(dict[int, tuple[BucketState, int]]):
+    """The bucket of each parameter, by the parameter's id, and its index in the bucket."""
 
     def __missing__(self, param: int) -> tuple[BucketState, int]:
         raise RuntimeError(
@@ -278,8 +250,8 @@ class Places(dict[int, tuple[BucketState, int]]):
         )
 
 
-def hold(
-    bucket: Bucket,
+def make_bucket(
+    spec: Bucket,
     index: int,
     params: list[nn.Parameter],
     arena: Arena,
@@ -287,21 +259,35 @@ def hold(
     layout: Layout,
     fused: Collection[int] = (),
 ) -> BucketState:
-    """The bucket with its views of ``arena``. ``fused``: ids of parameters, see the field."""
-    dtype = getattr(torch, bucket.dtype)
-    count, num_moments = bucket.num_elements, layout.moments
+    """The state of bucket ``spec``, number ``index`` of ``layout``, with its views of ``arena``.
+
+    Args:
+        params: the model's, in the order of ``spec.params``.
+        nan: a single NaN of their dtype on the device.
+        fused: ids of parameters of modules with a fused kernel; see ``ParameterViews``.
+    """
+    dtype = getattr(torch, spec.dtype)
+    count, num_moments = spec.num_elements, layout.moments
 
     def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
-        region = arena.of(bucket.name, item, of)
+        region = arena.of(spec.name, item, of)
         return None if region is None else region[: numbers * count]
 
     weight = flat(Item.WEIGHT, dtype)
-    assert weight is not None, f"{bucket.name} has no home"
+    assert weight is not None, f"{spec.name} has no home"
     moments = flat(Item.MOMENTS, torch.float32, num_moments)
-    steps = arena.of(bucket.name, Item.STEPS, torch.float32)
-    visitors = num_moments + bucket.mixed
+    steps = arena.of(spec.name, Item.STEPS, torch.float32)
+    parts = zip(params, spec.offsets, spec.sizes, strict=True)
+    views = ParameterViews(
+        names=spec.params,
+        params=params,
+        homes=[weight[start : start + size].view(param.shape) for param, start, size in parts],
+        nan=nan,
+        resident=spec.resident,
+        fused=frozenset(index for index, param in enumerate(params) if id(param) in fused),
+    )
     return BucketState(
-        bucket=bucket,
+        spec=spec,
         index=index,
         params=params,
         weight=weight,
@@ -312,21 +298,17 @@ def hold(
         master=flat(Item.MASTER, torch.float32),
         moments=[] if moments is None else list(moments.view(num_moments, count)),
         steps=None if steps is None else steps[: len(params)],
-        visit=flat(Item.VISIT, torch.float32, visitors),
-        nan=nan,
-        fused=frozenset(index for index, param in enumerate(params) if id(param) in fused),
-        shapes=[param.shape for param in params],
-        versions=[param._version for param in params],
-        counts=[param._version for param in params],
-        leads=leads(bucket, layout),
-        own=list(range(len(params))),
+        visit=flat(Item.VISIT, torch.float32, num_moments + spec.mixed),
+        views=views,
+        grads=GradientState(spec.params),
+        leads=leads(spec, layout),
     )
 
 
-def find_overlapping(all_held: list[BucketState], arena: Arena) -> None:
+def find_overlapping(buckets: list[BucketState], arena: Arena) -> None:
     """Fill in which homes overlap. Residents overlap none."""
-    spots = {held.name: arena.addresses.of(held.name, Item.WEIGHT) for held in all_held}
-    for held in all_held:
-        held.overlapping = [
-            other for other in all_held if other is not held and spots[held.name].overlaps(spots[other.name])
+    spots = {bucket.name: arena.addresses.of(bucket.name, Item.WEIGHT) for bucket in buckets}
+    for bucket in buckets:
+        bucket.overlapping = [
+            other for other in buckets if other is not bucket and spots[bucket.name].overlaps(spots[other.name])
         ]

@@ -1,13 +1,12 @@
-"""What gradients are multiplied with before the update, and whether there is one: by us, or by somebody else's loop.
+"""Clipping: the one factor that a step's gradients are multiplied with, given by the plan, ``clip`` or the loop.
 
-The update multiplies every gradient with one factor as it reads it, so clipping costs no pass of its own. The factor is
-torch's: ``max_norm / (norm + 1e-6)``, at most 1. It comes from ``clip``, or from the loop, which has taken norms of
-``param.grad`` and multiplied it (``parameters.py``), as ``torch.nn.utils.clip_grad_norm_`` does; that is written down
-and done when the update reads the gradient. If neither has happened, the plan's norm holds.
+The update multiplies every gradient with the factor as it reads it, so that clipping needs no pass of its own. The
+factor is torch's: ``max_norm / (norm + 1e-6)``, at most 1. It comes from ``clip``, or from a loop that computes norms
+of ``param.grad`` and multiplies it (``parameters.py``), as ``torch.nn.utils.clip_grad_norm_`` does; then the factor is
+stored and applied by the update. Without either, gradients are clipped to the plan's norm.
 
-In backward, updates begin before the norm is known. Then nothing is clipped, and a gradient that is not finite stops
-the update of its bucket and of all that come after it in this step; where the loss itself is not finite that is all of
-them.
+If updates begin in backward, the norm is not known yet. Then nothing is clipped, and a gradient that is not finite
+skips the update of its bucket and of all later ones in this step; if the loss itself is not finite that is all of them.
 
 Refused: different factors within one step, clipping twice, clipping where updates begin in backward.
 """
@@ -21,31 +20,28 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Layout
-from strategies.engine.bucket_state import BucketState
+from strategies.engine.bucket_state import BucketState, Scale
 from strategies.engine.gradients import Gradients, norms_of
 from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.updates import Scale
 
 IN_BACKWARD = "the plan updates in backward, before the norm is known: plan with max_grad_norm > 0"
 
 
 class Clipping:
-    """The scale of one step's gradients."""
+    """The factor on one step's gradients, and whether the step is skipped."""
 
     def __init__(self, layout: Layout, gradients: Gradients, transfer: Transfer, device: torch.device) -> None:
-        self.scale: Scale | None = None  # as far as it is known
+        self.scale: Scale | None = None  # None until it is known
         self._layout, self._gradients, self._transfer, self._device = layout, gradients, transfer, device
-        self._factors: dict[
-            tuple[int, int], Tensor | float
-        ] = {}  # what others multiply with, by bucket and place there
+        self._factors: dict[tuple[int, int], Tensor | float] = {}  # by the loop; keys: bucket, index in it
 
     def clear(self) -> None:
-        """The step is made, or its gradients are not wanted."""
+        """The step is made, or its gradients are discarded."""
         self.scale = None
         self._factors.clear()
 
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of all gradients, which will be clipped to ``max_norm``; 0 and infinity clip nothing.
+        """Clip to ``max_norm`` (0 and infinity: not at all) and return the norm of all gradients.
 
         Raises:
             RuntimeError: updates have begun.
@@ -58,16 +54,16 @@ class Clipping:
             self.scale = self._make(factor, norm)
         return norm
 
-    def in_backward(self, held: BucketState) -> Scale:
-        """Of one bucket whose update begins before all gradients are there."""
-        norms = self._gradients.norms_in(held, self._device)
+    def in_backward(self, bucket: BucketState) -> Scale:
+        """The scale of one bucket whose update begins before all gradients are there."""
+        norms = self._gradients.norms_in(bucket, self._device)
         self.scale = self._make(None, torch.stack(norms), self.scale)
         return self.scale
 
-    def of_step(self, several: Sequence[BucketState]) -> Scale:
-        """Of all gradients; ``several`` are the buckets that have some."""
+    def of_step(self, buckets: Sequence[BucketState]) -> Scale:
+        """The scale of a step; ``buckets`` are those with gradients."""
         if self._factors:
-            self._adopt(several)
+            self._scale_of_loop(buckets)
         elif self.scale is None:
             self.clip(self._layout.max_grad_norm)
         assert self.scale is not None
@@ -81,18 +77,18 @@ class Clipping:
         on_host.copy_(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]), non_blocking=True)
         return Scale(factor, bad, on_host, self._transfer.record(Lane.COMPUTE))
 
-    # --- gradients in the hands of others ----------------------------------------------------------------------------
+    # --- param.grad --------------------------------------------------------------------------------------------------
 
-    def norm_of(self, held: BucketState, index: int) -> Tensor:
-        """The norm of one gradient; that of all is taken, so that the next one costs nothing."""
-        self._gradients.leftovers.refuse_spent(held, index)
+    def norm_of(self, bucket: BucketState, index: int) -> Tensor:
+        """The norm of one gradient. All norms are computed at once, so that the next ones cost nothing."""
+        bucket.grads.refuse_spent(index)
         whole = self._gradients.last_pass or self._layout.in_backward
-        if whole and self._factor_of(held, index) is None:
+        if whole and self._factor_of(bucket, index) is None:
             self._gradients.norm(self._device)
-            return held.norms[index]
-        return norms_of([self.value_of(held, index)])[0]
+            return bucket.grads.norms[index]
+        return norms_of([self.value_of(bucket, index)])[0]
 
-    def value_of(self, held: BucketState, index: int) -> Tensor:
+    def value_of(self, bucket: BucketState, index: int) -> Tensor:
         """A copy of one gradient, on the device.
 
         Raises:
@@ -100,37 +96,39 @@ class Clipping:
         """
         if self._layout.in_backward:
             raise RuntimeError(IN_BACKWARD)
-        self._gradients.leftovers.refuse_spent(held, index)
-        value, factor = self._gradients.value(held, index, self._device), self._factor_of(held, index)
+        bucket.grads.refuse_spent(index)
+        value, factor = self._gradients.value(bucket, index, self._device), self._factor_of(bucket, index)
         return value if factor is None else value.mul_(factor)
 
-    def _factor_of(self, held: BucketState, index: int) -> Tensor | float | None:
-        """What this gradient has been multiplied with so far."""
-        return self._factors.get((held.index, index)) if self.scale is None else self.scale.factor
+    def _factor_of(self, bucket: BucketState, index: int) -> Tensor | float | None:
+        """The factor that this gradient has been multiplied with so far."""
+        return self._factors.get((bucket.index, index)) if self.scale is None else self.scale.factor
 
-    def multiply(self, held: BucketState, index: int, factor: Tensor | float) -> None:
-        """Somebody multiplies this gradient with ``factor``.
+    def multiply(self, bucket: BucketState, index: int, factor: Tensor | float) -> None:
+        """The loop multiplies this gradient with ``factor``.
 
         Raises:
             RuntimeError: the update has taken it, or it is clipped already.
         """
-        self._gradients.leftovers.refuse_spent(held, index)
+        bucket.grads.refuse_spent(index)
         if self._layout.in_backward:
             if bool(factor != 1):
                 raise RuntimeError(IN_BACKWARD)
             return
-        if self.scale is not None or (held.index, index) in self._factors:
+        if self.scale is not None or (bucket.index, index) in self._factors:
             raise RuntimeError("these gradients were clipped already: clip once per step")
-        self._gradients.finish()  # what is multiplied now may not be added to
-        self._factors[held.index, index] = factor
+        self._gradients.finish()  # nothing may be added to a gradient that was multiplied
+        self._factors[bucket.index, index] = factor
 
-    def forget(self, held: BucketState, index: int) -> None:
-        """This gradient is not wanted."""
-        self._gradients.forget(held, index)
-        self._factors.pop((held.index, index), None)
+    def forget(self, bucket: BucketState, index: int) -> None:
+        """Drop this gradient and its factor."""
+        self._gradients.forget(bucket, index)
+        self._factors.pop((bucket.index, index), None)
 
-    def _adopt(self, several: Sequence[BucketState]) -> None:
-        wanted = {(held.index, index): held.bucket.params[index] for held in several for index in held.touched}
+    def _scale_of_loop(self, buckets: Sequence[BucketState]) -> None:
+        wanted = {
+            (bucket.index, index): bucket.spec.params[index] for bucket in buckets for index in bucket.grads.touched
+        }
         missing = [name for place, name in wanted.items() if place not in self._factors]
         first = next(iter(self._factors.values()))
         if missing or any(not _same(factor, first) for factor in self._factors.values()):
@@ -143,5 +141,5 @@ class Clipping:
 
 
 def _same(factor: Tensor | float, other: Tensor | float) -> bool:
-    """Whether two factors are the same number, as far as one sees without waiting for the device."""
+    """Whether two factors are known to be the same number, without waiting for the device."""
     return factor is other or (isinstance(factor, float) and factor == other)

@@ -1,20 +1,21 @@
-"""Gradients: from autograd into their slots, to where they park, and their norm.
+"""Gradients: from autograd into their slots, to the place where they wait for the update, and their norm.
 
-Autograd hands over each gradient in a tensor of its own. The hook moves it into the bucket's slot at once and takes
-it off the parameter, so that nothing else can add to it or free it; ``param.grad`` then stands for it
-(``parameters.py``).
+Autograd makes each gradient in a tensor of its own. The hook moves it into the bucket's slot at once and removes it
+from the parameter, so that no other code can add to it or free it; ``param.grad`` then stands for it
+(``parameters.py``). ``gradient_state.py`` has the state of each bucket's gradients.
 
-    parks on the device   the slot is the bucket's own; further micro-batches are added in it
-    parks on the host     the slot is one of a ring; when the bucket is complete it goes DOWN. The first micro-batch
-                          lands in PARKED, later ones in ARRIVAL, from where the worker adds them to PARKED
-    updated on the host   what parks on the device goes DOWN once, after the last micro-batch
+    waits on the device   the slot is the bucket's own; further micro-batches are added in it
+    waits on the host     the slot is one of a ring; when the bucket is complete it goes DOWN: the first micro-batch
+                          into PARKED, later ones into ARRIVAL, from where the worker adds them to PARKED
+    updated on the host   what waits on the device goes DOWN once, after the last micro-batch
 
-Exactness. Adding in the slot is what autograd does with a gradient it finds. The norm is that of
+Exactness. Adding in the slot is what autograd does with a gradient that it finds. The norm is that of
 ``torch.nn.utils.clip_grad_norm_``: one norm per parameter, by the same function, then the norm of the norms in the
-order of ``model.parameters()``; buckets are not visible in it. In bf16 the norm is taken of the gradient as fp32.
+order of ``model.parameters()``, so that it does not depend on buckets. In bf16 the norm is that of the gradient as
+fp32.
 
 Over ranks, plain data parallelism: a complete bucket is divided by the number of ranks and summed over them, always in
-the order of the buckets, so that all ranks call the same collectives. Afterwards all ranks hold the same norm and so
+the order of the buckets, so that all ranks call the same collectives. Afterwards all ranks have the same norm and so
 skip the same steps.
 
 Refused: a gradient for a bucket that has been sent for this update (more backward passes than the plan's accumulation);
@@ -33,8 +34,6 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.bucket_state import BucketState
-from strategies.engine.leftover_gradients import Leftovers
-from strategies.engine.skipped_steps import Norms
 from strategies.engine.tensors.parameters import on_gradient, take_grad
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.updates import Updates
@@ -48,8 +47,8 @@ class Gradients:
     """Takes gradients as they land.
 
     Args:
-        order: for each trained parameter in the order of ``model.parameters()``: its bucket and its place there.
-        complete: called when all gradients of a bucket for one update are where they park.
+        order: for each trained parameter in the order of ``model.parameters()``: its bucket and its index there.
+        complete: called when all gradients of a bucket for one update are where they wait for it.
         settle: computes the last update of a bucket, if that was not done yet.
     """
 
@@ -67,20 +66,19 @@ class Gradients:
         self._layout, self._order = layout, order
         self._transfer, self._worker, self._updates = transfer, worker, updates
         self._complete, self._settle, self._group = complete, settle, group
-        self._all = sorted({held.index: held for held, _ in order}.values(), key=lambda held: -held.index)
-        self.leftovers = Leftovers(self._all)
-        self.window = 0  # counts the times that all gradients were taken or given up
+        self._buckets = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
+        self.window = 0  # how often all gradients were taken or discarded
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
-        self._to_reduce: list[BucketState] = []  # buckets whose turn has not come yet, last of forward first
+        self._to_reduce: list[BucketState] = []  # buckets whose turn has not come, last of forward first
         self._done: set[int] = set()  # buckets finished for this update
         self._landed_in: list[tuple[BucketState, int]] = []  # in the order of backward
         self.passes = 0  # backward passes since the last update
         self._fresh = True  # the next gradient belongs to a new pass
-        self._finished = False  # nothing more comes in this window
+        self._finished = False  # no more gradients may come before the next update
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trained parameter; the handles take the hooks off again."""
-        return [on_gradient(held.params[index], partial(self._land, held, index)) for held, index in self._order]
+        return [on_gradient(bucket.params[index], partial(self._land, bucket, index)) for bucket, index in self._order]
 
     @property
     def empty(self) -> bool:
@@ -92,37 +90,35 @@ class Gradients:
         return self.passes >= self._layout.accumulation
 
     def new_pass(self) -> None:
-        """A forward with gradients has begun: the next gradient that lands belongs to another micro-batch."""
+        """A forward with gradients has begun: the next gradient that lands is of another micro-batch."""
         self._fresh = True
 
     @torch.no_grad()
-    def _land(self, held: BucketState, index: int, param: nn.Parameter) -> None:
+    def _land(self, bucket: BucketState, index: int, param: nn.Parameter) -> None:
         grad = take_grad(param)
-        assert grad is not None and held.grad is not None
+        assert grad is not None and bucket.grad is not None
         if grad.layout is not torch.strided:
             raise RuntimeError(
-                f"{held.name}: sparse gradients are not supported; build the embedding with sparse=False"
+                f"{bucket.name}: sparse gradients are not supported; build the embedding with sparse=False"
             )
-        self.leftovers.refuse_spent(held, index)
-        if self._fresh or index in held.landed:
+        bucket.grads.refuse_spent(index)
+        if self._fresh or index in bucket.grads.landed:
             self._start_pass()
-        if held.index in self._done:
+        if bucket.index in self._done:
             self._refuse_pass()
-        if held.parks_down:
-            self._enter_slot(held)
-        place = held.shaped(held.grad, index)
-        self._transfer.writes(Lane.COMPUTE, held.grad)
-        if index in held.touched and not held.parks_down:
+        if bucket.grads_on_host:
+            self._enter_slot(bucket)
+        place = bucket.shaped(bucket.grad, index)
+        self._transfer.writes(Lane.COMPUTE, bucket.grad)
+        if index in bucket.grads.touched and not bucket.grads_on_host:
             place.add_(grad)
         else:
             place.copy_(grad)
-        if index not in held.touched:
-            self._landed_in.append((held, index))
-        held.landed.add(index)
-        held.unsent.add(index)
-        held.touched.add(index)
-        if len(held.landed) == len(held.params):
-            self._landed(held)
+        if index not in bucket.grads.touched:
+            self._landed_in.append((bucket, index))
+        bucket.grads.land(index)
+        if bucket.grads.complete:
+            self._landed(bucket)
 
     def _refuse_pass(self) -> NoReturn:
         raise RuntimeError(
@@ -135,240 +131,239 @@ class Gradients:
         if self._finished or self.passes >= self._layout.accumulation:
             self._refuse_pass()
         self._end_pass()
-        for held in self._all:
-            held.landed.clear()
+        for bucket in self._buckets:
+            bucket.grads.new_pass()
         self._fresh = False
         self.passes += 1
-        self._to_reduce = list(self._all)
+        self._to_reduce = list(self._buckets)
 
-    def _enter_slot(self, held: BucketState) -> None:
-        assert held.grad is not None
-        former = self._updates.slots.get(held.grad.data_ptr())
-        if former is held and held.unsent:
+    def _enter_slot(self, bucket: BucketState) -> None:
+        assert bucket.grad is not None
+        former = self._updates.slots.get(bucket.grad.data_ptr())
+        if former is bucket and bucket.grads.unsent:
             return
-        if former is not None and former is not held and former.unsent:
+        if former is not None and former is not bucket and former.grads.unsent:
             if self._group is not None:
                 raise RuntimeError(
                     f"a parameter of {former.name} has no gradient, which the ranks must learn before the bucket "
                     f"leaves: set strategies.offload.gradients: device"
                 )
-            self._send(former)  # not all of it has landed; what has goes now
-        self._updates.enter_slot(held, Lane.COMPUTE)
+            self._send(former)  # incomplete: send what has landed
+        self._updates.enter_slot(bucket, Lane.COMPUTE)
 
-    def _landed(self, held: BucketState) -> None:
+    def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
         if self.last_pass and self._group is None:
-            self._finish(held)
+            self._finish(bucket)
         elif self.last_pass:
             self._reduce_in_turn()
-        elif held.parks_down:
-            self._send(held)
+        elif bucket.grads_on_host:
+            self._send(bucket)
 
     def _reduce_in_turn(self) -> None:
         # All ranks reduce in one order, whatever the order in which their gradients land.
-        while self._to_reduce and len(self._to_reduce[0].landed) == len(self._to_reduce[0].params):
-            held = self._to_reduce.pop(0)
-            self._reduce(held)
-            self._finish(held)
+        while self._to_reduce and self._to_reduce[0].grads.complete:
+            bucket = self._to_reduce.pop(0)
+            self._reduce(bucket)
+            self._finish(bucket)
 
     def _end_pass(self) -> None:
-        """Send what waits in slots of buckets that had parameters without gradient."""
-        for held in self._all:
-            if held.unsent and held.parks_down and not self.last_pass:
-                self._send(held)
+        """Send the gradients of buckets that are incomplete, since some parameters got none."""
+        for bucket in self._buckets:
+            if bucket.grads.unsent and bucket.grads_on_host and not self.last_pass:
+                self._send(bucket)
 
     @torch.no_grad()
     def learn(self) -> None:
-        """Before somebody asks who has a gradient: over ranks, whoever has one on any of them. Then a collective."""
+        """Find out which parameters have a gradient on any rank. A collective, if there are several."""
         if self._group is not None and self.last_pass:
             self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Before norm or update: everything that has landed is where it parks, summed over the ranks. A collective."""
+        """Before norm or update: reduce over the ranks and send to the host whatever has not been. A collective."""
         if self.empty or self._finished:
             return
         self._finished = True
-        late = [held for held in self._all if held.index not in self._done]
+        late = [bucket for bucket in self._buckets if bucket.index not in self._done]
         if self._group is not None:
-            for held in late:
-                self._settle(held)  # where only other ranks have used it, its last update may wait for this memory
-                self._reduce(held)
+            for bucket in late:
+                self._settle(bucket)  # where only other ranks have used it, its last update may wait for this memory
+                self._reduce(bucket)
             self._share_touched()
-        for held in late:
-            if held.touched:
-                self._finish(held)
+        for bucket in late:
+            if bucket.grads.touched:
+                self._finish(bucket)
 
-    def _finish(self, held: BucketState) -> None:
-        """For this update no further gradient of ``held`` will come."""
-        self._done.add(held.index)
-        if held.parks_down or held.bucket.site is Site.HOST:
-            self._send(held)
-        if held.parks_down and self._layout.accumulation > 1:
-            self._measure_on_host(held)
-        self._complete(held)
+    def _finish(self, bucket: BucketState) -> None:
+        """No further gradient of ``bucket`` comes for this update."""
+        self._done.add(bucket.index)
+        if bucket.grads_on_host or bucket.spec.site is Site.HOST:
+            self._send(bucket)
+        if bucket.grads_on_host and self._layout.accumulation > 1:
+            self._measure_on_host(bucket)
+        self._complete(bucket)
 
-    def _reduce(self, held: BucketState) -> None:
+    def _reduce(self, bucket: BucketState) -> None:
         """Mean over the ranks, in place; as torch's data parallelism does it: divide, then sum."""
         import torch.distributed as dist
 
-        assert held.grad is not None and self._group is not None
-        if held.parks_down:
-            self._enter_slot(held)
-        missing = [index for index in range(len(held.params)) if index not in held.touched]
+        assert bucket.grad is not None and self._group is not None
+        if bucket.grads_on_host:
+            self._enter_slot(bucket)
+        missing = [index for index in range(len(bucket.params)) if index not in bucket.grads.touched]
         for index in missing:
-            held.part(held.grad, index).zero_()
-        held.grad.div_(dist.get_world_size(self._group))
-        dist.all_reduce(held.grad, group=self._group)
+            bucket.part(bucket.grad, index).zero_()
+        bucket.grad.div_(dist.get_world_size(self._group))
+        dist.all_reduce(bucket.grad, group=self._group)
 
     def _share_touched(self) -> None:
         """A parameter that had a gradient on any rank has one on all."""
         import torch.distributed as dist
 
-        flags = torch.tensor([float(i in held.touched) for held, i in self._order], device=self._all[0].weight.device)
+        device = self._buckets[0].weight.device
+        flags = torch.tensor([float(index in bucket.grads.touched) for bucket, index in self._order], device=device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        for (held, index), flag in zip(self._order, flags.tolist(), strict=True):
-            if flag and index not in held.touched:
-                held.touched.add(index)
-                held.unsent.add(index)
+        for (bucket, index), flag in zip(self._order, flags.tolist(), strict=True):
+            if flag and index not in bucket.grads.touched:
+                bucket.grads.touch(index)
 
-    def _send(self, held: BucketState) -> None:
-        """DOWN with what has landed: the whole bucket in one copy, or parameter by parameter where some are missing."""
-        if not held.unsent:
+    def _send(self, bucket: BucketState) -> None:
+        """DOWN with what has landed: the whole bucket in one copy, or parameter by parameter if some are missing."""
+        grads, transfer = bucket.grads, self._transfer
+        leaving, summed = sorted(grads.unsent), frozenset(grads.summed)
+        if not leaving:
             return
-        assert held.grad is not None and held.parked is not None
-        if held.parks_down and self._layout.accumulation == 1:  # the slot may be another's before the rest has landed
-            leaving = sorted(held.unsent)
-            held.norms |= zip(leaving, norms_of(held.gradients(leaving)), strict=True)
-        transfer, adds = self._transfer, bool(held.unsent & held.summed)
-        target = held.arrival if adds else held.parked
-        assert target is not None, f"{held.name}: a second gradient, and nowhere to add it"
+        assert bucket.grad is not None and bucket.parked is not None
+        if bucket.grads_on_host and self._layout.accumulation == 1:  # the next bucket may take the slot at once
+            grads.measured(leaving, norms_of(bucket.gradients(leaving)))
+        adds = not summed.isdisjoint(leaving)
+        target = bucket.arrival if adds else bucket.parked
+        assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
         if adds:
-            self._wait_for_arrivals(target)
-        elif held.added is not None:  # by now long done: PARKED was read by an update since
-            transfer.wait(Lane.DOWN, held.added.result())
-        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), held.arrived)
-        if len(held.unsent) == len(held.params):
-            transfer.copy(Lane.DOWN, target, held.grad)
+            former = self._arrivals.pop(target.data_ptr(), None)
+            if former is not None:
+                transfer.wait(Lane.DOWN, former.result())
+        elif grads.added is not None:  # done long ago: an update has read PARKED since
+            transfer.wait(Lane.DOWN, grads.added.result())
+        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
+        if len(leaving) == len(bucket.params):
+            transfer.copy(Lane.DOWN, target, bucket.grad)
         else:
-            for index in sorted(held.unsent):
-                transfer.copy(Lane.DOWN, held.part(target, index), held.part(held.grad, index))
-        held.sent = transfer.record(Lane.DOWN)
+            for index in leaving:
+                transfer.copy(Lane.DOWN, bucket.part(target, index), bucket.part(bucket.grad, index))
+        grads.send(sent=transfer.record(Lane.DOWN))
         if adds:
-            work = partial(self._add, held, target, sorted(held.unsent), frozenset(held.summed), held.sent)
-            held.added = self._arrivals[target.data_ptr()] = self._worker.submit(held.index, work)
-        held.summed |= held.unsent
-        held.unsent.clear()
-
-    def _wait_for_arrivals(self, slot: Tensor) -> None:
-        former = self._arrivals.pop(slot.data_ptr(), None)
-        if former is not None:
-            self._transfer.wait(Lane.DOWN, former.result())
+            work = partial(self._add, bucket, target, leaving, summed, grads.sent)
+            added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
+            grads.add_on_host(added)
 
     def _add(
-        self, held: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event
+        self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
     ) -> Event:
-        """In the worker: add what has arrived to what is parked."""
-        assert held.parked is not None
+        """In the worker: add ARRIVAL to PARKED."""
+        assert bucket.parked is not None
         self._transfer.host_wait(sent)
         self._transfer.reads(Lane.HOST, arrival)
-        self._transfer.writes(Lane.HOST, held.parked)
+        self._transfer.writes(Lane.HOST, bucket.parked)
         for index in indices:
-            target, source = held.part(held.parked, index), held.part(arrival, index)
+            target, source = bucket.part(bucket.parked, index), bucket.part(arrival, index)
             if index in summed:
                 target.add_(source)
             else:
                 target.copy_(source)
         return self._transfer.record(Lane.HOST)
 
-    def _measure_on_host(self, held: BucketState) -> None:
-        """The norms of gradients that were summed on the host, taken there."""
-        touched, sent = sorted(held.touched), held.sent
+    def _measure_on_host(self, bucket: BucketState) -> None:
+        """Let the worker compute the norms of gradients that were summed on the host."""
+        touched, sent = sorted(bucket.grads.touched), bucket.grads.sent
 
         def measure() -> list[Tensor]:
-            assert held.parked is not None
+            assert bucket.parked is not None
             self._transfer.host_wait(sent)
-            return norms_of([held.shaped(held.parked, index) for index in touched])
+            return norms_of([bucket.shaped(bucket.parked, index) for index in touched])
 
-        future = self._worker.submit(held.index, measure)
-        held.norms_later = (touched, future)
+        bucket.grads.measure_on_host(touched, self._worker.submit(bucket.index, measure))
 
-    def norms_in(self, held: BucketState, device: torch.device) -> list[Tensor]:
+    def norms_in(self, bucket: BucketState, device: torch.device) -> list[Tensor]:
         """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
-        if held.norms_later is not None:
-            touched, future = held.norms_later
-            held.norms = dict(zip(touched, _together(future.result(), device), strict=True))
-            held.norms_later = None
-        if not held.norms and held.touched:
-            self._measure([held])
-        return list(held.norms.values())
+        if bucket.grads.host_norms is not None:
+            touched, future = bucket.grads.host_norms
+            bucket.grads.measured(touched, _together(future.result(), device))
+        if not bucket.grads.norms and bucket.grads.touched:
+            self._measure([bucket])
+        return list(bucket.grads.norms.values())
 
-    def _measure(self, several: Sequence[BucketState]) -> None:
-        """The norms of gradients that park on the device, in one call: one kernel for all of them."""
-        places = [(held, index) for held in several for index in sorted(held.touched)]
-        grads = [grad for held in several for grad in held.gradients(sorted(held.touched))]
-        for (held, index), norm in zip(places, norms_of(grads), strict=True):
-            held.norms[index] = norm
+    def _measure(self, buckets: Sequence[BucketState]) -> None:
+        """The norms of gradients that wait on the device, in one call: one kernel for all of them."""
+        found = iter(norms_of([grad for bucket in buckets for grad in bucket.gradients(sorted(bucket.grads.touched))]))
+        for bucket in buckets:
+            touched = sorted(bucket.grads.touched)
+            bucket.grads.measured(touched, [next(found) for _ in touched])
 
     def norm(self, device: torch.device) -> Tensor:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
-        self.leftovers.refuse()
+        self.refuse_leftovers()
         self.finish()
-        self._measure([held for held in self._all if not held.parks_down and not held.norms])
-        for held in self._all:
-            self.norms_in(held, device)
-        in_order = [held.norms[index] for held, index in self._order if index in held.norms]
+        self._measure([bucket for bucket in self._buckets if not bucket.grads_on_host and not bucket.grads.norms])
+        for bucket in self._buckets:
+            self.norms_in(bucket, device)
+        in_order = [bucket.grads.norms[index] for bucket, index in self._order if index in bucket.grads.norms]
         if not in_order:
             return torch.zeros((), device=device)
         total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
         return total
 
-    def norms(self) -> Norms:
-        """What is known of single norms, in the order in which backward came by."""
-        known = [(held, index) for held, index in self._landed_in if index in held.norms]
-        return Norms([held.bucket.params[index] for held, index in known], [held.norms[index] for held, index in known])
+    def norms(self) -> dict[str, Tensor]:
+        """The norms that were computed, by parameter, in the order in which backward made the gradients."""
+        known = [(bucket, index) for bucket, index in self._landed_in if index in bucket.grads.norms]
+        return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
 
-    def value(self, held: BucketState, index: int, device: torch.device) -> Tensor:
-        """A copy of one gradient of this update, as far as it has come."""
+    def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
+        """A copy of one gradient, summed over the micro-batches so far."""
         if self.last_pass:
             self.finish()
-        elif held.parks_down:
-            self._send(held)
-        if not held.parks_down:
-            assert held.grad is not None
-            return held.shaped(held.grad, index).clone()
-        assert held.parked is not None
-        if held.added is not None:
-            self._transfer.host_wait(held.added.result())
-        self._transfer.host_wait(held.sent)
-        return held.shaped(held.parked, index).to(device, copy=True)
+        elif bucket.grads_on_host:
+            self._send(bucket)
+        if not bucket.grads_on_host:
+            assert bucket.grad is not None
+            return bucket.shaped(bucket.grad, index).clone()
+        assert bucket.parked is not None
+        if bucket.grads.added is not None:
+            self._transfer.host_wait(bucket.grads.added.result())
+        self._transfer.host_wait(bucket.grads.sent)
+        return bucket.shaped(bucket.parked, index).to(device, copy=True)
 
-    def forget(self, held: BucketState, index: int) -> None:
+    def forget(self, bucket: BucketState, index: int) -> None:
         """As if parameter ``index`` had got no gradient for this update."""
         self.finish()
-        held.touched.discard(index)
-        held.unsent.discard(index)
-        held.norms.pop(index, None)
+        bucket.grads.forget(index)
+
+    def refuse_leftovers(self) -> None:
+        """Raise RuntimeError if plain torch would step with other gradients; see ``gradient_state.py``."""
+        for bucket in self._buckets:
+            bucket.grads.refuse_leftovers()
+
+    def zero(self, *, to_none: bool) -> None:
+        """Mark gradients as None, or as zero if there were any; those that wait are still to be discarded."""
+        for bucket in self._buckets:
+            bucket.grads.zero(to_none=to_none)
 
     def discard(self) -> None:
-        """As ``clear``, when nobody has taken the gradients: what the worker still adds is awaited."""
+        """Drop the gradients since the last step, after the worker has added what was sent."""
         for former in self._arrivals.values():
             former.result()
-        self.clear()
+        self._clear()
 
     def spend(self) -> None:
-        """As ``clear``, when a step has taken the gradients."""
-        self.leftovers.spend()
-        self.clear()
+        """A step has taken the gradients."""
+        for bucket in self._buckets:
+            bucket.grads.spend()
+        self._clear()
 
-    def clear(self) -> None:
-        """The window is over: its gradients were taken, or are not wanted."""
-        for held in self._all:
-            held.landed.clear()
-            held.unsent.clear()
-            held.touched.clear()
-            held.summed.clear()
-            held.norms, held.norms_later = {}, None
+    def _clear(self) -> None:
+        for bucket in self._buckets:
+            bucket.grads.reset()
         self._done.clear()
         self._landed_in.clear()
         self.passes, self._fresh, self._finished = 0, True, False
@@ -376,7 +371,7 @@ class Gradients:
 
 
 def _together(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Single numbers from the host on ``device``, in one copy that nobody waits for."""
+    """Single numbers from the host on ``device``, in one asynchronous copy."""
     stacked = torch.stack(numbers)
     if device.type != "cpu":
         stacked = stacked.pin_memory().to(device, non_blocking=True)
@@ -384,7 +379,7 @@ def _together(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The Euclidean norm of each, as fp32, by the function that ``torch.nn.utils.clip_grad_norm_`` takes there."""
+    """The Euclidean norm of each, as fp32, by the function that ``torch.nn.utils.clip_grad_norm_`` calls."""
     if not grads:
         return []
     return list(torch._foreach_norm(list(grads), 2.0, torch.float32))

@@ -1,7 +1,7 @@
-"""Whether a model can be stowed as a plan says: what is wrong, one line each.
+"""Whether a model can be stowed by a plan: the reasons why not, one line each.
 
-A plan gives every parameter memory of its own, laid out in order of rows. What shares memory in other ways, or lies in
-it otherwise, would train to other bits, or would go stale, without anybody noticing; so it is refused here.
+A plan gives every parameter contiguous memory of its own. Parameters that share memory otherwise, or are not
+contiguous, would train to other bits, or keep old values, without any error; so they are refused here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_IN_KERNELS = ("amsgrad", "maximize", "differentiable", "capturable", "nester
 
 
 def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], rule: UpdateRule) -> Iterator[str]:
-    """Where ``layout`` does not fit, one line each."""
+    """Why ``layout`` does not fit the model, its groups and the rule, one line per reason."""
     params = dict(model.named_parameters())
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     yield from _unmovable(model, params)
@@ -51,13 +51,13 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], r
 
 
 def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    """Parameters whose memory cannot be given to a plan."""
+    """Parameters that cannot be moved into planned memory, one line per reason."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             yield f"{name}: a scripted module, whose weights cannot be moved: stow the model as it was before"
     for name, own in params.items():
         if type(own) is not nn.Parameter:
-            yield f"{name}: a {type(own).__name__}, which keeps its memory in a way of its own"
+            yield f"{name}: a {type(own).__name__}, which manages its memory itself"
         if not own.is_contiguous():
             yield f"{name}: its memory is not in order of rows: build it with .contiguous()"
         if own.requires_grad and getattr(own, "_post_accumulate_grad_hooks", None):
@@ -75,9 +75,9 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
             del kept[key]  # torch.nn.utils.spectral_norm computes it anew in every forward
         for key, value in kept.items():
             for tensor in _tensors(value) if key != "_buffers" else ():
-                begin, end, whose = places[bisect(starts, _begin(tensor)) - 1]
+                begin, end, owner = places[bisect(starts, _begin(tensor)) - 1]
                 if id(tensor) not in mine and begin <= _begin(tensor) < end:
-                    yield f"{whose}: {name}.{key} shares its memory, and would keep the old weight: make a clone"
+                    yield f"{owner}: {name}.{key} shares its memory, and would keep the old weight: make a clone"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -91,7 +91,7 @@ def _begin(tensor: Tensor) -> int:
 
 
 def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Iterator[str]:
-    """What parameter groups ask for and the update does not do."""
+    """Options of parameter groups that the update rule does not support, one line each."""
     for number, group in enumerate(groups):
         for name in NOT_IN_KERNELS:
             if group.get(name):
@@ -102,7 +102,10 @@ def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Ite
 
 
 def unlike(name: str, saved: Mapping[str, Any], state: Mapping[str, Tensor], rule: UpdateRule) -> Iterator[str]:
-    """Why an update could not go on with what was ``saved`` of parameter ``name``, whose ``state`` is here."""
+    """Why an update could not continue with what was ``saved`` of parameter ``name``, one line per reason.
+
+    ``state``: that of the parameter here.
+    """
     missing = [key for key in ("step", *rule.names) if key not in saved] if rule.names else []
     if missing:
         yield f"{name}: {', '.join(missing)} missing in the saved state, which has {', '.join(map(str, saved))}"

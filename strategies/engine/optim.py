@@ -1,11 +1,11 @@
-"""Update rules: what an optimizer does to a parameter, its gradient and its state. Torch's own kernels.
+"""Update rules: what an optimizer does to a parameter, its gradient and its state, by torch's own kernels.
 
-A rule knows neither homes nor buckets: it gets lists of views and updates them in place, wherever they are. It says how
-many fp32 numbers of state it keeps per element, so that a layout can find room for them.
+A rule gets lists of views and updates them in place, on whatever device they are; it knows nothing of homes or buckets.
+It says how many fp32 numbers of state it keeps per element, so that a layout can reserve memory for them.
 
-Exactness. The same torch function is called on views of the same shape split as plain training would call it on whole
-tensors. Element-wise kernels give each element the same bits wherever it lies; what is known about split points is
-written in [Note: split points] in ``updates.py``.
+Exactness. The same torch function is called on views of the same shape as plain training's tensors, or on parts of
+them. Element-wise kernels give each element the same bits wherever it lies; for split points see [Note: split points]
+in ``updates.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.sgd import sgd
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What one call updates: views in equal order. ``state`` has one list for each name of the rule."""
+    """Views that one call updates, in equal order. ``state`` has one list for each of the rule's ``names``."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -33,7 +33,7 @@ class Operands:
 class UpdateRule(Protocol):
     """An update rule. ``names`` are torch's for its state, one fp32 number per element each.
 
-    ``flagged``: its kernel takes a flag that leaves everything as it is. Of other rules the caller waits for the flag.
+    ``flagged``: its kernel takes a flag that skips the update. For other rules the caller waits for the flag's value.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -45,10 +45,10 @@ class UpdateRule(Protocol):
         """Hyperparameters of a parameter group, by torch's names."""
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
-        """Update in place. ``bad`` (only if ``flagged``) 1.0 leaves all as it is."""
+        """Update in place. ``bad`` (only if ``flagged``): 1.0 skips the update."""
 
 
-# What torch writes into a group besides, so that a state dict loaded into its own optimizer means the same.
+# Torch's other keys of a group, so that its own optimizer can load the state dict.
 TORCH = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
 
 
@@ -84,7 +84,7 @@ class AdamW:
             list(on.state[1]),
             [],
             list(on.steps),
-            fused=self.fused or None,  # None: what torch takes by default, as torch.optim.AdamW does
+            fused=self.fused or None,  # None: torch chooses, as in torch.optim.AdamW
             found_inf=bad,
             amsgrad=False,
             beta1=beta1,

@@ -1,22 +1,22 @@
-"""The public face: one function that hooks a model in place and returns an ordinary optimizer.
+"""The public interface: ``stow`` hooks a model in place and returns an ordinary optimizer.
 
     optimizer = stow(model, plan)
     model(**batch).loss.backward()
     optimizer.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
 
-What differs from a plain optimizer, and why:
+Differences from a plain optimizer, and their reasons:
     gradients   are taken off the parameters as they land; ``param.grad`` stands for them until ``step`` takes them.
                 It can be read, and scaled by ``torch.nn.utils.clip_grad_norm_`` or ``accelerator.clip_grad_norm_``.
-                After ``step``, ``zero_grad`` has to be called (``leftover_gradients.py``)
-    weights     can be read anywhere (``parameters.py``); written under ``present`` or by ``load_state_dict`` only
-    clipping    by ``optimizer.clip_grad_norm_`` or torch's function. If neither is called, ``step`` clips to what the
-                plan says
+                After ``step``, ``zero_grad`` has to be called (``gradient_state.py``)
+    weights     can be read anywhere (``parameters.py``), written under ``present`` or by ``load_state_dict`` only
+    clipping    by ``optimizer.clip_grad_norm_`` or torch's function. If neither is called, ``step`` clips to the plan's
+                norm
     skipping    a step whose gradients are not finite changes nothing; ``skipped`` counts them, and the third in a row
                 is an error. A plan that updates in backward (only without clipping) skips from the first such bucket on
-    ranks       gradients are averaged here: over the default process group, where there is one, or the one given
+    ranks       gradients are averaged here: over the default process group if there is one, or the one given
 
 Refused: a plan made for another model, dtype, grouping or number of ranks; stowing a model twice; closures; trainable
-parameters that the optimizer does not hold; DistributedDataParallel and DataParallel around a stowed model.
+parameters that the optimizer does not have; DistributedDataParallel and DataParallel around a stowed model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from strategies.engine.model_checks import mismatches, not_in_kernels, unlike
 from strategies.engine.optim import AdamW, UpdateRule
 from strategies.engine.optimizer_state import State
 from strategies.engine.rank_sync import move_buffers
-from strategies.engine.state_dict import Surface
+from strategies.engine.state_dict import StateAccess
 from strategies.engine.tensors.parameters import STOWED
 from strategies.engine.transfer.transfer import Transfer, transfer_for
 
@@ -69,17 +69,17 @@ def stow(
     Args:
         model: on the CPU. The dtype of its parameters is the dtype of compute; bf16 gets fp32 masters.
         plan: with a layout and addresses, as ``plan_for`` or a config with ``offload`` makes it.
-        params: as for any torch optimizer, parameters or groups; the same as the plan was made with.
-        rule: the update rule and its hyperparameters; AdamW with torch's defaults.
-        device: the one to train on; by default the accelerator, where there is one.
-        process_group: ranks that train together, each holding everything; by default all there are. They start with
-            the weights of the first.
-        transfer: how bytes move; for tests.
-        beside: host updates run in a worker; None: where the device is not the CPU itself.
+        params: parameters or groups, as for any torch optimizer; the same as the plan was made with.
+        rule: the update rule and its hyperparameters; by default AdamW with torch's defaults.
+        device: the one to train on; by default the accelerator, if there is one.
+        process_group: ranks that train together, each with the whole model; by default all. They start with the
+            weights of the first.
+        transfer: makes the copies; for tests.
+        beside: run host updates in a worker thread; None: unless the device is the CPU.
 
     Raises:
         ValueError: the plan does not fit the model or the ranks, or the model is stowed already.
-        OutOfMemoryError: the memory that the plan counts on is not there.
+        OutOfMemoryError: the machine has less memory than the plan needs.
     """
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def stowed_by(model: nn.Module) -> StowOptimizer | None:
     return found
 
 
-# DistributedDataParallel reads this attribute of the module that it is to wrap, first of all, and goes through it.
+# DistributedDataParallel iterates over this attribute of a module before it wraps the module.
 DDP_ASKS = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -150,7 +150,7 @@ class StowOptimizer(torch.optim.Optimizer):
             and layout.accumulation > 1
             and any(b.grad_home is Home.HOST for b in layout.buckets)
         ):
-            raise ValueError("over ranks, gradients of several micro-batches must park on the device: gradients=device")
+            raise ValueError("over ranks, gradients of several micro-batches must stay on the device: gradients=device")
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))
@@ -163,7 +163,7 @@ class StowOptimizer(torch.optim.Optimizer):
         if self._room is not None:
             self._room.use(self.engine.arena)
         self._name_of = {id(param): name for name, param in model.named_parameters()}
-        self._surface = Surface(model, self.engine)
+        self._access = StateAccess(model, self.engine)
         self._model = model
         self._first_look = model.register_forward_pre_hook(self._look_once)
         self._planned = self._members()
@@ -181,17 +181,17 @@ class StowOptimizer(torch.optim.Optimizer):
         return self.engine.clip(max_norm)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Start the updates. They are computed under the next forward, each before its weights are used."""
+        """Submit the updates. They are computed during the next forward, each before its weights are used."""
         if closure is not None:
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
         self._refuse_closed()
-        self._surface.refuse_loans("step()")
+        self._access.refuse_loans("step()")
         self._refuse_strangers()
         self._refuse_edits()
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """All gradients become None, or zero; those that were not stepped with are discarded."""
+        """Set all gradients to None, or to zero; those that were not stepped with are discarded."""
         self._refuse_closed()
         self.engine.zero(to_none=set_to_none)
 
@@ -209,11 +209,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self._first_look.remove()
 
     def _refuse_strangers(self) -> None:
-        """Do nothing while the model's trainable parameters are those that were stowed.
-
-        Raises:
-            RuntimeError: an adapter was added, an embedding was resized, something was unfrozen.
-        """
+        """Raise RuntimeError if an adapter was added, an embedding resized, or a parameter unfrozen since ``stow``."""
         trained = self.engine.trained
         for param in self._model.parameters():
             if param.requires_grad and id(param) not in trained:
@@ -225,11 +221,7 @@ class StowOptimizer(torch.optim.Optimizer):
                 )
 
     def _refuse_edits(self) -> None:
-        """Do nothing while the parameter groups are those that were planned, but for numbers that an update reads.
-
-        Raises:
-            RuntimeError: parameters were taken out, moved or added, or the update is to be another one.
-        """
+        """Raise RuntimeError if groups have other parameters than planned, or ask for another kind of update."""
         if self._members() != self._planned:
             raise RuntimeError("parameters were moved in param_groups: close(), change, plan and stow again")
         for complaint in not_in_kernels(self.param_groups, self.engine.rule):
@@ -239,37 +231,33 @@ class StowOptimizer(torch.optim.Optimizer):
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, during construction.
-
-        Raises:
-            RuntimeError: afterwards, since the plan has no memory for more.
-        """
+        """As torch's during construction; RuntimeError later, since the plan has no memory for more parameters."""
         if self._ready:
             raise RuntimeError("parameters cannot be added to a stowed model: close(), change, plan and stow again")
         super().add_param_group(param_group)
 
-    # --- looking in --------------------------------------------------------------------------------------------------
+    # --- reading and writing -----------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Complete all updates that are under way. Afterwards only buckets that travel are absent."""
-        self.engine.refuse_halfway()
+        """Complete all updates that are under way. Afterwards only offloaded weights are absent."""
+        self.engine.refuse_partly_updated()
         self.engine.drain()
-        self._surface.loans.keep()
+        self._access.loans.keep()
 
     @contextmanager
     def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Let ``params`` be plain parameters on the device, with their newest values; what is written is kept.
+        """Make ``params`` plain parameters on the device, with their newest values, and keep what is written to them.
 
-        The model runs with what was written, state dicts show it. Afterwards ``param.data`` of those that travel, taken
-        inside, is a copy. Refused inside: ``step``, ``close``, and backward where it updates.
+        The model and state dicts use what was written. ``param.data`` of offloaded parameters, taken inside, is a copy
+        afterwards. Refused inside: ``step``, ``close``, and a backward that updates.
         """
-        with self._surface.present(list(params)):
+        with self._access.present(list(params)):
             yield
 
     @property
     def skipped(self) -> int:
-        """Steps left out because a gradient was not finite, as far as known without waiting."""
-        return self.engine.verdicts.skipped
+        """Steps skipped because a gradient was not finite, as far as known without waiting."""
+        return self.engine.skipped_steps.skipped
 
     @property
     def device_bytes(self) -> int:
@@ -284,27 +272,23 @@ class StowOptimizer(torch.optim.Optimizer):
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Views of a trained parameter's state by torch's names, and ``master`` in mixed precision; drains first."""
         self.drain()
-        return self._surface.state_of(param)
+        return self._access.state_of(param)
 
     @property
     def state(self) -> Any:
-        """As torch's: what is known of each parameter that was updated. To take one out is to forget it."""
-        return State(self, self._surface)
+        """As torch's: the state of each parameter that was updated, as views. Deleting a parameter resets its state."""
+        return State(self, self._access)
 
     @state.setter
     def state(self, value: Any) -> None:
         if self._ready and value:
             raise RuntimeError("the state of a stowed model is planned: use load_state_dict")
 
-    def state_dict(self) -> dict[str, Any]:
-        """In torch's form; tensors are views, not copies. ``save`` writes the same without a second copy."""
-        return super().state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's: parameters of the saved groups are ours in order. State is copied to where it lives.
+        """As torch's: saved parameters are matched in order of the groups. State is copied into the arenas.
 
         Raises:
-            ValueError: other groups, or what the update cannot go on with. Nothing has changed then.
+            ValueError: other groups, or state that the update cannot continue with. Nothing has changed then.
         """
         self.drain()
         state: Saved = []
@@ -317,14 +301,14 @@ class StowOptimizer(torch.optim.Optimizer):
             first.remove()
 
     def _take_state(self, given: Mapping[str, Any], state: Saved) -> dict[str, Any]:
-        """Move what a state dict says of parameters into ``state``, checked; torch gets the rest, and checks groups."""
+        """Check the parameters' state and move it into ``state``; torch gets the rest, and checks the groups."""
         groups = [{"fused": self.defaults.get("fused"), **group} for group in given["param_groups"]]
         complaints = list(not_in_kernels(groups, self.engine.rule))
         ours = [param for group in self.param_groups for param in group["params"]]
         params = dict(zip([key for group in groups for key in group["params"]], ours, strict=False))
         state += [(param, given["state"][key]) for key, param in params.items() if given["state"].get(key)]
         for param, saved in state:
-            complaints += unlike(self._name_of[id(param)], saved, self._surface.state_of(param), self.engine.rule)
+            complaints += unlike(self._name_of[id(param)], saved, self._access.state_of(param), self.engine.rule)
         if complaints:
             raise ValueError(complaints[0])
         return {**given, "state": {}, "param_groups": groups}
@@ -332,21 +316,21 @@ class StowOptimizer(torch.optim.Optimizer):
     def _put_state(self, state: Saved) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                self._surface.forget_state(param)
+                self._access.forget_state(param)
         for param, saved in state:
-            self._surface.set_state(param, saved)
+            self._access.set_state(param, saved)
 
     # --- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write state and hyperparameters into ``folder``, which is theirs alone, whole or not at all; drains first.
+        """Write state and hyperparameters atomically into ``folder``, which has no other files; drains first.
 
-        No second copy is made in memory. Gradients that wait for a step are not saved, weights neither: save those by
-        ``model.save_pretrained`` or from ``model.state_dict()``. Of several ranks, which hold the same, one saves.
+        No second copy is made in memory. Gradients that wait for a step are not saved, nor are weights: save those with
+        ``model.save_pretrained`` or from ``model.state_dict()``. Ranks have the same state, so one of them saves.
 
         Raises:
-            ValueError: a hyperparameter that JSON cannot hold.
-            OSError: the disk would not have it; an earlier save in ``folder`` is intact.
+            ValueError: a hyperparameter cannot be written as JSON.
+            OSError: writing failed; an earlier save in ``folder`` is intact.
         """
         self.drain()
         head = self._head()
@@ -355,12 +339,12 @@ class StowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
-        """Read what ``save`` wrote, under whatever layout; in mixed precision the weights follow their masters.
+        """Read what ``save`` wrote, under any layout; in mixed precision weights are rounded from their masters.
 
         Gradients that wait for a step are discarded. Load the weights of the same moment as well.
 
         Raises:
-            ValueError: it is of another model or rule, or damaged, with all complaints. Nothing has changed then.
+            ValueError: all reasons, if it is of another model or rule, or damaged. Nothing has changed then.
         """
         self.drain()
         where, content = state_file.read_index(Path(folder))
@@ -372,8 +356,8 @@ class StowOptimizer(torch.optim.Optimizer):
         self.zero_grad()
         params = dict(self._model.named_parameters())
         for name in expected:
-            self._surface.forget_state(params[name])
-        state_file.read(where, content, lambda name, key, value: self._surface.set_state(params[name], {key: value}))
+            self._access.forget_state(params[name])
+        state_file.read(where, content, lambda name, key, value: self._access.set_state(params[name], {key: value}))
         for group, saved in zip(self.param_groups, content["param_groups"], strict=True):
             for key, value in saved.items():
                 if key != "params":
@@ -386,26 +370,26 @@ class StowOptimizer(torch.optim.Optimizer):
         return {"rule": type(self.engine.rule).__name__, "state": list(self.engine.rule.names), "param_groups": groups}
 
     def _entries(self) -> Iterator[state_file.Entry]:
-        """Every trained parameter in the order of the layout. One that was never updated has no counts and moments."""
-        for held in self.engine.held:
-            for param in held.params if held.bucket.group is not None else ():
-                state = self._surface.state_of(param)
+        """Every trained parameter in the order of the layout. Those never updated have no count and moments."""
+        for bucket in self.engine.buckets:
+            for param in bucket.params if bucket.spec.group is not None else ():
+                state = self._access.state_of(param)
                 if not state["step"] > 0:
                     state = {key: value for key, value in state.items() if key == "master"}
                 yield state_file.Entry(
-                    self._name_of[id(param)], tuple(param.shape), held.bucket.dtype, state, held.name
+                    self._name_of[id(param)], tuple(param.shape), bucket.spec.dtype, state, bucket.name
                 )
 
     def close(self) -> None:
-        """Give the model its weights back in ordinary memory on the CPU, and forget it. Closing twice does nothing."""
+        """Move the weights back to ordinary memory on the CPU and remove all hooks. Closing twice does nothing."""
         if self._closed:
             return
-        self._surface.refuse_loans("close()")
+        self._access.refuse_loans("close()")
         self.engine.drain()
         if self._room is not None:
             self._room.use(None)
         self.engine.close()
-        self._surface.take_out()
+        self._access.release()
         move_buffers(self._model, torch.device("cpu"))
         self._first_look.remove()
         for name in (STOWED, DDP_ASKS):

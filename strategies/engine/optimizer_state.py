@@ -1,7 +1,7 @@
-"""``optimizer.state``, as torch's optimizers have it: what is kept of each parameter that was updated.
+"""``optimizer.state``, as torch's optimizers have it: a mapping from each parameter that was updated to its state.
 
-The tensors are those in the arenas. To write to one changes the next update; to take a parameter out is to forget what
-is known of it, as if it had never been updated.
+The tensors are views of the arenas: writing to one changes the next update. To delete a parameter is to reset its
+state, as if it had never been updated.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from strategies.engine.optimizer import StowOptimizer
-    from strategies.engine.state_dict import Surface
+    from strategies.engine.state_dict import StateAccess
 
 
 class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
-    """By parameter, by torch's names. One that was never updated has an empty dict, and is not listed."""
+    """State by parameter and torch's names. A parameter that was never updated has an empty dict and is not listed."""
 
-    def __init__(self, optimizer: StowOptimizer, surface: Surface) -> None:
-        self._optimizer, self._surface = optimizer, surface
+    def __init__(self, optimizer: StowOptimizer, access: StateAccess) -> None:
+        self._optimizer, self._access = optimizer, access
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
         state = self._optimizer.state_of(param)
@@ -28,11 +28,11 @@ class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
 
     def __setitem__(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         del self[param]
-        self._surface.set_state(param, state)
+        self._access.set_state(param, state)
 
     def __delitem__(self, param: nn.Parameter) -> None:
         self._optimizer.drain()
-        self._surface.forget_state(param)
+        self._access.forget_state(param)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for group in self._optimizer.param_groups:

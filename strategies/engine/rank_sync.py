@@ -1,18 +1,18 @@
 """What ranks share besides gradients: the weights they start with, and buffers.
 
-Torch's DistributedDataParallel gives all ranks the first one's buffers (running statistics, codebooks, counters) before
-a forward, if the last forward was one after which gradients are averaged; within a window of micro-batches under
-``no_sync`` that is before the first one alone. Hugging Face's Trainer trains so unless told otherwise, and evaluates
-the model itself, each rank with buffers of its own.
+Torch's DistributedDataParallel broadcasts the first rank's buffers (running statistics, codebooks, counters) before a
+forward if gradients were averaged after the last forward; with several micro-batches under ``no_sync`` that is before
+the first one only. Hugging Face's Trainer trains like that by default, and evaluates the model itself, each rank with
+its own buffers.
 
-So it is here: buffers are shared before the first forward with gradients, before the first one after each step, and
-after every forward of a window's last micro-batch before the next. Forwards without gradients share nothing and count
-for nothing; a loop that evaluates through DistributedDataParallel itself would see the first rank's buffers there.
+The same is done here: buffers are shared before the first forward with gradients, before the first one after each step,
+and before any forward that follows a step's last micro-batch. Forwards without gradients share nothing and do not
+count; a loop that evaluates through DistributedDataParallel itself would see the first rank's buffers there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 
 class SharedBuffers:
-    """Decides before which forwards the buffers of ``model`` are shared."""
+    """Broadcasts the buffers of ``model`` before those forwards for which it is due."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self._model, self._group = model, group
         self._due = True
 
     def forward(self, *, is_last: bool) -> None:
-        """A forward with gradients begins, of a window's last micro-batch or of another. A collective when due."""
+        """A forward with gradients begins; ``is_last``: of the last micro-batch of a step. A collective if due."""
         if self._due:
-            share(self._model.buffers(), self._group)
+            _share(self._model.buffers(), self._group)
         self._due = is_last
 
     def step(self) -> None:
-        """A window is over, however many micro-batches it had."""
+        """The optimizer made a step, after however many micro-batches."""
         self._due = True
 
 
 @torch.no_grad()
-def share(tensors: Iterator[Tensor], group: ProcessGroup) -> None:
-    """Give all ranks the first one's. A collective."""
+def _share(tensors: Iterable[Tensor], group: ProcessGroup, device: torch.device | None = None) -> None:
+    """Give all ranks the first one's values, by way of ``device``. A collective."""
     first = dist.get_global_rank(group, 0)
     for tensor in tensors:
-        value = tensor.contiguous()
+        value = tensor.to(device).contiguous()
         dist.broadcast(value, first, group=group)
         if value is not tensor:
             tensor.copy_(value)
@@ -60,23 +60,16 @@ def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> 
     Raises:
         ValueError: the ranks have different models.
     """
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     models: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(models, mine, group=group)
     if any(other != mine for other in models):
         raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
-    for _, tensor in _tensors(model):
-        value = tensor.detach().to(device)
-        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
-        tensor.detach().copy_(value)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    _share((tensor.detach() for _, tensor in tensors), group, device)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """All buffers of ``model`` to ``device``; each stays the object that it was."""
+    """Move all buffers of ``model`` to ``device``; each remains the same object."""
     for buffer in model.buffers():
         put(buffer, buffer.detach().to(device))

@@ -1,66 +1,56 @@
-"""Which steps were skipped, said as soon as it is known without waiting, and when to stop.
+"""Which steps were skipped because a gradient was not finite, and when to stop.
 
-A step whose gradients are not finite changes nothing. The device finds that out while later work is already given to
-it, so a verdict arrives late; it is not waited for. A single one may be bad luck. After ``PATIENCE`` in a row nothing
-will change any more, since the weights do not: ``step`` then raises an error that names the first gradient of backward
-that was not finite.
+A skipped step changes nothing. The device finds out while later work has already been launched, and the result is not
+waited for, so it is known some steps late. A single skipped step may be chance. After ``PATIENCE`` in a row no later
+one will differ, since the weights do not change: ``step`` then raises an error that names the first gradient of
+backward that was not finite.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from strategies.engine.bucket_state import Scale
 from strategies.engine.transfer.transfer import Transfer
-from strategies.engine.updates import Scale
 
 logger = logging.getLogger(__name__)
 PATIENCE = 3  # skipped steps in a row
 
 
 class NonFiniteError(RuntimeError):
-    """Gradients were not finite in several steps in a row, and nothing was learned.
+    """Gradients were not finite in several steps in a row, so that no weight changed.
 
     ``steps_ago`` counts the steps since the first of them; ``parameter`` had the first such gradient of backward.
     """
 
     def __init__(self, steps_ago: int, parameter: str | None) -> None:
         self.steps_ago, self.parameter = steps_ago, parameter
-        whose = f"the gradient of {parameter}" if parameter else "a gradient"
-        super().__init__(f"{PATIENCE} steps in a row were skipped: {whose} is not finite")
-
-
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """The norm of each gradient of a step, by name, in the order of backward."""
-
-    names: Sequence[str]
-    values: Sequence[Tensor]
-
-    def first_bad(self) -> str | None:
-        """Whose gradient was not finite first."""
-        named = zip(self.names, self.values, strict=True)
-        return next((name for name, value in named if not bool(value.isfinite())), None)
+        what = f"the gradient of {parameter}" if parameter else "a gradient"
+        super().__init__(f"{PATIENCE} steps in a row were skipped: {what} is not finite")
 
 
 class SkippedSteps:
-    """Collects what is known about each step."""
+    """Counts skipped steps as their results become known."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.skipped = 0
         self._transfer = transfer
-        self._waiting: list[tuple[Scale, Norms]] = []
-        self._in_a_row: list[Norms] = []
+        self._waiting: list[tuple[Scale, Mapping[str, Tensor]]] = []
+        self._in_a_row: list[Mapping[str, Tensor]] = []
 
-    def add(self, scale: Scale, norms: Norms) -> None:
-        """One more step was made."""
+    def add(self, scale: Scale, norms: Mapping[str, Tensor]) -> None:
+        """A step was made; whether it was skipped is not known yet.
+
+        Args:
+            norms: of each gradient, by parameter, in the order of backward.
+        """
         self._waiting.append((scale, norms))
 
-    def look(self) -> None:
-        """Say which steps were skipped, of those that are known without waiting."""
+    def poll(self) -> None:
+        """Log which steps were skipped, of those that are known without waiting."""
         while self._waiting and self._transfer.done(self._waiting[0][0].known):
             scale, norms = self._waiting.pop(0)
             if not scale.skips:
@@ -71,11 +61,8 @@ class SkippedSteps:
             logger.warning("a gradient was not finite: this step was skipped (%d so far)", self.skipped)
 
     def refuse(self) -> None:
-        """Do nothing while steps change something.
-
-        Raises:
-            NonFiniteError: the last ``PATIENCE`` steps that are known were skipped.
-        """
-        self.look()
+        """Raise NonFiniteError if the last ``PATIENCE`` steps that are known were skipped."""
+        self.poll()
         if len(self._in_a_row) >= PATIENCE:
-            raise NonFiniteError(len(self._in_a_row) + len(self._waiting), self._in_a_row[0].first_bad())
+            bad = (name for name, norm in self._in_a_row[0].items() if not bool(norm.isfinite()))
+            raise NonFiniteError(len(self._in_a_row) + len(self._waiting), next(bad, None))

@@ -1,13 +1,13 @@
 """Optimizer state on disk: written and read parameter by parameter, so that it fits any layout of the same model.
 
-    optimizer.json                           rule, hyperparameters, parameters and where they are, a hash per file
+    optimizer.json                           rule, hyperparameters, parameters and their files, a hash per file
     optimizer-00001-of-000NN.safetensors     <parameter>.step, .exp_avg, .exp_avg_sq; in mixed precision .master
 
-Problem. The state is up to three times the weights in fp32, so it must not be copied to be saved; and nobody detects
-a flipped bit: safetensors has no hash, nor has ``torch.load``.
+Problem. The state takes up to three times the memory of fp32 weights, so it must not be copied to be saved; and neither
+safetensors nor ``torch.load`` has a hash that would detect a flipped bit.
 
-A file is written straight from where the state rests and hashed on the way; from the device it comes in pieces. It
-holds one bucket, at most ``FILE_BYTES`` or one parameter. Read files are mapped, one at a time. Nothing is pickled.
+Files are written directly from the arenas and hashed while writing; from the device in pieces. A file has the state of
+one bucket, at most ``FILE_BYTES`` or one parameter. Files are mapped for reading, one at a time. Nothing is pickled.
 
 A save goes into ``<folder>.writing``, which takes the place of an earlier one once it is on the disk. A kill between
 both renames leaves the earlier one in ``<folder>.earlier``, where ``load`` finds it (``strategies/core/commit.py``).
@@ -45,7 +45,7 @@ AGAIN = "save again, or load an earlier save"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One trained parameter: what is written of it. ``state`` by name, as it rests; fp32 all of it."""
+    """What is written of one trained parameter. ``state``: fp32 tensors by name, in the arenas."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,13 +62,13 @@ class Entry:
 
 
 def write(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) -> None:
-    """Put a save into ``folder``, whole or not at all.
+    """Write a save into ``folder``, atomically.
 
     Args:
         head: what ``optimizer.json`` says besides parameters and files; see ``check_json``.
 
     Raises:
-        OSError: the disk would not have it, or ``folder`` holds other files. What was in ``folder`` is still there.
+        OSError: writing failed, or ``folder`` holds other files. What was in ``folder`` is still there.
     """
     _refuse_foreign(folder)
     need = sum(entry.num_bytes for entry in entries)
@@ -101,7 +101,7 @@ def _write_all(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) 
 
 
 def _parts(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Entries file by file: of one bucket, up to ``FILE_BYTES``."""
+    """Group entries by file: those of one bucket, up to ``FILE_BYTES``."""
     part: list[Entry] = []
     for entry in entries:
         if part and (part[0].bucket != entry.bucket or sum(e.num_bytes for e in part) + entry.num_bytes > FILE_BYTES):
@@ -113,7 +113,7 @@ def _parts(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 def _write_file(path: Path, part: Sequence[Entry]) -> tuple[int, str]:
-    """A safetensors file: the length of the header, the header, the bytes. Its size and hash."""
+    """Write a safetensors file (length of the header, header, bytes) and return its size and hash."""
     header: dict[str, Any] = {}
     end = 0
     tensors = [(f"{entry.name}.{key}", tensor) for entry in part for key, tensor in entry.state.items()]
@@ -132,7 +132,7 @@ def _write_file(path: Path, part: Sequence[Entry]) -> tuple[int, str]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, where they are on the host; copies of ``PIECE_BYTES`` from the device."""
+    """The bytes of a tensor in pieces of ``PIECE_BYTES``: views on the host, copies from the device."""
     assert tensor.dtype is torch.float32
     for piece in tensor.detach().reshape(-1).split(PIECE_BYTES // 4):
         yield memoryview(piece.cpu().numpy()).cast("B")
@@ -157,11 +157,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def check_json(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Nothing, if all hyperparameters are JSON.
-
-    Raises:
-        ValueError: which one is not.
-    """
+    """Raise ValueError if a hyperparameter cannot be written as JSON."""
     for number, group in enumerate(groups):
         for key, value in group.items():
             try:
@@ -180,7 +176,7 @@ def read_index(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The folder that holds the save (``folder``, or the earlier one after a kill) and what ``optimizer.json`` says.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: there is no save, or its index is damaged.
     """
     places = [place for place in (folder, commit.earlier(folder)) if (place / INDEX).is_file()]
     if not places:
@@ -202,7 +198,7 @@ def read_index(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def damaged_files(folder: Path, content: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the files that the index lists, one line each."""
+    """Why files that the index lists cannot be read, one line each."""
     for name, known in content["files"].items():
         path = folder / name
         if not FILE_NAME.fullmatch(name):
@@ -216,7 +212,7 @@ def damaged_files(folder: Path, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misfits(content: Mapping[str, Any], expected: Mapping[str, Entry], head: Mapping[str, Any]) -> Iterator[str]:
-    """Where a save is of another model, grouping or rule, one line each. ``expected``: the same, of this model."""
+    """Why a save is of another model, grouping or rule, one line each. ``expected``: the entries of this model."""
     for key in ("rule", "state"):
         if content[key] != head[key]:
             yield f"saved by {key} {content[key]}, this optimizer has {head[key]}: stow with the rule that saved it"
@@ -246,7 +242,7 @@ def _other_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
 
 
 def absent_tensors(folder: Path, content: Mapping[str, Any]) -> Iterator[str]:
-    """Tensors that the index promises and the files have not, or have in another shape, one line each."""
+    """Tensors of the index that the files do not have, or have in another shape, one line each."""
     from safetensors import SafetensorError, safe_open
 
     for name in content["files"]:
@@ -264,7 +260,7 @@ def absent_tensors(folder: Path, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read(folder: Path, content: Mapping[str, Any], put: Callable[[str, str, Tensor], None]) -> None:
-    """Hand every tensor to ``put`` as parameter, name and value; one file is mapped at a time."""
+    """Call ``put`` with parameter, name and value of every tensor; one file is mapped at a time."""
     from safetensors import safe_open
 
     for name in content["files"]:

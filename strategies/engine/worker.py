@@ -1,15 +1,15 @@
 """The worker: one thread of this process that runs host updates, the most urgent first, without the GIL.
 
-Torch's kernels release the GIL, so the worker computes beside Python. No child process: nothing to copy, to start, to
-time out or to leave behind. Work is taken in order of priority (a bucket's place in forward), because the next forward
-needs the first buckets first, whatever order backward finished them in.
+Torch's kernels release the GIL, so the worker computes beside Python. There is no child process: no copies, no start,
+no timeouts, nothing left behind. Work is taken in order of priority (a bucket's position in forward), because the next
+forward needs the first buckets first, whatever order backward finished them in.
 
-Threads. The kernels of an update use the cores that are left: all but one, which Python and the data loader need, on a
-machine where another device computes. ``torch.set_num_threads`` in a thread holds for that thread, but becomes the
-default of threads that start later; so the thread that made the worker says its own number again.
+Threads. The kernels of an update use all cores but one, which Python and the data loader need, on a machine where
+another device computes. ``torch.set_num_threads`` in a thread holds for that thread, but becomes the default of threads
+that start later; so the thread that made the worker sets its own number again.
 
-Where the device is the CPU itself there is nobody to compute beside, and a second team of threads on the same cores
-costs more than it brings (benchmarks/records/2026-11-21_cpu-update_2-core): work is done when it is submitted.
+If the device is the CPU itself, a second team of threads on the same cores costs more than it gains
+(benchmarks/records/2026-11-21_cpu-update_2-core): work runs when it is submitted.
 
 Source of the priority: AutoHete (arXiv 2503.01890) reports 1.16 to 1.21 times the speed from it alone.
 """
@@ -33,8 +33,8 @@ class Worker:
     """Runs submitted work in one thread; equal priorities in order of submission.
 
     Args:
-        threads: that the kernels of an update may use; None: work is done in the caller's thread, at once.
-        device: whose events are waited for; each thread begins with the first one of the machine.
+        threads: number of threads for the kernels of an update; None: work runs in the caller's thread, at once.
+        device: the device whose events the work waits for; a new thread would use the machine's first one.
     """
 
     def __init__(self, threads: int | None, device: torch.device | None = None) -> None:
@@ -49,7 +49,7 @@ class Worker:
             torch.set_num_threads(mine)
 
     def submit(self, priority: int, work: Callable[[], T]) -> Future[T]:
-        """``work`` will run; the future has its result or its error."""
+        """Run ``work`` later; the future has its result or its error."""
         future: Future[T] = Future()
         with self._lock:
             heapq.heappush(self._waiting, (priority, next(self._numbers), work, future))
@@ -64,22 +64,22 @@ class Worker:
             _, _, work, future = heapq.heappop(self._waiting)
         try:
             future.set_result(work())
-        except BaseException as error:  # the one who waits for it raises it
+        except BaseException as error:  # ``future.result()`` raises it
             future.set_exception(error)
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish all submitted work and end the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
 
 def spare_cores() -> int:
-    """Cores of this process less the one that Python needs."""
+    """The number of this process's cores, less one for Python."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _use(threads: int, device: torch.device | None) -> None:
     if device is not None and device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    torch.get_num_threads()  # when first asked a thread takes the process's number; only after that its own counts
+    torch.get_num_threads()  # the first call gives a thread the process's number; only then can it be set
     torch.set_num_threads(threads)

@@ -76,8 +76,8 @@ def drive(
     Args:
         reads: makes compute wait for what the backward of a unit reads besides weights.
     """
-    borders: Any = engine.borders
-    units = {name: unit for held in engine.held for name in held.bucket.params for unit in held.bucket.units}
+    borders: Any = engine.hooks
+    units = {name: unit for bucket in engine.buckets for name in bucket.spec.params for unit in bucket.spec.units}
     of_scope = {scope.name: _unit(scope, units) for scope in borders._scopes}
 
     def timed(enter: Any, seconds: Mapping[str, float]) -> Any:

@@ -49,7 +49,7 @@ def model_of(config: Mapping[str, Any]) -> Any:
 def saved_outside(optimizer: StowOptimizer) -> Iterator[Callable[[], int]]:
     """Counts bytes that autograd saves, without views of the arena."""
     storages: dict[int, int] = {}
-    weights = {held.weight.untyped_storage().data_ptr() for held in optimizer.engine.held}
+    weights = {bucket.weight.untyped_storage().data_ptr() for bucket in optimizer.engine.buckets}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -143,7 +143,7 @@ def test_nothing_is_allocated_after_the_start() -> None:
     plan = plan_for(model, batch=(ROWS, LENGTH), max_grad_norm=1.0, site="host", weights="streamed")
     optimizer, _ = train(model, plan, steps=1)
     arena = optimizer.engine.arena
-    places = [held.weight.data_ptr() for held in optimizer.engine.held]
+    places = [bucket.weight.data_ptr() for bucket in optimizer.engine.buckets]
     sizes = (arena.num_bytes(Home.DEVICE), arena.num_bytes(Home.HOST))
     ids = torch.ones((ROWS, LENGTH), dtype=torch.long)
     for _ in range(3):
@@ -151,6 +151,6 @@ def test_nothing_is_allocated_after_the_start() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
-    assert [held.weight.data_ptr() for held in optimizer.engine.held] == places
+    assert [bucket.weight.data_ptr() for bucket in optimizer.engine.buckets] == places
     assert (arena.num_bytes(Home.DEVICE), arena.num_bytes(Home.HOST)) == sizes
     assert [line.split()[0] for line in arena.owners()] == ["device", "host"]

@@ -296,9 +296,9 @@ def test_what_is_made_of_copies_does_not_keep_them() -> None:
     state = model.state_dict()
     part = state["model.layers.1.mlp.up_proj.first"]
     assert part.untyped_storage().nbytes() == part.nbytes
-    held, index = optimizer.engine.place_of[id(model.get_parameter("model.layers.3.mlp.up_proj.weight"))]
+    bucket, index = optimizer.engine.bucket_of[id(model.get_parameter("model.layers.3.mlp.up_proj.weight"))]
     found = state["model.layers.3.mlp.up_proj.weight"]
-    assert found.data_ptr() == held.part(held.rest(), index).data_ptr()
+    assert found.data_ptr() == bucket.part(bucket.newest, index).data_ptr()
 
 
 def test_an_error_while_a_state_dict_is_made() -> None:

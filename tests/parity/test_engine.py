@@ -163,7 +163,7 @@ def test_updates_in_stretches(where: dict[str, Any], dtype: torch.dtype, monkeyp
     loop: dict[str, Any] = {"max_norm": 0.05, "groups": 2}
     batches = tokens("llama", STEPS)
     wanted = plain(build("llama", dtype=dtype), batches, **loop)
-    monkeypatch.setattr(updates, "HOST_STRETCH", 192)
+    monkeypatch.setattr(updates, "HOST_CHUNK", 192)
     monkeypatch.setattr(layout, "SCRATCH_ELEMENTS", 384)
     model = build("llama", dtype=dtype)
     found = stowed(model, plan_of(model, **where, **loop), batches, transfer=Delayed(), **loop)

@@ -33,10 +33,10 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().to(CPU, copy=True) for name, value in model.state_dict().items()}
 
 
-def held_of(optimizer: Any, name: str) -> BucketState:
-    (held,) = (held for held in optimizer.engine.held if name in held.bucket.params)
-    assert isinstance(held, BucketState)
-    return held
+def bucket_of(optimizer: Any, name: str) -> BucketState:
+    (bucket,) = (bucket for bucket in optimizer.engine.buckets if name in bucket.spec.params)
+    assert isinstance(bucket, BucketState)
+    return bucket
 
 
 # --- absent and present ----------------------------------------------------------------------------------------------
@@ -279,9 +279,9 @@ def test_state_dict_copies_nothing(layout: str) -> None:
     optimizer = stowed(model, layout)
     train(model, optimizer, BATCHES[:1])
     for name, value in model.state_dict().items():
-        held = held_of(optimizer, name)
-        index = held.bucket.params.index(name)
-        assert value.data_ptr() == held.part(held.rest(), index).data_ptr()
+        bucket = bucket_of(optimizer, name)
+        index = bucket.spec.params.index(name)
+        assert value.data_ptr() == bucket.part(bucket.newest, index).data_ptr()
         assert value.untyped_storage().nbytes() == value.nbytes, "a storage of its own, or it looks tied"
 
 

@@ -120,12 +120,12 @@ def test_updates_begin_in_backward_where_nothing_is_clipped(in_backward: bool, m
     begun: list[str] = []
     submit = optimizer.engine.updates.submit
     monkeypatch.setattr(
-        optimizer.engine.updates, "submit", lambda held, job: (begun.append(held.name), submit(held, job))
+        optimizer.engine.updates, "submit", lambda bucket, job: (begun.append(bucket.name), submit(bucket, job))
     )
     model(**BATCHES[0]).loss.backward()
     before = list(begun)
     optimizer.step()
-    assert len(begun) == len(set(begun)) == sum(held.bucket.group is not None for held in optimizer.engine.held)
+    assert len(begun) == len(set(begun)) == sum(bucket.spec.group is not None for bucket in optimizer.engine.buckets)
     assert bool(before) is in_backward
     if in_backward:  # the last blocks are complete first
         assert before[0] != begun[-1] and len(before) > len(begun) // 2
@@ -206,9 +206,9 @@ def test_lora(layout: str) -> None:
     optimizer = stowed(model, layout)
     frozen = {b.name for b in optimizer.engine.layout.buckets if b.group is None}
     assert frozen and not all(b.resident for b in optimizer.engine.layout.buckets if b.name in frozen)
-    for held in optimizer.engine.held:
-        if held.name in frozen:
-            assert held.grad is None and held.parked is None and held.moments == [] and held.steps is None
+    for bucket in optimizer.engine.buckets:
+        if bucket.name in frozen:
+            assert bucket.grad is None and bucket.parked is None and bucket.moments == [] and bucket.steps is None
     base = {id(param) for param in model.parameters() if not param.requires_grad}
     downs: list[torch.Tensor] = []
     transfer, copy = optimizer.engine.transfer, optimizer.engine.transfer.copy
@@ -221,11 +221,11 @@ def test_lora(layout: str) -> None:
     transfer.copy = watched
     train(model, optimizer, BATCHES[:2])
     optimizer.drain()
-    trained = sum(held.bucket.weight_bytes for held in optimizer.engine.held if held.bucket.group is not None)
+    trained = sum(bucket.spec.weight_bytes for bucket in optimizer.engine.buckets if bucket.spec.group is not None)
     assert 0 < transfer.bytes_down <= 2 * 4 * trained  # gradient, weight and moments, twice
-    for held in optimizer.engine.held:
-        if held.name in frozen and held.copy is not None:
-            start, end = held.copy.data_ptr(), held.copy.data_ptr() + held.copy.nbytes
+    for bucket in optimizer.engine.buckets:
+        if bucket.name in frozen and bucket.copy is not None:
+            start, end = bucket.copy.data_ptr(), bucket.copy.data_ptr() + bucket.copy.nbytes
             assert not any(start <= target.data_ptr() < end for target in downs)
     assert base == {id(param) for param in model.parameters() if not param.requires_grad}
 
@@ -350,7 +350,7 @@ def test_nothing_grows() -> None:
         arena = optimizer.engine.arena
         train(model, optimizer, BATCHES[:2])
         places = (arena._device.data_ptr(), arena._host.memory.data_ptr())
-        homes = [held.weight.data_ptr() for held in optimizer.engine.held]
+        homes = [bucket.weight.data_ptr() for bucket in optimizer.engine.buckets]
         blocks = [b.weight_bytes for b in optimizer.engine.layout.buckets if "layers" in b.name]
         largest_parameter = max(param.numel() * 4 for param in model.parameters())
         with Largest([arena._device, arena._host.memory]) as seen:
@@ -358,7 +358,7 @@ def test_nothing_grows() -> None:
             optimizer.drain()
         assert max(seen.sizes)[0] <= largest_parameter < min(blocks), max(seen.sizes)
         assert (arena._device.data_ptr(), arena._host.memory.data_ptr()) == places
-        assert [held.weight.data_ptr() for held in optimizer.engine.held] == homes
+        assert [bucket.weight.data_ptr() for bucket in optimizer.engine.buckets] == homes
         optimizer.close()
 
 

@@ -96,10 +96,10 @@ def test_where_guards_stand(form: str) -> None:
     """Where nodes run that no border announces, which are counted, or in ``debug``."""
     odd = {"late", "sealed", "in place", "in pairs", "output unused"}
     optimizer = travelling(branches(form))
-    guarded = {scope.name for scope in optimizer.engine.borders._scopes if scope.guarded and scope.is_block}
+    guarded = {scope.name for scope in optimizer.engine.hooks._scopes if scope.guarded and scope.is_block}
     assert bool(guarded) is (form in odd)
     assert (optimizer.engine.unannounced > 0) is (form in odd)
-    assert all(scope.guarded for scope in travelling(branches(form), debug=True).engine.borders._scopes)
+    assert all(scope.guarded for scope in travelling(branches(form), debug=True).engine.hooks._scopes)
 
 
 def test_a_change_of_structure_is_not_wrong(caplog: pytest.LogCaptureFixture) -> None:

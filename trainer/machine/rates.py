@@ -36,7 +36,7 @@ from strategies.core.facts import Rates
 from strategies.engine.memory import accelerator
 from strategies.engine.optim import AdamW, Operands
 from strategies.engine.transfer.transfer import Lane, transfer_for
-from strategies.engine.updates import HOST_STRETCH
+from strategies.engine.updates import HOST_CHUNK
 from strategies.engine.worker import Worker, spare_cores
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import Stored, key_of, save
@@ -261,14 +261,14 @@ def measure_update(clock: Clock, worker: Worker, *, mixed: bool) -> float:
     grads = torch.randn(num_params).mul_(1e-2)
     weights = grads.bfloat16()
     source = weights.clone() if mixed else grads  # the new weights must not become the next gradients
-    scratch, factor, step = torch.zeros(HOST_STRETCH), torch.tensor(1.0), torch.tensor(0.0)
+    scratch, factor, step = torch.zeros(HOST_CHUNK), torch.tensor(1.0), torch.tensor(0.0)
     rule = AdamW()
     group = rule.defaults()
 
     def update() -> None:
         with torch.no_grad():
-            for start in range(0, num_params, HOST_STRETCH):
-                part = slice(start, min(num_params, start + HOST_STRETCH))
+            for start in range(0, num_params, HOST_CHUNK):
+                part = slice(start, min(num_params, start + HOST_CHUNK))
                 grad = source[part]
                 if mixed:
                     grad = scratch[: part.stop - part.start].copy_(grad)

@@ -1,22 +1,22 @@
-"""Weights that backward reads are at home when it reads them, whatever brought it there.
+"""The guard: saved weights that backward reads are in their home when it reads them, whatever made the node run.
 
-Problem. Weights that travel come and go at the borders of scopes (``module_hooks.py``). A node of backward may run
-where no border was met: an auxiliary loss that a block made after its output and left in an attribute, an output that
-nothing can be hooked on, a segment of several blocks that is recomputed as one. Its weights may be away: without the
-guard torch refuses to read them (``bucket_state.py``, Note: versions).
+Problem. Offloaded weights come and go when scopes are entered and left (``module_hooks.py``). A backward node may run
+where no hook announced it: an auxiliary loss that a block made after its output and left in an attribute, an output
+that cannot be hooked, a segment of several blocks that is recomputed as one. Its weights may be absent; without the
+guard torch refuses to read them (``parameter_views.py``, Note: versions).
 
-With it, every tensor that autograd saves while the scope runs goes through the two functions here. A view of a weight
-that travels is kept with its bucket; when backward unpacks it, the bucket is at home or is brought there first. That is
-right by construction: a node cannot use a saved tensor without unpacking it. What was fetched so is counted. Which
-scopes have a guard, and when: ``module_hooks.py``, Note: unannounced nodes.
+A guard packs and unpacks every tensor that autograd saves while the scope runs. A view of an offloaded weight is kept
+with its bucket; when backward unpacks it, the bucket is in its home or is fetched first. That is right by construction:
+a node cannot use a saved tensor without unpacking it. Such fetches are counted. Which scopes have a guard, and when:
+``module_hooks.py``, Note: unannounced nodes.
 
-Where others have hooks of their own at that moment (a checkpoint, activations that go elsewhere), they get all tensors
-but these. Hooks switch off torch's own look at versions, so it is done here, for weights and for all others.
+If other code has hooks on saved tensors at that moment (a checkpoint, activation offloading), it gets all tensors but
+these. Hooks switch off torch's own check of versions, so it is done here, for weights and for all others.
 
-Not seen: tensors that a custom ``autograd.Function`` hides from autograd in an attribute of its context.
+Not seen: tensors that a custom ``autograd.Function`` keeps in an attribute, where autograd does not see them.
 
-Refused: backward through backward (``create_graph``) over weights that travel, and backward through a graph that was
-made before an update of its weights.
+Refused: backward through backward (``create_graph``) over offloaded weights, and backward through a graph that was made
+before an update of its weights.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Weight:
     """A view of a weight that autograd saved."""
 
-    held: BucketState
+    bucket: BucketState
     view: Tensor
     version: int
 
 
-def guard(travelling: Sequence[BucketState], come: Callable[[BucketState], None]) -> saved_tensors_hooks:
-    """Hooks for what is saved while a scope runs that uses ``travelling``; to be entered before, left afterwards.
+def guard(offloaded: Sequence[BucketState], bring: Callable[[BucketState], None]) -> saved_tensors_hooks:
+    """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``: a context for that time.
 
     Args:
-        come: brings a bucket home that is not there when it is read.
+        bring: called with a bucket that is not shown when it is read; fetches it.
     """
-    places = [(held, start := held.weight.data_ptr(), start + held.weight.nbytes) for held in travelling]
+    places = [(bucket, start := bucket.weight.data_ptr(), start + bucket.weight.nbytes) for bucket in offloaded]
     first, last = min(start for _, start, _ in places), max(end for *_, end in places)
     others: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: Tensor) -> Any:  # a thousand times per step
         if tensor.layout is strided and first <= tensor.data_ptr() < last:
-            for held, start, end in places:
+            for bucket, start, end in places:
                 if start <= tensor.data_ptr() < end:
-                    return Weight(held, tensor.detach(), tensor._version)
+                    return Weight(bucket, tensor.detach(), tensor._version)
         return (tensor.detach(), tensor._version) if others is None else others[0](tensor)
 
     pack.ours = True  # type: ignore[attr-defined]
 
     def unpack(kept: Any) -> Tensor:
         if type(kept) is Weight:
-            return _read(kept, come)
+            return _read(kept, bring)
         if others is not None:
             return others[1](kept)
         tensor: Tensor = kept[0]
@@ -76,14 +76,14 @@ def guard(travelling: Sequence[BucketState], come: Callable[[BucketState], None]
 
 
 def hooked() -> bool:
-    """Whether somebody has hooks on what autograd saves now."""
+    """Whether there are hooks on saved tensors now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def others_keep() -> bool:
-    """Whether what autograd saves now is kept by somebody else's hooks, which no guard is above.
+    """Whether hooks of other code keep what autograd saves now, set inside of any guard.
 
-    Torch's checkpoints keep nothing: they run forward again when backward comes by, and read weights once more.
+    Torch's checkpoints keep nothing: they run forward again in backward and read weights once more.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not torch.is_grad_enabled():
@@ -91,22 +91,21 @@ def others_keep() -> bool:
     return not hasattr(hooks[0], "ours") and hooks[0].__module__ != "torch.utils.checkpoint"
 
 
-def _read(kept: Weight, come: Callable[[BucketState], None]) -> Tensor:
-    if not kept.held.shown:
-        come(kept.held)
+def _read(kept: Weight, bring: Callable[[BucketState], None]) -> Tensor:
+    if not kept.bucket.views.shown:
+        bring(kept.bucket)
     if kept.view._version != kept.version:
-        raise RuntimeError(f"{kept.held.name} was updated since the forward of this backward; run forward again")
+        raise RuntimeError(f"{kept.bucket.name} was updated since the forward of this backward; run forward again")
     if torch.is_grad_enabled():
         raise RuntimeError(DOUBLE)
     return kept.view
 
 
 def refuse_transforms() -> None:
-    """Raise where compiled or transformed code would meet weights that travel.
+    """Raise RuntimeError under torch.compile or torch.func's transforms.
 
-    Raises:
-        RuntimeError: torch.compile is on in this thread, which keeps the memory of the weights that it met, or one of
-            torch.func's transforms, which knows nothing of memory that is written elsewhere.
+    Compiled code keeps the memory of weights that it was compiled with, and transforms do not see that memory is
+    overwritten.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(

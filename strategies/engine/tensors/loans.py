@@ -1,16 +1,16 @@
-"""Parameters on loan: plain parameters for a while, with memory of their own, whatever becomes of their buckets.
+"""Parameters on loan: plain parameters for a while, with memory of their own, whatever happens to their buckets.
 
-Two need that: ``optimizer.present``, where people read and write weights as they would elsewhere, and modules that
-change what is saved of them, which have to look at their weights (``state_dict.py``).
+Two things need them: ``optimizer.present``, inside of which user code reads and writes weights as in plain torch, and
+modules that customize their state dict, which read their weights to make it (``state_dict.py``).
 
-A parameter on loan shows a copy on the device, or its home if it stays. The engine leaves it alone until it is given
-back (``bucket_state.py``): forward uses what it shows, whatever was written to it, ``state_dict`` shows it,
-``load_state_dict`` writes to it. When it is given back, what differs from the weight is the new weight.
+A parameter on loan shows a copy on the device, or its home if it is resident. The engine leaves it alone until the loan
+ends (``parameter_views.py``): forward uses its value, including what was written to it, ``state_dict`` returns it, and
+``load_state_dict`` writes to it. At the end a value that differs from the weight becomes the new weight.
 
-Invariant. While a parameter is on loan its weight changes in what it shows only. So no update may begin: ``step``
+Invariant. While a parameter is on loan its weight changes only by writes to its value. So no update may begin: ``step``
 is refused, and so is a backward that updates.
 
-Not seen: what is written after the loan to tensors that share a copy's memory.
+Not seen: writes, after the loan, to tensors that share memory with a copy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from strategies.engine.tensors.parameters import RAW_DATA, StowedParameter
 
 if TYPE_CHECKING:
     from strategies.engine.bucket_state import BucketState
-    from strategies.engine.state_dict import Surface
+    from strategies.engine.state_dict import StateAccess
 
 
 class LentParameter(StowedParameter):
-    """On loan: a plain parameter to everybody; its gradient is where it was."""
+    """A parameter on loan; its gradient is where it was."""
 
     @property
     def data(self) -> Tensor:
@@ -52,46 +52,42 @@ class LentParameter(StowedParameter):
 
 
 class Loans:
-    """What is on loan."""
+    """The parameters on loan, with their buckets."""
 
-    def __init__(self, surface: Surface) -> None:
-        self._surface = surface
+    def __init__(self, access: StateAccess) -> None:
+        self._access = access
         self._out: dict[nn.Parameter, tuple[BucketState, int]] = {}
 
     @torch.no_grad()
     def lend(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Let ``params`` be plain ones until ``give_back``; those that were not already."""
+        """Lend those of ``params`` that are not on loan until ``give_back``, and return them."""
         chosen = [param for param in dict.fromkeys(params) if param not in self._out]
-        places = [self._surface.settled(param) for param in chosen]  # all first: settling one bucket may hide another
-        values = [self._surface.shown_to_others(*place) for place in places]
-        for param, (held, index), value in zip(chosen, places, values, strict=True):
-            held.lend(index, value, LentParameter)
-            self._out[param] = held, index
+        places = [self._access.settle(param) for param in chosen]  # all first: settling one bucket may hide another
+        values = [self._access.value_to_lend(*place) for place in places]
+        for param, (bucket, index), value in zip(chosen, places, values, strict=True):
+            bucket.views.lend(index, value, LentParameter)
+            self._out[param] = bucket, index
         return chosen
 
     def keep(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """What was written to ``params``, by default to all that are on loan, is their weight from now on."""
+        """Make the values of ``params``, by default of all on loan, their weights."""
         for param in tuple(self._out) if params is None else params:
-            held, index = self._surface.settled(param)
-            known = held.part(held.rest() if held.master is None else held.master, index).to(param.dtype)
+            bucket, index = self._access.settle(param)
+            known = bucket.part(bucket.newest if bucket.master is None else bucket.master, index).to(param.dtype)
             if not same_bits(param.data.cpu(), known.cpu()):
-                self._surface.adopt(param, param.data)
+                self._access.set_weight(param, param.data)
 
     def give_back(self, params: Sequence[nn.Parameter]) -> None:
-        """The engine's again. What was written to them is kept."""
+        """End the loan of ``params`` and keep what was written to them."""
         try:
             self.keep(params)
         finally:
             for param in params:
-                held, index = self._out.pop(param)
-                held.take_back(index)
-                self._surface.used(held)
+                bucket, index = self._out.pop(param)
+                bucket.views.take_back(index)
+                self._access.was_used(bucket)
 
     def refuse(self, what: str) -> None:
-        """Do nothing while nothing is on loan.
-
-        Raises:
-            RuntimeError: something is, and ``what`` changes weights.
-        """
+        """Raise RuntimeError if a parameter is on loan, since ``what`` changes weights."""
         if self._out:
             raise RuntimeError(f"{what} inside of `with optimizer.present(...)`: leave the block before")

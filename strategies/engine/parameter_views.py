@@ -1,0 +1,152 @@
+"""The parameters of one bucket as the model sees them: views of the home, or absent.
+
+Invariant. A parameter is *shown* (``parameters.py``: present or visiting, its memory a view of the home) only while
+COMPUTE may read the home: the newest weights have arrived there, and no other bucket may take the address. Resident
+weights are shown until their next update begins, others while a scope that uses them is open. A parameter that is not
+shown is an ``AbsentParameter``; once the home may belong to another bucket, its memory is one NaN expanded to its
+shape. A parameter on loan is left alone (``loans.py``).
+
+[Note: versions] Torch counts the writes to a tensor, stores the count with every tensor that it saves for backward, and
+raises if the count has changed when backward reads the tensor. Parameters that are not shown have a count that no saved
+tensor has. So torch itself refuses a backward node that reads a weight while its home may hold another bucket,
+whatever made the node run then; ``guard.py`` makes sure that the weight is there instead.
+
+Only this file writes the fields of ``ParameterViews``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from strategies.engine.tensors.parameters import (
+    WRITE,
+    AbsentParameter,
+    PresentParameter,
+    StowedParameter,
+    VisitingParameter,
+    put,
+    set_counts,
+    set_data,
+)
+
+AWAY = 2**31 - 1  # see [Note: versions]; larger than any number of updates
+
+
+@dataclass(slots=True, eq=False)
+class ParameterViews:
+    """Parameters of one bucket by their index in it."""
+
+    names: tuple[str, ...]
+    params: list[nn.Parameter]
+    homes: list[Tensor]  # each parameter's part of the home, in its shape
+    nan: Tensor
+    resident: bool
+    fused: frozenset[int]  # of modules with a fused kernel, which they use only if all parameters are plain tensors
+
+    own: list[int] = field(init=False)  # those that are not on loan
+    versions: list[int] = field(init=False)  # of each: its updates, and all other writes to it
+    counts: list[int] = field(init=False)  # what torch's count of writes was set to; see [Note: versions]
+    bound: bool = False  # the parameters' memory is the home
+    shown: bool = False  # see the invariant
+
+    def __post_init__(self) -> None:
+        self.own = list(range(len(self.params)))
+        self.versions = [param._version for param in self.params]
+        self.counts = list(self.versions)
+
+    @property
+    def kind(self) -> type[StowedParameter]:
+        """The class of parameters while they are shown."""
+        return PresentParameter if self.resident else VisitingParameter
+
+    def shows(self, index: int) -> bool:
+        """Whether this parameter is shown and not on loan."""
+        return self.shown and index in self.own
+
+    def absent(self, index: int) -> Tensor:
+        """NaN in the shape of this parameter, without memory of that size."""
+        return self.nan.expand(self.homes[index].shape)
+
+    def show(self) -> None:
+        """COMPUTE may read the home, until ``make_absent`` or ``unbind``."""
+        if self.shown:
+            return
+        for index in self.own:
+            param = self.params[index]
+            param.__class__ = PresentParameter
+            if not self.bound:
+                set_data(param, self.homes[index])
+            param.__class__ = self.kind
+        self.bound = self.shown = True
+        self._count()
+
+    def show_for_fused_kernels(self) -> None:
+        """In a forward without gradients, so that modules choose the same fused kernels as in plain torch."""
+        for index in self.fused.intersection(self.own) if self.shown else ():
+            self.params[index].__class__ = PresentParameter
+
+    def make_absent(self) -> None:
+        """No open scope uses the bucket, so that another may take its address."""
+        if not self.shown:
+            return
+        for index in self.own:
+            self._refuse_writes(index)
+            self.params[index].__class__ = AbsentParameter
+        self.shown = False
+        self._count()
+
+    def unbind(self) -> None:
+        """The home is no longer this bucket's, or is about to be overwritten."""
+        self.bound = self.shown = False
+        for index in self.own:
+            self.restore(index)
+
+    def restore(self, index: int) -> None:
+        """Give one parameter the class, memory and count that the bucket's state asks for."""
+        param = self.params[index]
+        param.__class__ = PresentParameter  # whose attributes are set without a detour
+        self.versions[index] += param._version - self.counts[index]  # writes that were allowed
+        put(param, self.homes[index] if self.bound else self.absent(index))
+        self._set_count(index, self.versions[index] if self.shown else AWAY)
+        param.__class__ = self.kind if self.shown else AbsentParameter
+
+    def lend(self, index: int, value: Tensor, kind: type[nn.Parameter]) -> None:
+        """Make one parameter a ``kind`` with memory of its own, ``value``."""
+        self.own = [other for other in self.own if other != index]
+        param = self.params[index]
+        param.__class__ = PresentParameter
+        put(param, value)
+        self._set_count(index, self.versions[index])  # as if shown: the value is the same until it is written to
+        param.__class__ = kind
+
+    def take_back(self, index: int) -> None:
+        """End the loan of one parameter, whose weight has been copied to its place."""
+        self.own = sorted({*self.own, index})
+        self.restore(index)
+
+    def begin_update(self, indices: Iterable[int]) -> None:
+        """An update of these begins: torch refuses graphs that saved the old values."""
+        for index in indices:
+            if self.shown:
+                self._refuse_writes(index)
+            self.versions[index] += 1
+        self._count()
+
+    def _count(self) -> None:
+        """Set torch's counts of writes; see [Note: versions]."""
+        for index in self.own:
+            self.counts[index] = self.versions[index] if self.shown else AWAY
+        set_counts(tuple(self.params[index] for index in self.own), tuple(self.counts[index] for index in self.own))
+
+    def _set_count(self, index: int, count: int) -> None:
+        self.counts[index] = count
+        set_counts((self.params[index],), (count,))
+
+    def _refuse_writes(self, index: int) -> None:
+        """Raise RuntimeError if a shown parameter was written to: the host's copy or the master is older then."""
+        self.params[index].__class__ = PresentParameter  # whose attributes are read without a detour
+        if self.params[index]._version != self.counts[index]:
+            raise RuntimeError(f"{self.names[index]} was written to in place; {WRITE}")

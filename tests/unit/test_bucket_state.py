@@ -1,0 +1,96 @@
+"""Policy: only the file that defines a bucket's state writes its fields; all others call its methods."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strategies.engine.bucket_state import BucketState
+from strategies.engine.gradient_state import GradientState
+from strategies.engine.parameter_views import ParameterViews
+
+ENGINE = Path(__file__).resolve().parents[2] / "strategies" / "engine"
+OWNERS = {"bucket_state.py": BucketState, "gradient_state.py": GradientState, "parameter_views.py": ParameterViews}
+CHANGES = {
+    "add", "append", "clear", "difference_update", "discard", "extend", "insert", "intersection_update", "pop",
+    "popitem", "remove", "reverse", "setdefault", "sort", "symmetric_difference_update", "update",
+}  # fmt: skip
+
+
+def field_of(node: ast.AST, names: set[str]) -> str | None:
+    """The field that ``node`` names as an attribute, itself or an element of it.
+
+    Attributes of ``self`` are another class's own, those of ``ctx`` an autograd function's.
+    """
+    while isinstance(node, ast.Subscript | ast.Starred):
+        node = node.value
+    if not isinstance(node, ast.Attribute) or node.attr not in names:
+        return None
+    return None if isinstance(node.value, ast.Name) and node.value.id in ("self", "ctx") else ast.unparse(node)
+
+
+def writes(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """Every statement that assigns to one of these fields or changes a collection in it."""
+    for node in ast.walk(tree):
+        targets: list[Any] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = list(node.targets)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
+            targets = [node.target]
+        elif isinstance(node, ast.withitem):
+            targets = [node.optional_vars]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            targets = [node.func.value]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            assert not isinstance(node.args[1], ast.Constant) or node.args[1].value not in names, ast.unparse(node)
+        while targets:
+            target = targets.pop()
+            if isinstance(target, ast.Tuple | ast.List):
+                targets += target.elts
+            elif target is not None and field_of(target, names):
+                yield f"line {target.lineno}: {ast.unparse(target)}"
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_only_the_owner_writes_its_fields(owner: str) -> None:
+    names = {field.name for field in fields(OWNERS[owner])}
+    found = [
+        f"{path.relative_to(ENGINE)} {write}"
+        for path in ENGINE.rglob("*.py")
+        if path.name != owner
+        for write in writes(ast.parse(path.read_text()), names)
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "bucket.pending = Pending.NOTHING",
+        "bucket.open += 1",
+        "bucket.used: Event = event",
+        "del bucket.job",
+        "first, bucket.arrived = 1, event",
+        "grads.touched.add(index)",
+        "bucket.grads.touched |= {index}",
+        "self.bucket.grads.norms[index] = norm",
+        "views.counts[index] += 1",
+        "views.own.remove(index)",
+        "for bucket.present in (False, True): pass",
+        "with lock as bucket.future: pass",
+    ],
+)
+def test_a_write_is_found(statement: str) -> None:
+    names = {field.name for owner in OWNERS.values() for field in fields(owner)}
+    assert len(list(writes(ast.parse(statement), names))) == 1
+
+
+@pytest.mark.parametrize(
+    "statement", ["bucket.submit(job)", "if bucket.open: pass", "self.used = 1", "used = bucket.used"]
+)
+def test_reads_and_verbs_are_none(statement: str) -> None:
+    names = {field.name for owner in OWNERS.values() for field in fields(owner)}
+    assert not list(writes(ast.parse(statement), names))
