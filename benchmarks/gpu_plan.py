@@ -23,7 +23,7 @@ from strategies.core.plan import Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.engine import AdamW, stow
 from strategies.engine.memory import accelerator
-from strategies.planner.step_cost import price
+from strategies.planner.step_cost import plan_cost
 from trainer.planning.plan_for import plan_for
 from trainer.run.callbacks import host_peak_bytes
 
@@ -85,7 +85,7 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, Any]:
         losses.append(float(loss))
         steps.append(time.perf_counter() - began)
     optimizer.drain()
-    priced = price(plan)
+    priced = plan_cost(plan)
     found: dict[str, Any] = {
         "model": name, "params": sum(p.numel() for p in model.parameters()), "gpu_memory": given.gpu_memory,
         "built_s": built_s, "stowed_s": stowed_s, "step_s": steps, "losses": losses,

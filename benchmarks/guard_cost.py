@@ -36,7 +36,7 @@ from strategies.engine import StowOptimizer, stow
 from strategies.engine.bucket_state import BucketState
 from strategies.engine.module_hooks import ModuleHooks
 from strategies.engine.tensors.parameters import PresentParameter
-from strategies.planner.step_cost import price
+from strategies.planner.step_cost import plan_cost
 from trainer.config.load import load
 from trainer.machine.probe import probe
 from trainer.machine.profiles import profile
@@ -154,7 +154,7 @@ def simulated(found: Mapping[bool, Mapping[str, Any]]) -> list[dict[str, Any]]:
                     plan = compose({**config.strategies, "offload": offload}, known)
                 except Refusal:
                     continue
-                priced, layout = price(plan), plan.layout
+                priced, layout = plan_cost(plan), plan.layout
                 assert priced is not None and layout is not None
                 blocks = {unit.name for unit in known.units if unit.kind is UnitKind.BLOCK}
                 travelling = {name for b in layout.buckets if not b.resident for name in b.units} & blocks

@@ -71,8 +71,8 @@ def show(arguments: argparse.Namespace) -> None:
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
-    from strategies.planner.step_cost import price
-    from strategies.report import whole
+    from strategies.planner.step_cost import plan_cost
+    from strategies.report import full_report
     from trainer.dist.ranks import Ranks
     from trainer.planning.from_config import measure, plan_of, refuse_impossible
     from trainer.run import ds_config
@@ -83,8 +83,8 @@ def show(arguments: argparse.Namespace) -> None:
         for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
             print(line)
     plan = plan_of(config, ranks, machine)
-    priced = price(plan)
-    print(whole.text(plan, priced))
+    cost = plan_cost(plan)
+    print(full_report.text(plan, cost))
     if edits := edits_of(config, plan):
         print("what would change it most, estimated:")
         print("\n".join(edit.line() for edit in edits))
@@ -97,11 +97,11 @@ def show(arguments: argparse.Namespace) -> None:
         print(f"\n{json.dumps(ds_config.ds_config(plan), indent=1)}")
     if arguments.json:
         try:
-            arguments.json.write_text(json.dumps(whole.to_json(plan, priced), indent=1))
+            arguments.json.write_text(json.dumps(full_report.to_json(plan, cost), indent=1))
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
-        plot(plan, priced, arguments.plot)
+        plot(plan, cost, arguments.plot)
     refuse_impossible(plan)
 
 
@@ -113,10 +113,10 @@ def edits_of(config: RunConfig, plan: Plan) -> list[Edit]:
     offload = config.strategies.get("offload")
     if not isinstance(offload, Offload):
         return []
-    return ranked(plan.facts_as_kept(), offload.wishes(plan.facts), plan.saved_peak())
+    return ranked(plan.facts_as_kept(), offload.request(plan.facts), plan.saved_peak())
 
 
-def plot(plan: Plan, priced: StepCost | None, path: Path) -> None:
+def plot(plan: Plan, cost: StepCost | None, path: Path) -> None:
     """Write the picture of the simulated step.
 
     Raises:
@@ -124,13 +124,13 @@ def plot(plan: Plan, priced: StepCost | None, path: Path) -> None:
     """
     from trainer.planning.picture import draw
 
-    if priced is None:
+    if cost is None:
         raise ConfigError(
             f"--plot {path}: there is no simulated step; it needs strategies.offload, and the machine's rates from "
             f"`launch/doctor.py --rates` or --profile"
         )
     try:
-        draw(plan, priced, path)
+        draw(plan, cost, path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
 

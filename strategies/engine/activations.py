@@ -47,10 +47,10 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.peak import HOSTED_ALIGN
+from strategies.core.sizes import human
 from strategies.engine.memory.arena import Pages
 from strategies.engine.tensors.nested import tensors_in
 from strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_for
-from strategies.report.plan_table import human
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from strategies.report.plan_table import human
+from strategies.core.sizes import human
 
 VERSION = 1
 INDEX = "optimizer.json"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Kind, Plan
+from strategies.core.sizes import human
 from strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
-from strategies.report.plan_table import human
 from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:

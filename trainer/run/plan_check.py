@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from strategies.core.plan import Home, Plan
+from strategies.core.sizes import human
 from strategies.engine.checkpointing import room_of
-from strategies.planner.step_cost import empty, price, traffic, unit_seconds
+from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
-from strategies.report.plan_table import human
 from trainer.machine import block_timing
 from trainer.machine.block_timing import UnitClock
 from trainer.model.counting import find_blocks
@@ -184,7 +184,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
 
     def _seconds(self, timings: UnitTimes | None) -> Iterator[Entry]:
         plan = self._plan
-        priced = price(plan)
+        priced = plan_cost(plan)
         if priced is None or self._began is None:
             return
         if timings is not None and plan.facts.machine.rates is not None:

@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
-from strategies.report.plan_table import human
 from strategies.zero import Zero
 from trainer.dist import deepspeed_ops
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group
