@@ -10,7 +10,7 @@ Policies differ in the sites of updates (``UpdateCosts``), in when updates run (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -19,7 +19,7 @@ from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, issue
 from strategies.planner.problem import Eviction, Gap, Problem, Update, Weight, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
-from strategies.planner.tasks import Task, TaskBuilder
+from strategies.planner.tasks import TaskBuilder
 
 FEW = 10  # buckets of which all sets are tried
 
@@ -61,27 +61,19 @@ class SerialUpdates(TaskBuilder):
         self._gate.setdefault(self._users[0][0], []).extend(updates)
 
 
-def serial_tasks(problem: Problem, evictions: Sequence[Eviction], iterations: int) -> list[Task]:
-    """All tasks of so many iterations with serial updates."""
-    builder = SerialUpdates(problem, evictions)
-    for iteration in range(iterations):
-        builder.iteration(iteration)
-    return builder.tasks
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A model of what a system does: the problem with its sites, its evictions, and where the model is from.
 
-    ``held_bytes`` is optimizer state that is always on the device; it is not part of the problem's ticks.
+    ``state_bytes`` is optimizer state that is always on the device; it is not part of the problem's ticks.
     """
 
     name: str
     source: str
     problem: Problem
     evictions: tuple[Eviction, ...]
-    held_bytes: int = 0
-    serial: bool = True
+    state_bytes: int = 0
+    builder: type[TaskBuilder] = SerialUpdates
 
     @property
     def label(self) -> str:
@@ -91,7 +83,7 @@ class Policy:
     @property
     def peak(self) -> int:
         """Bytes on the device at the worst tick."""
-        return max(memory(self.problem, self.evictions)) + self.held_bytes
+        return max(memory(self.problem, self.evictions)) + self.state_bytes
 
     @property
     def fits(self) -> bool:
@@ -99,7 +91,7 @@ class Policy:
 
     def outcome(self) -> Outcome:
         """How long an iteration takes, also if the policy does not fit."""
-        return _simulated(self.problem, self.evictions, serial=self.serial)
+        return simulate(self.problem, self.evictions, builder=self.builder)
 
 
 def zero_offload(problem: Problem, costs: UpdateCosts) -> Policy:
@@ -121,13 +113,13 @@ def twin_flow(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
         if seen < ratio * total:
             hosted.add(index)
         seen += problem.weights[index].num_bytes
-    held = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
+    rest = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
     return Policy(
         f"Twin-Flow, ratio {ratio:g}",
         "DeepSpeed ZeRO-Offload++: offload_optimizer.ratio, the first part of the weights on the CPU",
         placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE),
         (),
-        held_bytes=round(costs.state * held),
+        state_bytes=round(costs.state * rest),
     )
 
 
@@ -141,7 +133,7 @@ def on_demand(problem: Problem, costs: UpdateCosts) -> Policy:
     )
 
 
-def whole_bucket(problem: Problem, *, serial: bool = False) -> Policy:
+def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> Policy:
     """A bucket leaves whenever it is idle, or never; reloads are as early as memory allows; updates as in ``problem``.
 
     Raises:
@@ -152,7 +144,7 @@ def whole_bucket(problem: Problem, *, serial: bool = False) -> Policy:
         plan = issue(problem, [gap for gap in problem.gaps if gap.weight in chosen])
         if plan is None:
             continue
-        period = _simulated(problem, plan, serial=serial).period
+        period = simulate(problem, plan, builder=builder).period
         if best is None or period < best[0]:
             best = (period, plan)
     if best is None:
@@ -160,7 +152,7 @@ def whole_bucket(problem: Problem, *, serial: bool = False) -> Policy:
         worst = max(range(len(least)), key=least.__getitem__)
         raise DoesNotFit(problem.ticks[worst].name, least[worst] - problem.budget)
     source = "PatrickStar, Gemini, StrongHold: the chunk is the unit of the decision, not the gap"
-    return Policy("whole buckets", source, problem, best[1], serial=serial)
+    return Policy("whole buckets", source, problem, best[1], builder=builder)
 
 
 def _bucket_sets(problem: Problem) -> list[set[int]]:
@@ -180,10 +172,6 @@ def _bucket_sets(problem: Problem) -> list[set[int]]:
 def _fits(problem: Problem, chosen: set[int]) -> bool:
     gaps: list[Gap] = [gap for gap in problem.gaps if gap.weight in chosen]
     return max(memory(problem, at_need(gaps))) <= problem.budget
-
-
-def _simulated(problem: Problem, evictions: Sequence[Eviction], *, serial: bool) -> Outcome:
-    return simulate(problem, evictions, build=serial_tasks) if serial else simulate(problem, evictions)
 
 
 def placed(problem: Problem, costs: UpdateCosts, site: Callable[[int], Site]) -> Problem:

@@ -4,7 +4,7 @@
 
 Two Llama shapes, several token counts per step, several memory budgets; bf16, blocks recomputed, gradients clipped. A
 policy's model has every copy at the speed of the link and no software overhead (``benchmarks/peer_models.py``): it
-bounds what the policy can do, and says nothing about anybody's code. "-" does not fit.
+is an upper bound for the policy, not a measurement of its implementation. "-" does not fit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def facts_of(model: str, rows: int, machine: Any) -> tuple[Facts, Any]:
 
 
 def ours(known: Facts, config: Any, budget: int) -> Plan | None:
-    """Our plan; None, where nothing fits."""
+    """Our plan; None if nothing fits."""
     offload = config.strategies["offload"].model_copy(update={"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"})
     try:
         return compose({**config.strategies, "offload": offload}, known)
@@ -89,7 +89,7 @@ def as_problem(known: Facts, budget: int) -> Problem:
 
 
 def policies(known: Facts, budget: int) -> dict[str, float | None]:
-    """Seconds per step of each policy's model; None, where it does not fit."""
+    """Seconds per step of each policy's model; None if it does not fit."""
     rates = known.machine.rates
     assert rates is not None
     problem = as_problem(known, budget)
@@ -101,7 +101,7 @@ def policies(known: Facts, budget: int) -> dict[str, float | None]:
     found = (
         seconds(lambda: peer_models.zero_offload(problem, costs)),
         seconds(lambda: peer_models.on_demand(problem, costs)),
-        seconds(lambda: peer_models.whole_bucket(on_host, serial=True)),
+        seconds(lambda: peer_models.whole_bucket(on_host, peer_models.SerialUpdates)),
         min((s for s in flows if s is not None), default=None),
     )
     return dict(zip(POLICIES, found, strict=True))

@@ -20,7 +20,7 @@ from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 
 
 def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *, in_backward: bool) -> float:
-    """Seconds per step of buckets at these places, ``away`` bytes of whose weights leave between forward and backward.
+    """Seconds per step of buckets at these places; ``away`` bytes of their weights leave between forward and backward.
 
     Saved tensors on the host go down under forward and come up under backward, in addition. The machine's rates must be
     known.

@@ -23,13 +23,13 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.VISIT: ("slots for state", "state passing through the device"),
     Item.STEPS: ("counts", "one update count per parameter"),
     Item.SCRATCH: ("scratch", "gradients in fp32, a stretch at a time"),
-    Item.PARKED: ("parked gradients", "gradients for the CPU's update"),
+    Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
 }
 UPDATES: Mapping[Site, str] = {
     Site.NONE: "frozen",
     Site.DEVICE: "updated on the device",
     Site.HOST: "updated by the CPU",
-    Site.STREAMED: "updated on the device, which the state visits",
+    Site.STREAMED: "updated on the device, state visits",
 }
 
 

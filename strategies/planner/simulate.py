@@ -22,12 +22,12 @@ iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from strategies.planner.problem import Eviction, Link, Problem, need_order
-from strategies.planner.tasks import Resource, Task, build_tasks
+from strategies.planner.tasks import Resource, Task, TaskBuilder, build_tasks
 
 SAME = 1e-9  # times that differ by less, relatively, are taken as equal
 MOST_ITERATIONS = 40
@@ -71,18 +71,17 @@ def simulate(
     problem: Problem,
     evictions: Sequence[Eviction],
     iterations: int = 4,
-    build: Callable[[Problem, Sequence[Eviction], int], Sequence[Task]] = build_tasks,
+    builder: type[TaskBuilder] = TaskBuilder,
 ) -> Outcome:
     """How long ``evictions`` take, measured on the last of ``iterations`` (at least 3).
 
     Args:
-        build: makes the tasks of so many iterations.
+        builder: makes the tasks of an iteration.
     """
     if iterations < 3:
         raise ValueError(f"{iterations} iterations; the first two are not like the others")
-    tasks = build(problem, evictions, iterations + 1)  # one more, whose first copies run in the measured one
-    _run(tasks, problem.link)
-    ends = [
+    tasks = build_tasks(problem, evictions, iterations + 1, builder)  # one more: its first copies run in the measured
+    one _run(tasks, problem.link) ends = [
         {r: max((t.end for t in tasks if t.resource is r and t.iteration == at), default=0.0) for r in Resource}
         for at in (iterations - 2, iterations - 1)
     ]

@@ -1,4 +1,4 @@
-"""What a step of a plan will take: the layout as a problem for the simulator. Always labelled as simulated.
+"""The cost of a step: a layout as a problem for the simulator. Its seconds are always labelled as simulated.
 
 Compute times are measured ones if there are any, else floating-point operations over the rate of matrix products.
 Backward takes twice the forward, plus what it recomputes (all of a block under Hugging Face's checkpointing; else as

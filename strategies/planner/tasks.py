@@ -51,14 +51,6 @@ class Task:
         self.start = self.end = 0.0
 
 
-def build_tasks(problem: Problem, evictions: Sequence[Eviction], iterations: int) -> list[Task]:
-    """All tasks of so many iterations, each after those it waits for."""
-    builder = TaskBuilder(problem, evictions)
-    for iteration in range(iterations):
-        builder.iteration(iteration)
-    return builder.tasks
-
-
 class TaskBuilder:
     """Appends the tasks of one iteration after the other."""
 
@@ -209,3 +201,13 @@ class TaskBuilder:
             self._visits.append(self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done]))
         if weight in self._leaves:
             self._weight[weight] = self._copy(Resource.DOWN, f"weight {info.name}", info.num_bytes, [done])
+
+
+def build_tasks(
+    problem: Problem, evictions: Sequence[Eviction], iterations: int, builder: type[TaskBuilder] = TaskBuilder
+) -> list[Task]:
+    """All tasks of so many iterations, each after those it waits for."""
+    made = builder(problem, evictions)
+    for iteration in range(iterations):
+        made.iteration(iteration)
+    return made.tasks

@@ -1,7 +1,7 @@
 """Exact solvers for small cases and checks of any case, to compare the heuristics with.
 
-``best_gaps`` prices every set of gaps (2 ** gaps of them), each with its reloads as early as memory allows.
-``all_issues`` prices every issue vector too. ``pack`` branches over packings in which each piece lies at 0 or on a
+``best_gaps`` evaluates every set of gaps (2 ** gaps of them), each with its reloads as early as memory allows.
+``all_issues`` evaluates every issue vector too. ``pack`` branches over packings in which each piece lies at 0 or on a
 piece that is there with it, placed in order of offset; it is fine for about ten pieces.
 
 ``complaints`` and ``packing_errors`` check plans and packings directly. ``polished`` and ``two_integers`` are parts of
@@ -23,13 +23,13 @@ MOST_GAPS = 14
 
 
 def best_gaps(problem: Problem) -> float:
-    """The shortest period of all sets of gaps; infinite, where none fits."""
+    """The shortest period of all sets of gaps; infinite if none fits."""
     plans = (issue(problem, gaps) for gaps in _sets(problem))
     return min((reload_period(problem, plan) for plan in plans if plan is not None), default=float("inf"))
 
 
 def all_issues(problem: Problem) -> float:
-    """The shortest period of all sets of gaps with all steps to issue their reloads at."""
+    """The shortest period of all sets of gaps with all ticks to issue their reloads at."""
     found = float("inf")
     for gaps in _sets(problem):
         for steps in product(*(range(gap.after + 2, gap.before + 1) for gap in gaps)):
@@ -48,7 +48,7 @@ def polished(problem: Problem) -> Found:
 
 
 def two_integers(problem: Problem) -> Found:
-    """The best of the plans whose turns are those of the first blocks and whose boundaries those of the last."""
+    """The best of the plans with turns of the first blocks and boundaries of the last."""
     check_fits(problem)
     search = Search(problem, WORK // (len(problem.ticks) + len(problem.gaps)))
     search.try_in_order(prefixes_and_suffixes(problem))

@@ -22,7 +22,7 @@ from strategies.report.plan_table import rows, table, to_json
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import random_facts, transformer
 from tests.helpers.tiny import GPT2, LLAMA
-from tests.unit.test_placement_search import wish
+from tests.unit.test_placement_search import options
 from trainer.planning.plan_for import plan_for
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def in_table(plan: Plan, home: Home) -> int:
 
 
 @settings(max_examples=150, deadline=None)
-@given(random_facts(), wish)
+@given(random_facts(), options)
 def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]
     plan = plan_of(

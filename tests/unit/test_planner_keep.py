@@ -16,7 +16,7 @@ from strategies.planner.activation_policy import (
     KeepCosts,
     KeepOption,
     TradeoffCurve,
-    _ways,
+    _options,
     _with_shared,
     by_policy,
     cheapest,
@@ -120,7 +120,7 @@ def test_a_frontier_costs_more_per_byte_and_no_option_is_better(seed: int, costs
 def all_plans(units: Sequence[Unit], costs: KeepCosts = HERE) -> list[tuple[KeepOption, ...]]:
     """Every way of every block; blocks that are alike may swap, so that only the order matters."""
     last = len(units) - 2
-    return list(product(*(_ways(unit, costs if index < last else HERE) for index, unit in enumerate(units))))
+    return list(product(*(_options(unit, costs if index < last else HERE) for index, unit in enumerate(units))))
 
 
 def ratio(units: list[Unit], random: Random, costs: KeepCosts = HERE) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.peer_models import UpdateCosts, on_demand, serial_tasks, twin_flow, whole_bucket, zero_offload
+from benchmarks.peer_models import SerialUpdates, UpdateCosts, on_demand, twin_flow, whole_bucket, zero_offload
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, choose
 from strategies.planner.simulate import simulate
@@ -20,7 +20,7 @@ def test_zero_offload_by_hand() -> None:
     """Backward ends at 6. Gradient 1 (5 bytes) goes down from 4 to 9, gradient 0 (3 bytes) after it, until 12."""
     policy = zero_offload(two_blocks(), COSTS)
     assert policy.evictions == ()
-    assert policy.held_bytes == 0
+    assert policy.state_bytes == 0
     outcome = policy.outcome()
     # CPU: bucket 1 from 9 to 11.5, bucket 0 from 12 to 13.5. Up: bucket 1 from 11.5 to 16.5, bucket 0 until 19.5.
     assert outcome.period == pytest.approx(19.5)
@@ -32,7 +32,7 @@ def test_twin_flow_shares_the_updates() -> None:
     problem = two_blocks()
     half = twin_flow(problem, COSTS, 0.3)
     assert [item.update.site for item in half.problem.weights if item.update] == [Site.HOST, Site.DEVICE]
-    assert half.held_bytes == 30
+    assert half.state_bytes == 30
     assert half.peak == 10 + 30
     assert half.outcome().period < zero_offload(problem, COSTS).outcome().period
     all_on_the_cpu = twin_flow(problem, COSTS, 1.0)
@@ -64,7 +64,7 @@ def test_forward_waits_for_all_serial_updates() -> None:
 
 def test_serial_updates_hide_nothing_but_gradients() -> None:
     problem = with_update(two_blocks(), seconds=2.0)
-    found = simulate(problem, (), build=serial_tasks)
+    found = simulate(problem, (), builder=SerialUpdates)
     # Backward ends at 6. CPU: 6-8 (1), 8-10 (0). Up: 8-13 (5 bytes), 13-16 (3 bytes). Then forward.
     assert found.period == 16.0
     assert found.hidden[Resource.CPU] == found.hidden[Resource.UP] == 0.0

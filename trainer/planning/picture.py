@@ -116,7 +116,7 @@ def saved_over_time(plan: Plan, cost: StepCost) -> list[tuple[float, float, int]
     now = sum(size for unit, size in saved.items() if unit not in {unit for _, _, unit in ticks})  # takes no time
     found: list[tuple[float, float, int]] = []
     for event, direction, unit in ticks:
-        if found:  # what is saved stays while compute waits
+        if found:  # saved tensors remain while compute waits
             found[-1] = (found[-1][0], event.start, found[-1][2])
         now += saved[unit] if direction == "forward" else 0
         found.append((event.start, event.end, max(now, 0)))

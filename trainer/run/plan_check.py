@@ -28,6 +28,7 @@ from strategies.core.sizes import human
 from strategies.engine.checkpointing import room_of
 from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
+from strategies.report.table import table
 from trainer.machine import block_timing
 from trainer.machine.block_timing import UnitClock
 from trainer.model.counting import find_blocks
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from strategies.engine.optimizer import StowOptimizer
 
 COUNTED, STEP = 1, 2
+HEADER = ("", "predicted", "measured", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,13 @@ class Entry:
     def error(self) -> float:
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
-    def line(self, width: int) -> str:
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
         predicted, measured = (
             human(int(number)) if self.unit == "bytes" else f"{number:.3g} s"
             for number in (self.predicted, self.measured)
         )
-        return (
-            f"  {self.owner:<{width}}  {predicted:>10} predicted  {measured:>10} measured  {100 * self.error:+6.1f} %"
-        )
+        return (self.owner, predicted, measured, f"{100 * self.error:+.1f} %")
 
 
 @contextmanager
@@ -146,10 +147,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             return
         timings = self._timings()
         entries = [*self.entries(), *self._seconds(timings)]
-        width = max(len(entry.owner) for entry in entries)
         write_line("plan against run, after step 2")
-        for entry in entries:
-            write_line(entry.line(width))
+        for line in table(HEADER, (entry.cells() for entry in entries), HEADER[1:]):
+            write_line(f"  {line}")
         file = self._folder / "plan.json"
         written = json.loads(file.read_text())
         written["measured"] = [{**asdict(entry), "error": entry.error} for entry in entries]
