@@ -80,8 +80,10 @@ def simulate(
     """
     if iterations < 3:
         raise ValueError(f"{iterations} iterations; the first two are not like the others")
-    tasks = build_tasks(problem, evictions, iterations + 1, builder)  # one more: its first copies run in the measured
-    one _run(tasks, problem.link) ends = [
+    # One iteration more: its first copies run in the measured one.
+    tasks = build_tasks(problem, evictions, iterations + 1, builder)
+    _run(tasks, problem.link)
+    ends = [
         {r: max((t.end for t in tasks if t.resource is r and t.iteration == at), default=0.0) for r in Resource}
         for at in (iterations - 2, iterations - 1)
     ]
