@@ -57,11 +57,10 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan, its seconds per iteration, and how many plans were evaluated to find it."""
+    """A plan and its seconds per iteration."""
 
     evictions: tuple[Eviction, ...]
     period: float
-    evaluated: int
 
 
 def choose(problem: Problem, limit: int | None = None) -> Found:
@@ -124,7 +123,7 @@ class Search:
     """Plans of one problem, each evaluated once."""
 
     def __init__(self, problem: Problem, limit: int) -> None:
-        self.problem, self.limit, self.evaluated, self.elsewhere = problem, limit, 0, 0
+        self.problem, self.limit, self.evaluated = problem, limit, 0
         self._costs: dict[Gaps, tuple[float, int]] = {}
         self._up = [problem.link.up_seconds(weight.num_bytes) for weight in problem.weights]
         self._index = {gap: index for index, gap in enumerate(problem.gaps)}
@@ -171,7 +170,7 @@ class Search:
         """The best plan."""
         evictions = issue(self.problem, self.best(1)[0])
         assert evictions is not None
-        return Found(evictions, self.period, self.evaluated + self.elsewhere)
+        return Found(evictions, self.period)
 
     def try_in_order(self, sets: Iterable[Gaps], limit: int | None = None) -> None:
         """Evaluate ``sets`` by lower bound until no better one can follow; at most ``limit``."""
@@ -257,7 +256,6 @@ def _smaller_budgets(search: Search) -> None:
         budget = least + (problem.budget - least) * level // LEVELS
         smaller = Search(replace(problem, budget=budget), (search.limit - search.evaluated) // (2 * LEVELS))
         smaller.improve_all()
-        search.elsewhere += smaller.evaluated
         for gaps in smaller.best(LEADS):
             search.cost(gaps, search.period)
 

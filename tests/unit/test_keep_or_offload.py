@@ -144,7 +144,7 @@ def test_the_bucket_table_says_site_travel_and_address() -> None:
     plan = plan_of(large(blocks=8), gpu_memory="5GiB", host_memory="1TiB")
     text = bucket_table.lines(plan)
     assert text[0].split("  ")[0] == "buckets" and "address on the device" in text[0]
-    assert any("steps ahead in forward" in line for line in text)
+    assert any("ticks ahead in forward" in line for line in text)
     assert any("by the CPU" in line for line in text)
     listed = bucket_table.to_json(plan)
     assert plan.layout is not None and len(listed) == len(plan.layout.buckets)

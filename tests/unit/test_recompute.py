@@ -89,7 +89,7 @@ def test_refused_and_idle() -> None:
     with pytest.raises(Refusal, match=r"strategies\.recompute\.every = 2: auto chooses the blocks itself"):
         planned(about(), policy="auto", every=2)
     assert planned(about(), policy="none").idle["recompute"] == "policy: none keeps everything"
-    assert "could be made again" in planned(facts(), policy="full").idle["recompute"]
+    assert "could be recomputed" in planned(facts(), policy="full").idle["recompute"]
     for policy, cure in (("none", "write selective or full"), ("auto", "it weighs that itself; write auto")):
         with pytest.raises(Refusal, match=rf"strategies\.recompute\.activation_offloading = true: .*{cure}"):
             planned(about(), policy=policy, activation_offloading=True)
@@ -255,7 +255,7 @@ def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
     assert full_report.to_json(unknown, None)["recompute"][1]["seconds"] is None
     assert " ? " in full_report.text(unknown, None)
     assert full_report.to_json(planned(about(), policy="none"), None)["recompute"] == []
-    assert "made again" in table(plan)
+    assert "all recomputed" in table(plan)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
