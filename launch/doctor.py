@@ -201,18 +201,17 @@ def find_devices() -> Iterator[Row]:
 
 
 def rates_row(stored: Stored) -> Row:
-    """What plans are priced with on this machine; a file that is ignored warns."""
+    """The rates that plans of this machine are costed with; a file that is ignored warns."""
     if stored.ignored:
         reason, _, cure = stored.ignored.partition("; to measure again: ")
         return Row(Status.WARN, "rates", reason, cure)
     if stored.rates is None:
         return Row(Status.OK, "rates", f"not measured; {COMMAND} does, in under a minute")
     origin = f"measured {stored.date}" if stored.date else f"of a named profile; {COMMAND} measures"
-    disturbed = stored.others_share > QUIET
-    if disturbed:
+    if stored.others_share > QUIET:
         origin += f" while others used {stored.others_share:.0%} of the cores"
     cure = f"{COMMAND}   # when nothing else runs"
-    return judge("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=disturbed)
+    return judge("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=stored.others_share > QUIET)
 
 
 def measure_rates(path: Path) -> int:

@@ -82,7 +82,7 @@ def test_whole_buckets_leave_in_all_their_gaps() -> None:
         policy = whole_bucket(problem)
         assert complaints(problem, policy.evictions) == []
         leaving = {eviction.gap.weight for eviction in policy.evictions}
-        assert {eviction.gap for eviction in policy.evictions} == {g for g in problem.gaps if g.item in leaving}
+        assert {eviction.gap for eviction in policy.evictions} == {g for g in problem.gaps if g.weight in leaving}
         assert choose(problem).period <= policy.outcome().period * (1 + 1e-6)
 
 
@@ -104,8 +104,8 @@ def test_ours_is_not_slower_than_any_of_them() -> None:
     """The same sites as ZeRO-Offload, updated under the next forward instead of before it."""
     problem = blocks([8] * 6, [1.0] * 6, [2.0] * 6, [2] * 6, replace(two_blocks().link, up=8.0, down=8.0), 100)
     costs = UpdateCosts(host=0.2, device=0.02)
-    items = tuple(costs.at(item, Site.HOST) for item in problem.weights)
-    ours = simulate(replace(problem, weights=items, in_backward=False), ())
+    weights = tuple(costs.at(item, Site.HOST) for item in problem.weights)
+    ours = simulate(replace(problem, weights=weights, in_backward=False), ())
     for policy in (zero_offload(problem, costs), on_demand(problem, costs)):
         assert ours.period < policy.outcome().period
         assert policy.label.startswith("model of ")
