@@ -54,7 +54,7 @@ class Offload(Strategy):
     """Train a model that is larger than the device: optimizer state, gradients and weights rest on the host, as far as
     they have to.
 
-    By default it uses all memory. Set ``gpu_memory`` to leave room for something else. The plan shows what goes where
+    By default it uses 0.9 of the memory. Set ``gpu_memory`` to leave more room. The plan shows what goes where
     before anything is allocated.
     """
 
@@ -74,10 +74,10 @@ class Offload(Strategy):
     )
     host_memory: Budget = Field(
         default=AUTO,
-        description="Memory for what rests on the host: a size (200GiB), a share (0.8), or auto: 0.9 of what is free.",
+        description="Host memory to use: a size (200GiB), a share (0.8), or auto: 0.9 of the free memory.",
     )
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
-        default=AUTO, description="Bytes that travel together (64MiB); auto: one block."
+        default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
     )
     prefetch: Annotated[int | Literal["auto"], AfterValidator(_check_prefetch)] = Field(
         default="auto",
@@ -90,7 +90,8 @@ class Offload(Strategy):
         "on the host (streamed), or as memory allows.",
     )
     weights: Literal["auto", "resident", "streamed"] = Field(
-        default="auto", description="Weights of blocks stay on the device, travel, or travel as far as they must."
+        default="auto",
+        description="Weights of blocks: always on the device, fetched for each use (streamed), or as memory allows.",
     )
     gradients: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where gradients wait for the update."
@@ -100,7 +101,7 @@ class Offload(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit in fp32, where one kernel updates all; bf16 differs from autocast in where it rounds."""
+        """Bit for bit in fp32 if one kernel updates everything; bf16 rounds at other places than autocast."""
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE

@@ -61,10 +61,10 @@ KEY = "strategies.recompute"
 
 
 class Recompute(Strategy):
-    """Keep less of each block for backward and run the rest of its forward again. Gradients are the same bits.
+    """Keep less of each block for backward and recompute the rest. Gradients are bit for bit the same.
 
     ``selective`` frees most of the memory for little time; ``full`` keeps the blocks' inputs only; ``auto`` recomputes
-    as much as memory asks for, first blocks first, and together with ``offload`` takes the faster of both ways to fit.
+    as much as it takes to fit, first blocks first; together with ``offload`` it chooses the faster of both.
     """
 
     phase = Phase.KEEP
@@ -115,7 +115,7 @@ class Recompute(Strategy):
                 yield option.keep(unit.name, _why(option), is_open=is_open, may_host=is_open and self._may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """A checkpoint in place of the forward of each block that is recomputed."""
+        """Replace the forward of each recomputed block by a checkpoint."""
         from strategies.engine.checkpointing import recompute
 
         recompute(model, plan)
@@ -139,8 +139,7 @@ class Recompute(Strategy):
 
         With known rates the fastest of those that fit, by simulation: only saved tensors cross the link.
         """
-        machine = facts.machine
-        budget = device_budget(machine)
+        machine, budget = facts.machine, device_budget(facts.machine)
         rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None
         device_peak = plan.device_peak()
 
