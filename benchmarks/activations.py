@@ -3,15 +3,12 @@
     python benchmarks/activations.py --out benchmarks/records/NAME [--profiles rtx4090-pcie4,h100-pcie5]
 
 A 7 B Llama in bf16 with AdamW and clipping, rows of 2,048 tokens. In every column weights, gradients and state are
-placed by the same planner; the columns differ in what becomes of saved tensors. Nothing here is measured.
+placed by the same planner; the columns differ in where saved tensors are kept. All times are simulated.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.simulated import arguments, record
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.planner.step_cost import price
+from strategies.planner.step_cost import plan_cost
 from trainer.config.load import load
 from trainer.machine.profiles import profile
 from trainer.planning.facts import gather
@@ -44,7 +42,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One machine, tokens per step and budget, with our plan for each way; None, where none fits."""
+    """One machine, tokens per step and budget, with our plan for each way of keeping saved tensors; None: none fits."""
 
     machine: str
     tokens: int
@@ -54,8 +52,8 @@ class Case:
     def seconds(self, way: str) -> float | None:
         """Simulated."""
         plan = self.plans[way]
-        priced = price(plan) if plan is not None else None
-        return None if priced is None else priced.seconds
+        cost = plan_cost(plan) if plan is not None else None
+        return None if cost is None else cost.seconds
 
     def hosted_bytes(self) -> int:
         """On the host, as ``auto`` has it."""
@@ -64,7 +62,7 @@ class Case:
 
 
 def planned(known: Facts, options: Mapping[str, Any], budget: int) -> Plan | None:
-    """Our plan; the host has as much as it takes, so that columns differ in nothing else."""
+    """Our plan; the host is large enough for every column, so that columns differ in nothing else."""
     strategies = {"recompute": options, "offload": {"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"}}
     try:
         return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, known)
@@ -103,12 +101,12 @@ def as_json(case: Case) -> dict[str, Any]:
     """For the record."""
 
     def of(plan: Plan | None) -> dict[str, Any] | None:
-        priced = price(plan) if plan is not None else None
-        if plan is None or priced is None:
+        cost = plan_cost(plan) if plan is not None else None
+        if plan is None or cost is None:
             return None
         keeps = [plan.keep(unit.name) for unit in plan.facts.units]
         return {
-            **priced.to_json(),
+            **cost.to_json(),
             "blocks_recomputed": sum(keep.recomputes for keep in keeps),
             "blocks_on_host": sum(bool(keep.hosted) for keep in keeps),
             "hosted_bytes": plan.hosted_bytes(),
@@ -126,20 +124,9 @@ def as_json(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Write table.md and cases.json into the folder, with progress."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--profiles", default=",".join(BUDGETS))
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    done: list[Case] = []
-    began = time.perf_counter()
-    for case in cases(given.profiles.split(",")):
-        done.append(case)
-        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(row(case)), flush=True)
-        (given.out / "cases.json").write_text(json.dumps([as_json(one) for one in done], indent=1))
+    given = arguments(__doc__ or "", "--profiles", ",".join(BUDGETS))
     head = ["machine", "tokens per step", "budget", *WAYS, "auto has on the host", "auto / best that sends nothing"]
-    lines = [head, ["---"] * len(head), *map(row, done)]
-    (given.out / "table.md").write_text("\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n")
+    record(given.out, head, cases(given.profiles.split(",")), row, as_json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from benchmarks.harness.work import MODELS, Shape, Work
 from strategies.core.plan import Home
 from strategies.core.protocol import Refusal
 from strategies.engine.memory import accelerator
-from strategies.planner.step_cost import price
+from strategies.planner.step_cost import plan_cost
 from trainer.planning.plan_for import plan_for
 from trainer.run.callbacks import host_peak_bytes
 
@@ -64,7 +64,7 @@ def measured(name: str, given: argparse.Namespace) -> dict[str, Any]:
     built_s, began = time.perf_counter() - began, time.perf_counter()
     trained = Ours(of_steps, model, device, gpu_memory=given.gpu_memory)
     stowed_s = time.perf_counter() - began
-    plan, cost = trained.plan, price(trained.plan)
+    plan, cost = trained.plan, plan_cost(trained.plan)
     found = {
         "model": name, "params": sum(p.numel() for p in model.parameters()), "gpu_memory": given.gpu_memory,
         "built_s": built_s, "stowed_s": stowed_s,

@@ -38,7 +38,7 @@ from strategies.engine import StowOptimizer, stow
 from strategies.engine.module_hooks import ModuleHooks
 from strategies.engine.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import PresentParameter
-from strategies.planner.step_cost import price
+from strategies.planner.step_cost import plan_cost
 from trainer.config.load import load
 from trainer.machine.probe import probe
 from trainer.machine.profiles import profile
@@ -135,7 +135,7 @@ def simulated(cost: Mapping[str, Any], machine: str, budget: str) -> dict[str, A
         plan = compose({**config.strategies, "offload": offload}, known)
     except Refusal:
         return None
-    step, layout = price(plan), plan.layout
+    step, layout = plan_cost(plan), plan.layout
     assert step is not None and layout is not None
     blocks = {unit.name for unit in known.units if unit.kind is UnitKind.BLOCK}
     travelling = {name for b in layout.buckets if not b.resident for name in b.units} & blocks

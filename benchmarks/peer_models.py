@@ -1,11 +1,11 @@
 """Policies of other systems, as plans for the same simulator. Each is a model from its description, not its code.
 
 A model leaves out what makes the system slower than its policy (host synchronisation, pageable copies, allocator
-traffic) and what makes it faster than this outline. It says how good a policy can be on a machine, with every copy at
-the speed of the link; it is no measurement of anybody's software, and every label says so.
+traffic) and what makes it faster than this outline. It shows how good a policy can be on a machine, with every copy at
+the speed of the link; it does not measure the systems themselves, and every label says so.
 
-``UpdateCosts`` turns the problem's items into items that are updated at a given site: policies differ in sites, in
-when updates run, and in which weights travel.
+Policies differ in the sites of updates (``UpdateCosts``), in when updates run (serially, between backward and forward:
+``SerialUpdates``), and in which weights are offloaded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from itertools import combinations
 from strategies.core.facts import Home
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, issue
-from strategies.planner.problem import Eviction, Gap, Problem, Update, Weight, When, at_need, memory
+from strategies.planner.problem import Eviction, Gap, Problem, Update, Weight, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
+from strategies.planner.tasks import TaskBuilder
 
 FEW = 10  # buckets of which all sets are tried
 
@@ -37,29 +38,42 @@ class UpdateCosts:
     grad: float = 1.0
     state: float = 6.0
 
-    def at(self, item: Weight, site: Site, grad_home: Home = Home.DEVICE) -> Weight:
-        """``item``, updated at ``site``."""
+    def at(self, weight: Weight, site: Site, grad_home: Home = Home.DEVICE) -> Weight:
+        """``weight``, updated at ``site``."""
         if site is Site.NONE:
-            return replace(item, update=None)
-        seconds = item.num_bytes * (self.host if site is Site.HOST else self.device)
-        grad, state = round(self.grad * item.num_bytes), round(self.state * item.num_bytes)
+            return replace(weight, update=None)
+        seconds = weight.num_bytes * (self.host if site is Site.HOST else self.device)
+        grad, state = round(self.grad * weight.num_bytes), round(self.state * weight.num_bytes)
         return replace(
-            item, update=Update(site=site, seconds=seconds, grad_bytes=grad, state_bytes=state, grad_home=grad_home)
+            weight, update=Update(site=site, seconds=seconds, grad_bytes=grad, state_bytes=state, grad_home=grad_home)
         )
+
+
+class SerialUpdates(TaskBuilder):
+    """Tasks of an iteration whose updates all run between backward and forward, while nothing else runs."""
+
+    def iteration(self, number: int) -> None:
+        """The iteration, then its updates on the device; the next forward waits for all updates."""
+        super().iteration(number)
+        for weight in [weight for weight in self._order if weight in self._due]:
+            self._update_on_device(weight, (number + 1) * self._problem.accumulation)
+        updates = [*self._weight.values(), *(task for tasks in self._gate.values() for task in tasks)]
+        self._gate.setdefault(self._users[0][0], []).extend(updates)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A model of what a system does: the problem with its sites, its evictions, and where the model is from.
 
-    ``held_bytes`` is optimizer state that rests on the device all the time; it is not part of the problem's steps.
+    ``state_bytes`` is optimizer state that is always on the device; it is not part of the problem's ticks.
     """
 
     name: str
     source: str
     problem: Problem
     evictions: tuple[Eviction, ...]
-    held_bytes: int = 0
+    state_bytes: int = 0
+    builder: type[TaskBuilder] = SerialUpdates
 
     @property
     def label(self) -> str:
@@ -68,16 +82,16 @@ class Policy:
 
     @property
     def peak(self) -> int:
-        """Bytes on the device at the worst step."""
-        return max(memory(self.problem, self.evictions)) + self.held_bytes
+        """Bytes on the device at the worst tick."""
+        return max(memory(self.problem, self.evictions)) + self.state_bytes
 
     @property
     def fits(self) -> bool:
         return self.peak <= self.problem.budget
 
     def outcome(self) -> Outcome:
-        """Its price; asked of policies that do not fit, too."""
-        return simulate(self.problem, self.evictions)
+        """How long an iteration takes, also if the policy does not fit."""
+        return simulate(self.problem, self.evictions, builder=self.builder)
 
 
 def zero_offload(problem: Problem, costs: UpdateCosts) -> Policy:
@@ -85,7 +99,7 @@ def zero_offload(problem: Problem, costs: UpdateCosts) -> Policy:
     return Policy(
         "ZeRO-Offload, serial",
         "Ren et al., ZeRO-Offload, 2021: the cut that moves the least, without the delayed update",
-        _placed(problem, costs, lambda _: Site.HOST),
+        placed(problem, costs, lambda _: Site.HOST),
         (),
     )
 
@@ -94,18 +108,18 @@ def twin_flow(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
     """The first ``ratio`` of the weights is updated by the CPU, the rest on the device meanwhile; then forward."""
     if not 0 <= ratio <= 1:
         raise ValueError(f"a ratio of {ratio}; must be between 0 and 1")
-    total, seen, hosted = sum(item.num_bytes for item in problem.items), 0, set[int]()
-    for index in sorted(range(len(problem.items)), key=lambda i: problem.rank[i]):
+    total, seen, hosted = sum(weight.num_bytes for weight in problem.weights), 0, set[int]()
+    for index in sorted(range(len(problem.weights)), key=lambda i: problem.rank[i]):
         if seen < ratio * total:
             hosted.add(index)
-        seen += problem.items[index].num_bytes
-    held = sum(item.num_bytes for index, item in enumerate(problem.items) if index not in hosted)
+        seen += problem.weights[index].num_bytes
+    rest = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
     return Policy(
         f"Twin-Flow, ratio {ratio:g}",
         "DeepSpeed ZeRO-Offload++: offload_optimizer.ratio, the first part of the weights on the CPU",
-        _placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE),
+        placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE),
         (),
-        held_bytes=round(costs.state * held),
+        state_bytes=round(costs.state * rest),
     )
 
 
@@ -114,41 +128,41 @@ def on_demand(problem: Problem, costs: UpdateCosts) -> Policy:
     return Policy(
         "all on the CPU, on demand",
         "Colossal-AI Gemini with placement cpu: whole-model placement, no prefetch",
-        _placed(problem, costs, lambda _: Site.HOST),
+        placed(problem, costs, lambda _: Site.HOST),
         at_need(problem.gaps),
     )
 
 
-def whole_bucket(problem: Problem) -> Policy:
-    """A bucket leaves whenever it is idle, or never; reloads are as early as memory allows; updates as they are.
+def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> Policy:
+    """A bucket leaves whenever it is idle, or never; reloads are as early as memory allows; updates as in ``problem``.
 
     Raises:
         DoesNotFit: not even with all buckets leaving.
     """
     best: tuple[float, tuple[Eviction, ...]] | None = None
     for chosen in _bucket_sets(problem):
-        plan = issue(problem, [gap for gap in problem.gaps if gap.item in chosen])
+        plan = issue(problem, [gap for gap in problem.gaps if gap.weight in chosen])
         if plan is None:
             continue
-        price = simulate(problem, plan).period
-        if best is None or price < best[0]:
-            best = (price, plan)
+        period = simulate(problem, plan, builder=builder).period
+        if best is None or period < best[0]:
+            best = (period, plan)
     if best is None:
         least = memory(problem, at_need(problem.gaps))
         worst = max(range(len(least)), key=least.__getitem__)
-        raise DoesNotFit(problem.steps[worst].name, least[worst] - problem.budget)
+        raise DoesNotFit(problem.ticks[worst].name, least[worst] - problem.budget)
     source = "PatrickStar, Gemini, StrongHold: the chunk is the unit of the decision, not the gap"
-    return Policy("whole buckets", source, problem, best[1])
+    return Policy("whole buckets", source, problem, best[1], builder=builder)
 
 
 def _bucket_sets(problem: Problem) -> list[set[int]]:
     """All sets of few buckets; of many, those that leave by the longest idle time, as far as they must and further."""
     idle: dict[int, float] = {}
     for gap in problem.gaps:
-        idle[gap.item] = idle.get(gap.item, 0.0) + problem.idle_seconds(gap)
+        idle[gap.weight] = idle.get(gap.weight, 0.0) + problem.idle_seconds(gap)
     if len(idle) <= FEW:
         return [set(some) for number in range(len(idle) + 1) for some in combinations(sorted(idle), number)]
-    order = sorted(idle, key=lambda item: (-idle[item], problem.rank[item]))
+    order = sorted(idle, key=lambda weight: (-idle[weight], problem.rank[weight]))
     least = 0
     while least < len(order) and not _fits(problem, set(order[:least])):
         least += 1
@@ -156,14 +170,14 @@ def _bucket_sets(problem: Problem) -> list[set[int]]:
 
 
 def _fits(problem: Problem, chosen: set[int]) -> bool:
-    gaps: list[Gap] = [gap for gap in problem.gaps if gap.item in chosen]
+    gaps: list[Gap] = [gap for gap in problem.gaps if gap.weight in chosen]
     return max(memory(problem, at_need(gaps))) <= problem.budget
 
 
-def _placed(problem: Problem, costs: UpdateCosts, site: Callable[[int], Site]) -> Problem:
-    """The problem with updates at these sites, between backward and forward; gradients go down as they land."""
-    items = [
-        costs.at(item, site(index), Home.HOST if site(index) is Site.HOST else Home.DEVICE)
-        for index, item in enumerate(problem.items)
+def placed(problem: Problem, costs: UpdateCosts, site: Callable[[int], Site]) -> Problem:
+    """The problem with updates at these sites; gradients of host updates go down as they land."""
+    weights = [
+        costs.at(weight, site(index), Home.HOST if site(index) is Site.HOST else Home.DEVICE)
+        for index, weight in enumerate(problem.weights)
     ]
-    return replace(problem, items=tuple(items), when=When.SERIAL)
+    return replace(problem, weights=tuple(weights))

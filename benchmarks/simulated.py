@@ -4,7 +4,7 @@
 
 Two Llama shapes, several token counts per step, several memory budgets; bf16, blocks recomputed, gradients clipped. A
 policy's model has every copy at the speed of the link and no software overhead (``benchmarks/peer_models.py``): it
-bounds what the policy can do, and says nothing about anybody's code. "-" does not fit.
+is an upper bound for the policy, not a measurement of its implementation. "-" does not fit.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import peer_models
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home, UnitKind
-from strategies.core.layout import Layout, Site
+from strategies.core.layout import Site
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.problem import Problem, Weight
-from strategies.planner.step_cost import TOUCHED_BYTES, price, problem_of
+from strategies.planner.step_cost import TOUCHED_BYTES, empty, plan_cost, problem_of
+from strategies.report.table import table
 from trainer.config.load import load
 from trainer.machine.profiles import profile
 from trainer.planning.facts import gather
@@ -41,7 +42,10 @@ MODELS = {
 }
 ROWS = (1, 2, 4, 8, 16)  # of 2,048 tokens
 BUDGETS = (16, 24, 40, 80)
+POLICIES = ("ZeRO-Offload, serial", "all on the CPU, on demand", "whole buckets", "Twin-Flow, best ratio")
 RATIOS = [part / 10 for part in range(11)]
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def facts_of(model: str, rows: int, machine: Any) -> tuple[Facts, Any]:
 
 
 def ours(known: Facts, config: Any, budget: int) -> Plan | None:
-    """Our plan; None, where nothing fits."""
+    """Our plan; None if nothing fits."""
     offload = config.strategies["offload"].model_copy(update={"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"})
     try:
         return compose({**config.strategies, "offload": offload}, known)
@@ -72,38 +76,35 @@ def ours(known: Facts, config: Any, budget: int) -> Plan | None:
 
 
 def as_problem(known: Facts, budget: int) -> Problem:
-    """What the policies decide about: whole units, and per step what forward has saved and two blocks' gradients."""
+    """The policies' problem: whole units, and at each tick what forward has saved and two blocks' gradients."""
     rates = known.machine.rates
     assert rates is not None
-    empty = Layout(
-        buckets=(), units=tuple(u.name for u in known.units), in_backward=False, accumulation=1, max_grad_norm=1
-    )
-    problem = problem_of(known, empty, rates)
+    problem = problem_of(known, empty(known), rates)
     count = len(known.units)
-    items = tuple(Weight(u.name, 2 * u.num_params, (i, 2 * count - 1 - i)) for i, u in enumerate(known.units))
+    weights = tuple(Weight(u.name, 2 * u.num_params, (i, 2 * count - 1 - i)) for i, u in enumerate(known.units))
     block = max(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
     besides = sum(unit.saved_bytes for unit in known.units) + 2 * (2 * block)
-    steps = tuple(replace(step, num_bytes=besides) for step in problem.steps)
-    return replace(problem, steps=steps, items=items, budget=budget * GIB)
+    ticks = tuple(replace(tick, num_bytes=besides) for tick in problem.ticks)
+    return replace(problem, ticks=ticks, weights=weights, budget=budget * GIB)
 
 
 def policies(known: Facts, budget: int) -> dict[str, float | None]:
-    """Seconds per step of each policy's model; None, where it does not fit."""
+    """Seconds per step of each policy's model; None if it does not fit."""
     rates = known.machine.rates
     assert rates is not None
     problem = as_problem(known, budget)
     costs = peer_models.UpdateCosts(
         host=1 / (2 * rates.update_bf16_params_per_s), device=TOUCHED_BYTES / 2 / rates.device_bytes_per_s
     )
-    on_host = peer_models._placed(problem, costs, lambda _: Site.HOST)
-    found: dict[str, float | None] = {
-        "ZeRO-Offload, serial": seconds(lambda: peer_models.zero_offload(problem, costs)),
-        "all on the CPU, on demand": seconds(lambda: peer_models.on_demand(problem, costs)),
-        "whole buckets": seconds(lambda: peer_models.whole_bucket(on_host)),
-    }
+    on_host = peer_models.placed(problem, costs, lambda _: Site.HOST)
     flows = [seconds(lambda ratio=ratio: peer_models.twin_flow(problem, costs, ratio)) for ratio in RATIOS]
-    found["Twin-Flow, best ratio"] = min((s for s in flows if s is not None), default=None)
-    return found
+    found = (
+        seconds(lambda: peer_models.zero_offload(problem, costs)),
+        seconds(lambda: peer_models.on_demand(problem, costs)),
+        seconds(lambda: peer_models.whole_bucket(on_host, peer_models.SerialUpdates)),
+        min((s for s in flows if s is not None), default=None),
+    )
+    return dict(zip(POLICIES, found, strict=True))
 
 
 def seconds(make: Callable[[], peer_models.Policy]) -> float | None:
@@ -131,16 +132,16 @@ def row(case: Case) -> list[str]:
         return "-" if value is None else f"{value:.2f}"
 
     fitting = [value for value in case.others.values() if value is not None]
-    priced = price(case.plan) if case.plan else None
+    cost = plan_cost(case.plan) if case.plan else None
     head = [case.model, f"{case.tokens:,}", f"{case.budget} GiB"]
-    if priced is None or case.plan is None:
+    if cost is None or case.plan is None:
         return [*head, "-", "", "", *map(shown, case.others.values()), ""]
-    best = f"{min(fitting) / priced.seconds:.2f}" if fitting else ""
+    best = f"{min(fitting) / cost.seconds:.2f}" if fitting else ""
     return [
         *head,
-        f"{priced.seconds:.2f}",
-        f"{priced.compute_seconds:.2f}",
-        priced.outcome.binds.value,
+        f"{cost.seconds:.2f}",
+        f"{cost.compute_seconds:.2f}",
+        cost.outcome.binds.value,
         *map(shown, case.others.values()),
         best,
     ]
@@ -148,36 +149,46 @@ def row(case: Case) -> list[str]:
 
 def as_json(case: Case) -> dict[str, Any]:
     """For the record."""
-    priced = price(case.plan) if case.plan else None
+    cost = plan_cost(case.plan) if case.plan else None
     return {
         "model": case.model,
         "tokens_per_step": case.tokens,
         "budget_gib": case.budget,
-        "ours": priced.to_json() if priced else None,
+        "ours": cost.to_json() if cost else None,
         "peak_bytes": case.plan.peak(Home.DEVICE) if case.plan else None,
         "host_bytes": case.plan.peak(Home.HOST) if case.plan else None,
         "policies": case.others,
     }
 
 
-def main() -> None:
-    """Write README.md and cases.json into the folder, with progress."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--profile", default="h100-pcie5")
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    machine = profile(given.profile)
-    given.out.mkdir(parents=True, exist_ok=True)
-    done: list[Case] = []
+def record(
+    out: Path, head: Sequence[str], cases: Iterable[C], row: Callable[[C], list[str]], as_json: Callable[[C], Any]
+) -> None:
+    """Write ``cases.json`` after each case and ``table.md`` after the last one, with progress."""
+    out.mkdir(parents=True, exist_ok=True)
+    rows, made = [], []
     began = time.perf_counter()
-    for case in cases(machine):
-        done.append(case)
-        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(row(case)), flush=True)
-        (given.out / "cases.json").write_text(json.dumps([as_json(one) for one in done], indent=1))
-    names = list(done[0].others)
-    head = ["model", "tokens per step", "budget", "ours, s", "compute, s", "binds", *names, "best policy / ours"]
-    lines = [head, ["---"] * len(head), *map(row, done)]
-    (given.out / "table.md").write_text("\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n")
+    for case in cases:
+        rows.append(row(case))
+        made.append(as_json(case))
+        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(rows[-1]), flush=True)
+        (out / "cases.json").write_text(json.dumps(made, indent=1))
+    (out / "table.md").write_text("\n".join(table(head, rows, markdown=True)) + "\n")
+
+
+def arguments(doc: str, option: str, default: str) -> argparse.Namespace:
+    """``--out`` and one option."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument(option, default=default)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Write table.md and cases.json into the folder, with progress."""
+    given = arguments(__doc__ or "", "--profile", "h100-pcie5")
+    head = ["model", "tokens per step", "budget", "ours, s", "compute, s", "binds", *POLICIES, "best policy / ours"]
+    record(given.out, head, cases(profile(given.profile)), row, as_json)
 
 
 if __name__ == "__main__":

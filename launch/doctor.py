@@ -39,11 +39,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
 from benchmarks.harness.record import QUIET
+from strategies.core.sizes import human
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.errors import ExitCode
 from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.machine.profiles import COMMAND, Stored, known_rates, one_line, stored_at
-from trainer.run.metrics import human_bytes, human_duration
+from trainer.run.metrics import human_duration
 
 REPO = Path(__file__).resolve().parent.parent
 INSTALL = "make setup"
@@ -173,7 +174,7 @@ def device_rows(build: str, driver: str | None, names: list[str], memory: list[M
         cure = f"nvidia-smi; echo CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES   # the driver must support {build}"
         yield Row(Status.FAIL, "device", "torch sees no device although there is a driver", cure)
     for index, (name, each) in enumerate(zip(names, memory, strict=True)):
-        value = f"{name}  {human_bytes(each.available_bytes)} free of {human_bytes(each.total_bytes)}"
+        value = f"{name}  {human(each.available_bytes)} free of {human(each.total_bytes)}"
         cure = f"{'nvidia-smi' if for_cuda else 'ps aux'}   # another process holds this device"
         yield checked(f"device {index}", value, cure=cure, warn=each.available_bytes < each.total_bytes // 2)
 
@@ -204,11 +205,10 @@ def rates_row(stored: Stored) -> Row:
     if stored.rates is None:
         return Row(Status.OK, "rates", f"not measured; {COMMAND} does, in under a minute")
     origin = f"measured {stored.date}" if stored.date else f"of a named profile; {COMMAND} measures"
-    disturbed = stored.others_share > QUIET
-    if disturbed:
+    if stored.others_share > QUIET:
         origin += f" while others used {stored.others_share:.0%} of the cores"
     cure = f"{COMMAND}   # when nothing else runs"
-    return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=disturbed)
+    return checked("rates", f"{one_line(stored.rates)}  ({origin})", cure=cure, warn=stored.others_share > QUIET)
 
 
 def measure_rates(path: Path) -> int:
@@ -287,7 +287,7 @@ def op_rows(*, build: bool) -> Iterator[Row]:
 
 def host_row(memory: Memory) -> Row:
     """Free and total host memory."""
-    value = f"{human_bytes(memory.available_bytes)} free of {human_bytes(memory.total_bytes)}"
+    value = f"{human(memory.available_bytes)} free of {human(memory.total_bytes)}"
     cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
     return checked("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
 
@@ -295,13 +295,13 @@ def host_row(memory: Memory) -> Row:
 def shm_row(num_bytes: int) -> Row:
     """Shared memory, through which ranks and data loaders pass tensors."""
     cure = "mount -o remount,size=8G /dev/shm   # in Docker: docker run --shm-size=8g ..."
-    return checked("/dev/shm", f"{human_bytes(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
+    return checked("/dev/shm", f"{human(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
 
 
 def disk_row(folder: Path, free_bytes: int) -> Row:
     """Free space where the run folder will be."""
     cure = f"df -h {folder}   # or set training.output_dir to a larger disk"
-    value = f"{human_bytes(free_bytes)} free for {folder}"
+    value = f"{human(free_bytes)} free for {folder}"
     return checked("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
 
 
@@ -322,7 +322,7 @@ def room_rows(folder: Path) -> Iterator[Row]:
     yield disk_row(folder, disk_free_bytes(folder))
     yield limit_row("open files", "-n", resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield Row(Status.OK, "locked memory", "unlimited" if memlock == resource.RLIM_INFINITY else human_bytes(memlock))
+    yield Row(Status.OK, "locked memory", "unlimited" if memlock == resource.RLIM_INFINITY else human(memlock))
 
 
 # --- the whole ---------------------------------------------------------------------------------------------------

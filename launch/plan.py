@@ -70,8 +70,8 @@ def show(arguments: argparse.Namespace) -> None:
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
     from strategies.backends import deepspeed
-    from strategies.planner.step_cost import price
-    from strategies.report import whole
+    from strategies.planner.step_cost import plan_cost
+    from strategies.report import full_report
     from trainer.dist.ranks import Ranks
     from trainer.planning.from_config import measure, plan_of, refuse_impossible
 
@@ -81,8 +81,8 @@ def show(arguments: argparse.Namespace) -> None:
         for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
             print(line)
     plan = plan_of(config, ranks, machine)
-    priced = price(plan)
-    print(whole.text(plan, priced))
+    cost = plan_cost(plan)
+    print(full_report.text(plan, cost))
     if suggested := [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]:
         print("what would change it most, estimated:")
         print("\n".join(suggested))
@@ -95,15 +95,15 @@ def show(arguments: argparse.Namespace) -> None:
         print(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:
         try:
-            arguments.json.write_text(json.dumps(whole.to_json(plan, priced), indent=1))
+            arguments.json.write_text(json.dumps(full_report.to_json(plan, cost), indent=1))
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
-        plot(plan, priced, arguments.plot)
+        plot(plan, cost, arguments.plot)
     refuse_impossible(plan)
 
 
-def plot(plan: Plan, priced: StepCost | None, path: Path) -> None:
+def plot(plan: Plan, cost: StepCost | None, path: Path) -> None:
     """Write the picture of the simulated step.
 
     Raises:
@@ -111,13 +111,13 @@ def plot(plan: Plan, priced: StepCost | None, path: Path) -> None:
     """
     from trainer.planning.picture import draw
 
-    if priced is None:
+    if cost is None:
         raise ConfigError(
             f"--plot {path}: there is no simulated step; it needs strategies.offload, and the machine's rates from "
             f"`launch/doctor.py --rates` or --profile"
         )
     try:
-        draw(plan, priced, path)
+        draw(plan, cost, path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
 

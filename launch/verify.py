@@ -142,7 +142,7 @@ def _worst(differences: Sequence[Difference]) -> float:
 
 def line(check: Check) -> str:
     """One run of the copy: its options, what it moved, and how it compares."""
-    from strategies.report.plan_table import human
+    from strategies.core.sizes import human
 
     moved = check.moved
     result = "bitwise equal" if not check.differences else f"{len(check.differences)} tensors differ"

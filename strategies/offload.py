@@ -1,4 +1,4 @@
-"""Offload: where the training state rests. The device first; the host takes what does not fit.
+"""Offload: where the training state rests. The device is used first; the host takes what does not fit.
 
 Problem. Mixed-precision Adam needs 16 bytes per parameter, and a GPU has a tenth of the memory that its host has.
 
@@ -6,10 +6,10 @@ Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/l
     device     16 P on the device                      nothing moves
     host        4 P on the device, 12 P on the host    a gradient goes down (2 P), a weight comes up (2 P) per step
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
-Where weights travel, their 2 P on the device shrink to what is in use or on its way, and come up twice per micro-batch.
+Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
 
-Invariant. Moving bytes changes none: weights equal plain training bit for bit in fp32. Gradients wait for the norm
-where clipping is on, and each weight is updated before it is next read; nothing is stale.
+Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
+clipping is on, and each weight is updated before it is next read; nothing is stale.
 
 Refused: fp16 (its loss scale needs all gradients before any update), budgets that nothing fits into, and DeepSpeed's
 engine beside this one.
@@ -26,12 +26,13 @@ from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
 from strategies.core.protocol import BITWISE, Need, Parity, Phase, Refusal, Strategy
-from strategies.core.sizes import AUTO, SHARE, check_budget, parse_bytes
+from strategies.core.sizes import AUTO, check_budget, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
+from strategies.planner.budget import device_budget, host_budget
 from strategies.planner.state_placement import OffloadRequest
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
-_KERNELS = "the CPU's kernel updates what rests on the host; it rounds otherwise than the device's in the last bit"
+_KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
 
 
 def _check_size(value: str) -> str:
@@ -53,8 +54,8 @@ class Offload(Strategy):
     """Train a model that is larger than the device: optimizer state, gradients and weights rest on the host, as far as
     they have to.
 
-    As it is, it uses the memory that there is. Give ``gpu_memory`` to leave room for something else. What goes where is
-    shown in the plan before anything is allocated.
+    By default it uses 0.9 of the memory. Set ``gpu_memory`` to leave more room. The plan shows what goes where
+    before anything is allocated.
     """
 
     phase = Phase.WHERE
@@ -74,10 +75,10 @@ class Offload(Strategy):
     )
     host_memory: Budget = Field(
         default=AUTO,
-        description="Memory for what rests on the host: a size (200GiB), a share (0.8), or auto: 0.9 of what is free.",
+        description="Host memory to use: a size (200GiB), a share (0.8), or auto: 0.9 of the free memory.",
     )
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
-        default=AUTO, description="Bytes that travel together (64MiB); auto: one block."
+        default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."
     )
     prefetch: Annotated[int | Literal["auto"], AfterValidator(_check_prefetch)] = Field(
         default="auto",
@@ -90,7 +91,8 @@ class Offload(Strategy):
         "on the host (streamed), or as memory allows.",
     )
     weights: Literal["auto", "resident", "streamed"] = Field(
-        default="auto", description="Weights of blocks stay on the device, travel, or travel as far as they must."
+        default="auto",
+        description="Weights of blocks: always on the device, fetched for each use (streamed), or as memory allows.",
     )
     gradients: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where gradients wait for the update."
@@ -100,24 +102,24 @@ class Offload(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit in fp32, where one kernel updates all; bf16 differs from autocast in where it rounds."""
+        """Bit for bit in fp32 if one kernel updates everything; bf16 rounds at other places than autocast."""
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
-        keeps, layout = keep_or_offload.decide(plan, self.wishes(facts))
+        keeps, layout = keep_or_offload.decide(plan, self.request(facts))
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
         yield from self._travels(facts, layout)
-        yield Stow(unit=RUN, reason="no more is moved than does not fit", layout=layout)
+        yield Stow(unit=RUN, reason="only the excess is offloaded, unless offloading more is faster", layout=layout)
 
     def refuses_weight_copies(self) -> str:
         return "strategies.offload places every byte of a weight, once"
 
     def suggest(self, plan: Plan) -> list[str]:
-        found = edits.ranked(plan.facts_as_kept(), self.wishes(plan.facts), plan.saved_peak())
+        found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.saved_peak())
         return [edit.line() for edit in found]
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:
@@ -139,17 +141,11 @@ class Offload(Strategy):
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
         return facts.run.world_size > 1 and facts.run.accumulation > 1
 
-    def wishes(self, facts: Facts) -> OffloadRequest:
-        """The options in bytes, on this machine."""
-        machine = facts.machine
-        all_of_it = self.gpu_memory == AUTO and not machine.has_accelerator
-        device = machine.device_bytes if all_of_it else _budget(self.gpu_memory, machine.device_bytes)
-        host = _budget(self.host_memory, machine.host_bytes)
-        if not isinstance(self.host_memory, int) and (self.host_memory == AUTO or isinstance(self.host_memory, float)):
-            host -= machine.runtime_host_bytes
+    def request(self, facts: Facts) -> OffloadRequest:
+        """The options, with budgets in bytes on this machine."""
         return OffloadRequest(
-            device_bytes=device,
-            host_bytes=host,
+            device_bytes=device_budget(facts.machine, self.gpu_memory),
+            host_bytes=host_budget(facts.machine, self.host_memory),
             gpu_memory=self.gpu_memory,
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
@@ -164,15 +160,6 @@ class Offload(Strategy):
         for unit in facts.units:
             ahead = [leads(b, layout) for b in layout.buckets if unit.name in b.units and not b.resident]
             if ahead:
-                forward, backward = (max(several) for several in zip(*ahead, strict=True))
-                reason = f"fetched {forward} steps ahead in forward, {backward} in backward"
+                forward, backward = map(max, zip(*ahead, strict=True))
+                reason = f"fetched {forward} units ahead in forward, {backward} in backward"
                 yield Travel(unit=unit.name, reason=reason, fetch_ahead=max(forward, backward))
-
-
-def _budget(value: str | float, whole: int) -> int:
-    """Bytes of a ``whole`` that a budget allows."""
-    if value == AUTO:
-        return int(SHARE * whole)
-    if isinstance(value, str):
-        return parse_bytes(value)
-    return value if isinstance(value, int) else int(value * whole)

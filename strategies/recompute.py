@@ -1,7 +1,7 @@
-"""Recompute: what forward keeps for backward. What is large and cheap is made again instead.
+"""Recompute: what forward keeps for backward. Tensors that are large and cheap are recomputed instead.
 
 Problem. Autograd keeps what every operator needs for its gradient: tens of times a block's input, for every block,
-until backward comes. Most of it is made from little by little work.
+until its backward. Most of it can be recomputed from a few tensors with little work.
 
 Arithmetic, bytes per block for b rows of s tokens, width h, a heads (g of keys), MLP width f, 2-byte numbers:
                  explicit attention, GELU, dropout    fused attention, RMSNorm, SwiGLU (each fused)
@@ -12,14 +12,15 @@ Arithmetic, bytes per block for b rows of s tokens, width h, a heads (g of keys)
 Hugging Face's own layers fuse little and save more; the plan counts them as they are (``trainer/model/counting.py``).
 While a block runs again, all that it saves is there once.
 
-What a recomputed block keeps may wait on the host from forward to backward: its bytes leave the device, but for two
-blocks at a time on their way, and cross the link twice per micro-batch. What else autograd saves is never sent there:
-it is made by operators that read and write the device's memory a few times, which is faster than any link.
+What a recomputed block keeps may wait on the host from forward to backward: its bytes leave the device, except for two
+blocks at a time in flight, and cross the link twice per micro-batch. What else autograd saves is never sent there: it
+comes from operators that read and write the device's memory a few times, which is faster than any link.
 
-Invariant. What is made again has the bits it had: the same kernels on the same inputs, with the same random numbers.
+Invariant. Recomputed tensors are bit for bit the same: the same kernels on the same inputs, with the same random
+numbers.
 
 Refused: choosing blocks twice (``every`` with ``auto``), and sending to the host where nothing is recomputed or where
-``auto`` weighs it. Recomputing where nothing is freed is left out.
+``auto`` weighs it. A block is not recomputed if that frees nothing.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -31,31 +32,39 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, RunFacts, UnitKind
+from strategies.core.facts import Facts, Rates, RunFacts, UnitKind
 from strategies.core.plan import Decision, Home, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
-from strategies.core.sizes import SHARE
-from strategies.planner.activation_policy import AUTO, Way, by_policy, cheapest, everything, last_block, within_host
-from strategies.planner.keep_or_offload import all_prices
-from strategies.planner.step_cost import alone
+from strategies.planner.activation_policy import (
+    AUTO,
+    KeepOption,
+    by_policy,
+    cheapest,
+    keep_all,
+    last_block,
+    within_host,
+)
+from strategies.planner.budget import device_budget
+from strategies.planner.keep_or_offload import keep_costs
+from strategies.planner.step_cost import cost_of, empty
 
 if TYPE_CHECKING:
     from torch import nn
 
 WHY = {
     "none": "all kept",
-    "selective": "products and attention kept, the rest made again",
-    "full": "the input kept, all made again",
-    AUTO: "what pays the least per byte is made again",
+    "selective": "products and attention kept, the rest recomputed",
+    "full": "the input kept, all recomputed",
+    AUTO: "the cheapest per byte is recomputed",
 }
 KEY = "strategies.recompute"
 
 
 class Recompute(Strategy):
-    """Keep less of each block for backward and run the rest of its forward again. Gradients are the same bits.
+    """Keep less of each block for backward and recompute the rest. Gradients are bit for bit the same.
 
     ``selective`` frees most of the memory for little time; ``full`` keeps the blocks' inputs only; ``auto`` recomputes
-    as much as memory asks for, first blocks first, and together with ``offload`` takes the faster of both ways to fit.
+    as much as it takes to fit, first blocks first; together with ``offload`` it chooses the faster of both.
     """
 
     phase = Phase.KEEP
@@ -97,20 +106,20 @@ class Recompute(Strategy):
             raise Idle("policy: none keeps everything")
         blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]
         if not any(unit.choices for unit in blocks):
-            raise Idle("no block saves anything that could be made again")
+            raise Idle("no block saves anything that could be recomputed")
         if self.activation_offloading is True and not any(
             unit.choices and unit.choices.stream_bytes for unit in blocks
         ):
             cure = "blocks of this model are not given their hidden states as first argument; leave it out"
             raise Refusal(f"{KEY}.activation_offloading", True, cure)
-        ways = self._fitting(facts, plan) if self.policy == AUTO else self._fixed(facts)
         is_open = self.policy == AUTO
-        for unit, way in zip(facts.units, ways, strict=True):
+        options = self._fitting(facts, plan) if is_open else self._fixed(facts)
+        for unit, option in zip(facts.units, options, strict=True):
             if unit.kind is UnitKind.BLOCK:
-                yield way.keep(unit.name, _why(way), is_open=is_open, may_host=is_open and self._may_host)
+                yield option.keep(unit.name, _why(option), is_open=is_open, may_host=is_open and self._may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """A checkpoint in place of the forward of each block that is recomputed."""
+        """Replace the forward of each recomputed block by a checkpoint."""
         from strategies.engine.checkpointing import recompute
 
         recompute(model, plan)
@@ -118,13 +127,13 @@ class Recompute(Strategy):
     def repeats_products(self) -> bool:
         return self.policy == "full" and self.every == 1
 
-    def _fixed(self, facts: Facts) -> Sequence[Way]:
+    def _fixed(self, facts: Facts) -> Sequence[KeepOption]:
         blocks = [unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK]
         chosen, last = set(blocks[:: self.every]), last_block(facts.units)
         return [
             by_policy(unit, self.policy, hosts=self.activation_offloading is True and index < last)
             if unit.name in chosen
-            else everything(unit)
+            else keep_all(unit)
             for index, unit in enumerate(facts.units)
         ]
 
@@ -132,31 +141,31 @@ class Recompute(Strategy):
     def _may_host(self) -> bool:
         return self.activation_offloading is not False
 
-    def _fitting(self, facts: Facts, plan: Plan) -> Sequence[Way]:
-        """As if nothing were offloaded; a strategy that offloads decides again.
+    def _fitting(self, facts: Facts, plan: Plan) -> Sequence[KeepOption]:
+        """The options that fit without offloading; ``strategies.offload`` decides again.
 
-        With known rates the fastest of what fits, by the simulator: nothing but saved tensors crosses the link.
+        With known rates the fastest of those that fit, by simulation: only saved tensors cross the link.
         """
-        machine = facts.machine
-        budget = int(SHARE * machine.device_bytes) if machine.has_accelerator else machine.device_bytes
+        machine, budget = facts.machine, device_budget(facts.machine)
         rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None
         device_peak = plan.device_peak()
 
-        def peak(ways: Sequence[Way]) -> int:
-            return device_peak([way.saved for way in ways])
+        def peak(options: Sequence[KeepOption]) -> int:
+            return device_peak([option.saved for option in options])
 
-        def kept(ways: Sequence[Way]) -> Plan:
-            pairs = zip(facts.units, ways, strict=True)
-            return plan.amend((way.keep(unit.name, "") for unit, way in pairs), by="recompute")
+        def seconds(options: Sequence[KeepOption], rates: Rates) -> float:
+            pairs = zip(facts.units, options, strict=True)
+            kept = plan.amend((option.keep(unit.name, "") for unit, option in pairs), by="recompute").facts_as_kept()
+            return cost_of(kept, empty(kept), rates).seconds
 
         spare = machine.host_bytes - plan.peak(Home.HOST)
-        prices = all_prices(facts, rates, may_host=self._may_host)
-        tried = [cheapest(facts.units, within_host(facts.units, each, spare), peak, budget) for each in prices]
-        fitting = [ways for ways in tried if peak(ways) <= budget]
+        costs = keep_costs(facts, rates, may_host=self._may_host)
+        tried = [cheapest(facts.units, within_host(facts.units, each, spare), peak, budget) for each in costs]
+        fitting = [options for options in tried if peak(options) <= budget]
         if rates is None or not fitting:
             return min(fitting or tried, key=peak)
-        return min(fitting, key=lambda ways: alone(kept(ways).facts_as_kept(), rates))
+        return min(fitting, key=lambda options: seconds(options, rates))
 
 
-def _why(way: Way) -> str:
-    return WHY[way.policy] + (", what is kept waits on the host" if way.hosted else "")
+def _why(option: KeepOption) -> str:
+    return WHY[option.policy] + (", what is kept waits on the host" if option.hosted else "")

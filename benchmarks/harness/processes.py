@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.work import Contender, Work
-from trainer.run.metrics import human_bytes, human_duration, human_number
+from strategies.core.sizes import human
+from trainer.run.metrics import human_duration, human_number
 
 REPO = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 1800
@@ -98,4 +99,4 @@ def line(run: Run) -> str:
     if "failed" in run:
         return f"failed: {run['failed']}"
     speed, loss = f"{run['tokens_per_s']:,.0f} tok/s", f"loss {human_number(run['loss'], 5)}"
-    return f"{speed}  {loss}  host {human_bytes(run['host_peak_bytes'])}"
+    return f"{speed}  {loss}  host {human(run['host_peak_bytes'])}"

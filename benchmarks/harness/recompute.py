@@ -37,7 +37,7 @@ class Recomputed(Plain):
         from strategies.core.plan import Home
         from strategies.core.registry import find
         from strategies.core.sizes import SHARE
-        from strategies.report import whole
+        from strategies.report import full_report
         from trainer.planning.plan_for import plan_for
 
         options: Any = find("recompute")
@@ -52,7 +52,7 @@ class Recomputed(Plain):
             facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))
         strategy = options(policy=policy, activation_offloading=on_host)
         plan = compose({"recompute": strategy}, facts)
-        print(whole.text(plan, None), flush=True)
+        print(full_report.text(plan, None), flush=True)
         strategy.apply(model, plan)
         super().__init__(work, model, device)
         self.settings = {

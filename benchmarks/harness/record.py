@@ -18,8 +18,10 @@ from typing import Any
 
 from benchmarks.harness.processes import REPO, Run
 from benchmarks.harness.work import PLAIN, Work
+from strategies.core.sizes import human
+from strategies.report.table import table as aligned
 from trainer.errors import ConfigError
-from trainer.run.metrics import human_bytes, human_number
+from trainer.run.metrics import human_number
 
 UNKNOWN = "n/a"
 QUIET = 0.05  # the table says so if other processes used more of the cores than this while a run was measured
@@ -86,10 +88,7 @@ def _row(label: str, runs: Sequence[Run], plain: Mapping[int, float]) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown that is also aligned, then what is to be known of single rows."""
-    lines = [HEAD, tuple("---" for _ in HEAD), *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    lines[1] = tuple("-" * width for width in widths)
-    text = ["| " + " | ".join(map(_padded, range(len(HEAD)), line, widths)) + " |" for line in lines]
+    text = aligned(HEAD, map(_cells, rows), HEAD[1:], markdown=True)
     remarks = [f"- {row.label}: {note}" for row in rows for note in row.notes]
     remarks += [f"- {row.label} failed: {row.failed}" for row in rows if row.failed is not None]
     disturbed = [f"{row.label} {row.others_share:.0%}" for row in rows if row.others_share > QUIET]
@@ -108,15 +107,11 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{speed.least:,.0f} to {speed.most:,.0f}",
         f"{ratio.median:.3f}" if ratio else UNKNOWN,
         f"{ratio.least:.3f} to {ratio.most:.3f}" if ratio else UNKNOWN,
-        human_bytes(row.device_bytes) if row.device_bytes is not None else UNKNOWN,
-        human_bytes(row.host_bytes) if row.host_bytes is not None else UNKNOWN,
-        human_bytes(row.backward_bytes) if row.backward_bytes is not None else UNKNOWN,
+        human(row.device_bytes) if row.device_bytes is not None else UNKNOWN,
+        human(row.host_bytes) if row.host_bytes is not None else UNKNOWN,
+        human(row.backward_bytes) if row.backward_bytes is not None else UNKNOWN,
         human_number(row.loss, 6) if row.loss is not None else UNKNOWN,
     )
-
-
-def _padded(column: int, cell: str, width: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)
 
 
 # --- the folder --------------------------------------------------------------------------------------------------

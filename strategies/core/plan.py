@@ -1,26 +1,25 @@
 """The plan: an immutable answer to every question about every unit, and the bytes that follow from it.
 
 A baseline answers everything first (plain layers, whole tensors on every rank, all saved tensors kept, everything
-on the device), so a plan is total and can be printed. Strategies replace answers. Two strategies that answer the
-same question about the same unit differently are a ``Conflict`` that names both; nothing is won by order.
+on the device), so every plan is complete and can be printed. Strategies replace answers. Two strategies that answer the
+same question about the same unit differently raise a ``Conflict`` that names both; the order never decides.
 
-Memory arithmetic. Per unit and kind of tensor, bytes on one rank are
-``elements * element_bytes / ways`` (rounded up). The device peak is taken along backward (``peak.py``): saved tensors
-go as gradients come; parameters, masters, moments and reserved buffers are alive throughout. With accumulation the
-gradients of all units are alive all the time. What waits on the host between forward and backward is on the host all
-the time: its memory is reserved.
+Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
+The device peak is computed along backward (``peak.py``): saved tensors are freed as gradients appear; parameters,
+masters, moments and reserved buffers are alive throughout. With accumulation the gradients of all units are alive all
+the time. Saved tensors that wait on the host count there all the time: their memory is reserved.
 
-Where there are addresses, each home is one arena, taken at the start and never grown. On the device its size, plus what
-is saved there for backward, is the peak; what waits on the host is part of the host's arena.
+If the plan has addresses, each home is one arena, allocated at the start and never grown. On the device the peak is its
+size plus what is saved there for backward; saved tensors that wait on the host are part of the host's arena.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
@@ -45,7 +44,7 @@ class Kind(Enum):
 
 
 class When(Enum):
-    """When a reserved buffer is alive: all the time, or only while the optimizer steps."""
+    """When a reserved buffer is alive: all the time, or only during the optimizer step."""
 
     ALWAYS = "always"
     STEP = "optimizer step"
@@ -95,9 +94,9 @@ class Keep(Decision):
     Args:
         policy: "none": all that autograd saves. Otherwise backward runs the unit's forward again.
         kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
-        hosted: what of these, and of the input (``INPUT``), waits on the host: ``hosted_bytes``.
-        again: what backward does once more.
-        open: a later phase may answer again, knowing more; ``may_host``: with saved tensors on the host, too.
+        hosted: those of these, and of the input (``INPUT``), that wait on the host: ``hosted_bytes``.
+        again: the work that backward repeats.
+        open: a later phase may decide again; ``may_host``: also with saved tensors on the host.
     """
 
     policy: str
@@ -133,7 +132,7 @@ class Rest(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Travel(Decision):
-    """WHEN: how many units ahead of its use a unit that rests on the host is fetched. 0: it does not travel."""
+    """WHEN: how many units ahead of its use a unit that rests on the host is fetched. 0: it is always on the device."""
 
     fetch_ahead: int
 
@@ -154,7 +153,7 @@ class Reserve(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stow(Decision):
-    """WHERE: which parameters travel together, and where each byte of them lives. About the run as a whole."""
+    """WHERE: the buckets of parameters, and where each of them rests. About the run as a whole."""
 
     layout: Layout
 
@@ -169,7 +168,7 @@ class Place(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSet(Decision):
-    """A key of DeepSpeed's config (dotted). Each key has one writer, so library clashes show as conflicts."""
+    """A key of DeepSpeed's config (dotted). Each key has one writer, so that two strategies cannot set it silently."""
 
     key: str
     value: bool | int | float | str
@@ -177,6 +176,9 @@ class EngineSet(Decision):
     @property
     def slot(self) -> Slot:
         return ("EngineSet", self.key)
+
+
+D = TypeVar("D", bound=Decision)
 
 
 class Conflict(ValueError):
@@ -236,32 +238,38 @@ class Plan:
         for decision in decisions:
             assert decision.slot not in given, f"{by} decides {' '.join(decision.slot)} twice"
             given.add(decision.slot)
-            held = answers.get(decision.slot)
-            is_final = held is not None and held[1] not in (BASELINE, by) and not getattr(held[0], "open", False)
-            if held is not None and is_final and _answer(held[0]) != _answer(decision):
-                raise Conflict(decision.slot, held[1], by)
+            before, who = answers.get(decision.slot, (None, BASELINE))
+            is_final = who not in (BASELINE, by) and not getattr(before, "open", False)
+            if before is not None and is_final and answer(before) != answer(decision):
+                raise Conflict(decision.slot, who, by)
             answers[decision.slot] = (decision, by)
         return replace(self, answers=MappingProxyType(answers))
 
-    def share(self, unit: str, kind: Kind) -> Share:
-        decision = self.answers[("Share", unit, kind.name)][0]
-        assert isinstance(decision, Share)
+    def _answer(self, kind: type[D], *slot: str) -> D | None:
+        decision = self.answers.get((kind.__name__, *slot), (None, ""))[0]
+        return decision if isinstance(decision, kind) else None
+
+    def _certain(self, kind: type[D], *slot: str) -> D:
+        """An answer that every plan has: the baseline gives it."""
+        decision = self._answer(kind, *slot)
+        assert decision is not None, slot
         return decision
+
+    def share(self, unit: str, kind: Kind) -> Share:
+        return self._certain(Share, unit, kind.name)
 
     def rest(self, unit: str, kind: Kind) -> Rest:
-        decision = self.answers[("Rest", unit, kind.name)][0]
-        assert isinstance(decision, Rest)
-        return decision
+        return self._certain(Rest, unit, kind.name)
 
     def home(self, unit: str, kind: Kind) -> Home:
-        """Where one kind of a unit's tensors rests, strays aside."""
+        """Where most of one kind of a unit's tensors rest."""
         return self.rest(unit, kind).home
 
     def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
         share, rest = self.share(unit, kind), self.rest(unit, kind)
-        held = self.facts.unit(unit)
-        elements = held.num_params if kind is Kind.PARAM else held.num_trainable
+        facts = self.facts.unit(unit)
+        elements = facts.num_params if kind is Kind.PARAM else facts.num_trainable
         whole = -(-elements // share.ways) * share.element_bytes
         strays = -(-rest.strays // share.ways) * share.element_bytes
         if home is None:
@@ -274,25 +282,22 @@ class Plan:
 
     @property
     def layout(self) -> Layout | None:
-        """How parameters are stowed, where a strategy stows them."""
-        decision = self.answers.get((Stow.__name__, RUN), (None, ""))[0]
-        return decision.layout if isinstance(decision, Stow) else None
+        """How parameters are stowed; None if no strategy stows them."""
+        decision = self._answer(Stow, RUN)
+        return decision.layout if decision else None
 
     @property
     def place(self) -> Place | None:
-        """The addresses of what is stowed, with how they are watched."""
-        decision = self.answers.get((Place.__name__, RUN), (None, ""))[0]
-        return decision if isinstance(decision, Place) else None
+        """The addresses of what is stowed, and whether their use is checked at run time."""
+        return self._answer(Place, RUN)
 
     @property
     def addresses(self) -> Addresses | None:
-        """The addresses of what is stowed, where a strategy stows it."""
+        """The addresses of what is stowed; None if no strategy stows anything."""
         return self.place.addresses if self.place else None
 
     def keep(self, unit: str) -> Keep:
-        decision = self.answers[("Keep", unit)][0]
-        assert isinstance(decision, Keep)
-        return decision
+        return self._certain(Keep, unit)
 
     def saved_bytes(self, unit: str) -> int:
         return self.keep(unit).saved_bytes
@@ -307,14 +312,14 @@ class Plan:
         return sum(host_room(keep.hosted_bytes, len(keep.hosted)) for keep in keeps)
 
     def facts_as_kept(self) -> Facts:
-        """The facts, with what backward does again and brings back: the price of a step is counted from them."""
+        """The facts with what backward repeats and brings back from the host, as the cost of a step needs them."""
         keeps = [self.keep(unit.name) for unit in self.facts.units]
         pairs = zip(self.facts.units, keeps, strict=True)
         units = (replace(unit, again=keep.again, hosted_bytes=keep.hosted_bytes) for unit, keep in pairs)
         return replace(self.facts, units=tuple(units))
 
     def _kept(self) -> list[Saved]:
-        """Bytes of each unit from its forward on, what its backward makes of them, and those on the host."""
+        """Per unit the bytes from its forward on, those during its backward, and those on the host."""
         pairs = [(self.keep(unit.name), unit.choices) for unit in self.facts.units]
         return [
             Saved(
@@ -330,7 +335,7 @@ class Plan:
         return tuple(d for d in found if d.home is home)
 
     def states(self, home: Home) -> int:
-        """Parameters, gradients, masters and moments resting at ``home``: certain to be needed."""
+        """Bytes of parameters, gradients, masters and moments that rest at ``home``."""
         return sum(self.total(kind, home) for kind in Kind)
 
     def peak(self, home: Home) -> int:
@@ -342,7 +347,7 @@ class Plan:
         return self._peak_with(home)(kept)
 
     def device_peak(self) -> Callable[[Sequence[Saved]], int]:
-        """Gives the predicted peak on the device if units saved so many bytes, and nothing else changed."""
+        """A function from the bytes that units save to the predicted peak on the device; all else as in this plan."""
         return self._peak_with(Home.DEVICE)
 
     def _peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
@@ -375,10 +380,9 @@ class Plan:
         return "\n".join(f"{' '.join(d.slot):<36} {_words(d)}  [{by}: {d.reason}]" for d, by in rows)
 
 
-def _answer(decision: Decision) -> tuple[object, ...]:
-    """What a decision says, without why: the part that two strategies must agree on."""
-    names = (name for kind in type(decision).__mro__ for name in getattr(kind, "__slots__", ()))
-    return tuple(getattr(decision, name) for name in names if name not in ("reason", "unit"))
+def answer(decision: Decision) -> tuple[object, ...]:
+    """The values of a decision without unit and reason: what two strategies must agree on."""
+    return tuple(getattr(decision, each.name) for each in fields(decision) if each.name not in ("reason", "unit"))
 
 
 _NOTHING = (("routes", ()), ("kept", ()), ("hosted", ()), ("hosted_bytes", 0), ("again", NO_WORK))
@@ -386,9 +390,7 @@ _UNSAID = ("reason", "unit", "kind", "open", "may_host")
 
 
 def _words(decision: Decision) -> str:
-    """What a decision says, for a person: ``ways=2, element_bytes=4``."""
-    kinds = reversed(type(decision).__mro__)
-    names = [name for kind in kinds for name in getattr(kind, "__slots__", ()) if name not in _UNSAID]
-    values = ((name, getattr(decision, name)) for name in names)
+    """The values of a decision as text: ``ways=2, element_bytes=4``."""
+    values = ((each.name, getattr(decision, each.name)) for each in fields(decision) if each.name not in _UNSAID)
     said = ((name, value.value if isinstance(value, Enum) else value) for name, value in values)
     return ", ".join(f"{name}={value}" for name, value in said if (name, value) not in _NOTHING)

@@ -1,12 +1,12 @@
-"""Sizes as people write them: "20GiB", 0.8 of what there is, or a number of bytes."""
+"""Sizes as people write and read them: "20GiB", a share of the memory such as 0.8, a number of bytes, '1.5 GiB'."""
 
 from __future__ import annotations
 
 import re
 
 AUTO = "auto"
-SHARE = 0.9  # of a memory, where no size is named: the rest is for the context, libraries and fragments
-SMALLEST = 1024  # fewer bytes are a number of something else: 20 is not 20 bytes of memory
+SHARE = 0.9  # of a memory if no size is given: the rest is for the context, libraries and fragmentation
+SMALLEST = 1024  # a smaller number is a mistake: 20 is not 20 bytes of memory
 DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 BINARY = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 UNITS = DECIMAL | BINARY
@@ -16,7 +16,7 @@ def parse_bytes(text: str) -> int:
     """Bytes of "20GiB", "512 MiB", "1.5GB" or "4096".
 
     Raises:
-        ValueError: in words that follow a config key.
+        ValueError: it is not a size; the message follows a config key.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or (found[2] or "b").lower() not in UNITS:
@@ -25,21 +25,31 @@ def parse_bytes(text: str) -> int:
 
 
 def at_least(num_bytes: int) -> int:
-    """``num_bytes``, if they can be meant.
+    """``num_bytes``, unless it is too small to be meant.
 
     Raises:
-        ValueError: too few.
+        ValueError: fewer than ``SMALLEST``.
     """
     if num_bytes < SMALLEST:
         raise ValueError(f"that is {num_bytes} bytes; write the unit, as in 20GiB")
     return num_bytes
 
 
+def human(num_bytes: float) -> str:
+    """``1610612736`` -> ``'1.5 GiB'``: binary units; whole bytes have no decimals, TiB have two."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1023.95:  # 1023.95 would print as 1024.0 of this unit
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
 def check_budget(value: str | float) -> str | float:
-    """``value``, if it says how much memory may be used: "auto", a size, bytes, or a share between 0 and 1.
+    """``value``, if it is a memory budget: "auto", a size, bytes, or a share between 0 and 1.
 
     Raises:
-        ValueError: in words that follow a config key.
+        ValueError: it is none of these; the message follows a config key.
     """
     if isinstance(value, str):
         if value != AUTO:

@@ -50,10 +50,10 @@ from torch import Tensor, nn
 
 from strategies.core.facts import Home
 from strategies.core.layout import Addresses, Item, Spot, aligned
+from strategies.core.sizes import human
 from strategies.engine.memory.arena import Arena
 from strategies.engine.tensors.nested import tensors_in
 from strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_for
-from strategies.report.plan_table import human
 
 logger = logging.getLogger(__name__)
 

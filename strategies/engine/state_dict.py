@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.core.sizes import human
 from strategies.engine.bucket_state import BucketState
 from strategies.engine.clipping import Clipping
 from strategies.engine.engine import Engine
@@ -32,7 +33,6 @@ from strategies.engine.tensors.loans import LentParameter, Loans
 from strategies.engine.tensors.parameters import Alias, Copied, Elsewhere, StowedParameter, set_data
 from strategies.engine.tensors.pending_gradient import pending
 from strategies.engine.transfer.transfer import Lane
-from strategies.report.plan_table import human
 
 logger = logging.getLogger(__name__)
 

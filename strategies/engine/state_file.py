@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from strategies.core import commit
-from strategies.report.plan_table import human
+from strategies.core.sizes import human
 
 VERSION = 1
 INDEX = "optimizer.json"

@@ -1,19 +1,19 @@
-"""What to keep for backward: milliseconds paid per byte freed, block by block.
+"""What forward keeps for backward: seconds paid per byte freed, block by block.
 
-A block that is recomputed keeps its input and the outputs of some operators; an operator whose output is not kept runs
-again, and nothing else depends on that choice. So bytes and seconds simply add up, and the best ways to recompute a
-block are the prefixes of its operators in the order of seconds per byte: its *ladder*, from "keep everything" down to
-"keep the input". Steps that pay worse than a later one are left out.
+A recomputed block keeps its input and the outputs of some operators; an operator whose output is not kept runs again,
+and nothing else depends on that choice. So bytes and seconds simply add up, and the best options for a block are the
+prefixes of its operators in the order of seconds per byte: its *frontier*, from "keep everything" to "keep the input".
+Options that cost more per byte than a later one are left out, which makes it convex.
 
-All blocks together go down their ladders one step at a time, the cheapest per byte first, and of equal ones that of the
-first block: its saved tensors wait longest, and while it runs again those of later blocks are gone. That is one line of
-plans, on which bytes only fall and seconds only rise: the first plan that fits is the one. Finally the block at the
-border may skip to any other way of keeping that fits as well and costs less. The last block is tried both ways: its
-backward begins at once, so that little is freed there.
+All blocks together move along their frontiers one option at a time, the cheapest per byte first, and of equal ones that
+of the first block: its saved tensors wait longest, and while it runs again those of later blocks are gone. That is one
+trade-off curve, on which bytes only fall and seconds only rise, so the first position that fits is the best on it.
+Finally the block that moved last may use any other option that fits as well and costs less. The last block is tried
+both ways: its backward begins at once, so recomputing it frees little.
 
-With a price per byte on the link there are more ways: what a block keeps may wait on the host, its input alone or all
-of it. Whatever is dearer to make again than that price then goes there. What the last block saves is wanted at once,
-and what the one before it sent would arrive beside that, at the peak: these two send nothing.
+With a cost per byte on the link there are more options: what a block keeps may wait on the host, only its input or all
+of it. Outputs that cost more to recompute than to send then go there. What the last block saves is needed at once, and
+what the one before it sent would arrive at the same time, at the peak: these two send nothing.
 
 Compared with the best of all plans, by enumeration, in ``tests/unit/test_planner_keep.py``.
 """
@@ -31,14 +31,11 @@ from strategies.core.plan import INPUT, NONE, Keep
 
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
 EXPENSIVE = ("linear", "attention")  # kinds of operators whose outputs are small for what they cost
-GPU_PROPORTION, CPU_PROPORTION = 100, 5  # floating-point operations in the time of one byte, where nobody measured it
+GPU_PROPORTION, CPU_PROPORTION = 100, 5  # floating-point operations in the time of one byte, if the rates are unknown
 
 
-Pace = Callable[[Work], float]  # seconds of work on the device
-
-
-def pace_of(facts: Facts) -> Pace:
-    """Where nobody knows the device's rates only their proportion counts: operations in the time of a byte."""
+def work_seconds(facts: Facts) -> Callable[[Work], float]:
+    """Seconds of work on the device; with unknown rates only proportional to them."""
     machine, precision = facts.machine, facts.run.precision
     rates, proportion = machine.rates, GPU_PROPORTION if machine.has_accelerator else CPU_PROPORTION
     if rates is not None:
@@ -47,8 +44,8 @@ def pace_of(facts: Facts) -> Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to keep a block: bytes from forward on and in backward, what is kept, done again, and on the host."""
+class KeepOption:
+    """One option for a block: bytes from forward on and in backward, what is kept, recomputed, and on the host."""
 
     policy: str
     saved_bytes: int
@@ -60,11 +57,11 @@ class Way:
 
     @property
     def saved(self) -> Saved:
-        """As the peak counts it."""
+        """The bytes that ``backward_peak`` counts."""
         return Saved(self.saved_bytes, self.running_bytes, self.hosted_bytes)
 
     def keep(self, unit: str, reason: str, *, is_open: bool = False, may_host: bool = False) -> Keep:
-        """The answer for ``unit``; ``is_open`` and ``may_host`` say what a later phase may change."""
+        """The decision for ``unit``; ``is_open`` and ``may_host`` say what a later phase may change."""
         return Keep(
             unit=unit,
             reason=reason,
@@ -79,87 +76,87 @@ class Way:
         )
 
 
-def everything(unit: Unit) -> Way:
-    """As autograd does it."""
-    return Way(NONE, unit.saved_bytes, unit.saved_bytes)
+def keep_all(unit: Unit) -> KeepOption:
+    """Everything that autograd saves."""
+    return KeepOption(NONE, unit.saved_bytes, unit.saved_bytes)
 
 
-def by_policy(unit: Unit, policy: str, *, hosts: bool = False) -> Way:
-    """``unit`` under a fixed policy; everything is kept where that takes no more bytes, or nothing can be chosen.
+def by_policy(unit: Unit, policy: str, *, hosts: bool = False) -> KeepOption:
+    """``unit`` under a fixed policy; everything is kept if that takes no more bytes, or nothing can be chosen.
 
     Args:
         hosts: what is kept waits on the host.
     """
     choices = unit.choices
     if choices is None or policy == NONE:
-        return everything(unit)
+        return keep_all(unit)
     kept = [op for op in choices.operators if policy == SELECTIVE and op.name.split()[0] in EXPENSIVE]
-    way = _way(policy, choices, kept, _all_of(kept) if hosts and choices.stream_bytes else ())
-    return way if way.saved_bytes < unit.saved_bytes else everything(unit)
+    option = _option(policy, choices, kept, _all_of(kept) if hosts and choices.stream_bytes else ())
+    return option if option.saved_bytes < unit.saved_bytes else keep_all(unit)
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """What a way to keep a block is taken to cost.
+class KeepCosts:
+    """What an option costs.
 
     Args:
-        pace: seconds of what is done again.
-        link_s: seconds per byte that goes to the host and comes back; None: nothing may.
-        inputs_only: outputs of operators may not.
+        work_seconds: seconds of recomputed work.
+        link_s: seconds per byte that goes to the host and comes back; None: nothing may go there.
+        inputs_only: only inputs of blocks may go there, no outputs of operators.
         senders: units before this one may send, the others not: the host may be too small for all.
     """
 
-    pace: Pace
+    work_seconds: Callable[[Work], float]
     link_s: float | None = None
     inputs_only: bool = False
     senders: int | None = None
 
-    def of(self, way: Way) -> float:
+    def of(self, option: KeepOption) -> float:
         """Seconds per micro-batch."""
-        return self.pace(way.again) + (self.link_s or 0.0) * way.hosted_bytes
+        return self.work_seconds(option.again) + (self.link_s or 0.0) * option.hosted_bytes
 
-    def per_byte(self, before: Way, after: Way) -> float:
-        """Seconds per byte of a step down."""
+    def per_byte(self, before: KeepOption, after: KeepOption) -> float:
+        """Seconds per byte that is freed by going from one option to the next."""
         return (self.of(after) - self.of(before)) / (before.saved_bytes - after.saved_bytes)
 
 
-def ladder(unit: Unit, prices: Prices) -> list[Way]:
-    """Ways to keep ``unit``, from the most bytes to the fewest; each step pays more per byte than the one before."""
-    found: list[Way] = []
-    for way in sorted(_ways(unit, prices), key=lambda way: (prices.of(way), way.saved_bytes)):
-        if found and way.saved_bytes >= found[-1].saved_bytes:
+def frontier(unit: Unit, costs: KeepCosts) -> list[KeepOption]:
+    """The convex frontier of ``unit``, from the most bytes to the fewest; each byte costs more than the one before."""
+    found: list[KeepOption] = []
+    for option in sorted(_options(unit, costs), key=lambda option: (costs.of(option), option.saved_bytes)):
+        if found and option.saved_bytes >= found[-1].saved_bytes:
             continue
-        while len(found) > 1 and prices.per_byte(found[-2], found[-1]) >= prices.per_byte(found[-1], way):
+        while len(found) > 1 and costs.per_byte(found[-2], found[-1]) >= costs.per_byte(found[-1], option):
             found.pop()
-        found.append(way)
+        found.append(option)
     return found
 
 
-def _ways(unit: Unit, prices: Prices) -> list[Way]:
-    """Everything; and the input with a prefix of the operators, the dearest per byte first.
+def _options(unit: Unit, costs: KeepCosts) -> list[KeepOption]:
+    """Everything; and the input with each prefix of the operators, the dearest per byte first.
 
     Each of these with all of it on the device, with the input on the host, and with all of it there.
     """
     if unit.choices is None:
-        return [everything(unit)]
-    best = sorted(unit.choices.operators, key=lambda op: -prices.pace(op.work) / max(1, op.num_bytes))
+        return [keep_all(unit)]
+    best = sorted(unit.choices.operators, key=lambda op: -costs.work_seconds(op.work) / max(1, op.num_bytes))
     prefixes = [best[:number] for number in range(len(best) + 1)]
-    ways = [_way(AUTO, unit.choices, kept) for kept in prefixes]
-    if prices.link_s is not None and unit.choices.stream_bytes:
-        ways += [_way(AUTO, unit.choices, kept, (INPUT,)) for kept in prefixes]
-        ways += [_way(AUTO, unit.choices, kept, _all_of(kept)) for kept in prefixes[1:] if not prices.inputs_only]
-    return [everything(unit), *(way for way in ways if way.saved_bytes < unit.saved_bytes)]
+    options = [_option(AUTO, unit.choices, kept) for kept in prefixes]
+    if costs.link_s is not None and unit.choices.stream_bytes:
+        options += [_option(AUTO, unit.choices, kept, (INPUT,)) for kept in prefixes]
+        options += [_option(AUTO, unit.choices, kept, _all_of(kept)) for kept in prefixes[1:] if not costs.inputs_only]
+    return [keep_all(unit), *(option for option in options if option.saved_bytes < unit.saved_bytes)]
 
 
 def _all_of(kept: Sequence[Operator]) -> tuple[str, ...]:
     return (INPUT, *(op.name for op in kept))
 
 
-def _way(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Sequence[str] = ()) -> Way:
+def _option(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Sequence[str] = ()) -> KeepOption:
     sizes = {INPUT: choices.stream_bytes, **{op.name: op.num_bytes for op in kept}}
     names = (INPUT, *(op.name for op in choices.operators))
     on_host = sum(sizes[name] for name in hosted)
-    return Way(
+    return KeepOption(
         policy=policy,
         saved_bytes=choices.input_bytes + sum(op.num_bytes for op in kept) - on_host,
         running_bytes=choices.running_bytes,
@@ -170,115 +167,110 @@ def _way(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Sequen
     )
 
 
-class Line:
-    """The line of plans for ``units``: at place n, n steps down their ladders are taken, the cheapest ones."""
+class TradeoffCurve:
+    """The trade-off curve of ``units``: at position n, the n cheapest moves along their frontiers are made."""
 
-    def __init__(self, units: Sequence[Unit], prices: Prices) -> None:
+    def __init__(self, units: Sequence[Unit], costs: KeepCosts) -> None:
         self._units = units
-        known: dict[tuple[object, ...], list[Way]] = {}  # blocks are mostly alike
-        self._ladders: list[list[Way]] = []
-        end = _end_of_senders(units, prices)
+        known: dict[tuple[object, ...], list[KeepOption]] = {}  # blocks are mostly alike
+        self._frontiers: list[list[KeepOption]] = []
+        end = _end_of_senders(units, costs)
         for index, unit in enumerate(units):
-            its = prices if index < end else replace(prices, link_s=None)
+            its = costs if index < end else replace(costs, link_s=None)
             key = (unit.saved_bytes, unit.choices, its.link_s)
             if key not in known:
-                known[key] = ladder(unit, its)
-            self._ladders.append(known[key])
-        # The first block is given the masks that all share, and counts them. It is like the others for all that: who
-        # does the same work pays the same price, and the first comes first.
+                known[key] = frontier(unit, its)
+            self._frontiers.append(known[key])
+        # The first block also counts the masks that all blocks share. Apart from these it is like the others: blocks
+        # that recompute the same work have the same cost per byte, and the first of them moves first.
         paid: dict[object, list[float]] = {}
-        steps = [
-            (price, rung, index)
-            for index, (unit, rungs) in enumerate(zip(units, self._ladders, strict=True))
-            for rung, price in enumerate(paid.setdefault(_likeness(unit, rungs), _steps(rungs, prices)))
-        ]
-        self.moves = [index for *_, index in sorted(steps)]  # of alike blocks the first ones first
+        moves = []
+        for index, (unit, options) in enumerate(zip(units, self._frontiers, strict=True)):
+            alike = (len(options), unit.choices and (unit.choices.operators, unit.choices.rest))
+            own = [costs.per_byte(before, after) for before, after in pairwise(options)]
+            moves += [(cost, rank, index) for rank, cost in enumerate(paid.setdefault(alike, own))]
+        self.moves = [index for *_, index in sorted(moves)]  # of alike blocks the first ones first
 
-    def at(self, place: int) -> list[Way]:
-        """The ways of all units after ``place`` steps."""
-        return _with_shared(self._units, self.bare(place))
+    def at(self, position: int) -> list[KeepOption]:
+        """The options of all units after ``position`` moves."""
+        return _with_shared(self._units, self.bare(position))
 
-    def bare(self, place: int) -> list[Way]:
-        """The same, each way as its block alone would have it."""
-        taken = Counter(self.moves[:place])
-        return [rungs[taken[index]] for index, rungs in enumerate(self._ladders)]
+    def bare(self, position: int) -> list[KeepOption]:
+        """The same without shared inputs."""
+        taken = Counter(self.moves[:position])
+        return [options[taken[index]] for index, options in enumerate(self._frontiers)]
 
     def most_hosted(self) -> list[int]:
-        """Room on the host for what each unit sends at most, at any place."""
-        return [max(host_room(way.hosted_bytes, len(way.hosted)) for way in rungs) for rungs in self._ladders]
+        """Per unit, the most bytes on the host at any position."""
+        return [max(host_room(o.hosted_bytes, len(o.hosted)) for o in options) for options in self._frontiers]
 
 
-def _with_shared(units: Sequence[Unit], ways: list[Way]) -> list[Way]:
-    """``ways`` with the inputs that blocks share, such as masks, in the account of the first block that keeps them.
+def _with_shared(units: Sequence[Unit], options: list[KeepOption]) -> list[KeepOption]:
+    """``options`` with the inputs that blocks share, such as masks, counted with the first block that keeps them.
 
-    They are counted with the first block. Where that is not recomputed and does not save them, the first that is does.
+    The facts count them with the first block. If that is not recomputed and does not save them, they are counted with
+    the first block that is.
     """
     first = next((index for index, unit in enumerate(units) if unit.choices), 0)
-    heir = next((index for index, way in enumerate(ways) if way.policy != NONE), 0)
+    heir = next((index for index, option in enumerate(options) if option.policy != NONE), 0)
     choices = units[first].choices
     if choices is None or heir <= first:
-        return ways
+        return options
     shared = min(choices.running_bytes - units[first].saved_bytes, choices.input_bytes - choices.stream_bytes)
-    way = ways[heir]
-    ways[heir] = replace(way, saved_bytes=way.saved_bytes + shared, running_bytes=way.running_bytes + shared)
-    return ways
+    its = options[heir]
+    options[heir] = replace(its, saved_bytes=its.saved_bytes + shared, running_bytes=its.running_bytes + shared)
+    return options
 
 
-def _likeness(unit: Unit, rungs: Sequence[Way]) -> object:
-    choices = unit.choices
-    return (len(rungs), choices and (choices.operators, choices.rest))
-
-
-def _steps(rungs: Sequence[Way], prices: Prices) -> list[float]:
-    return [prices.per_byte(before, after) for before, after in pairwise(rungs)]
-
-
-def _end_of_senders(units: Sequence[Unit], prices: Prices) -> int:
-    """Units before this one may send: of all blocks the last two never do."""
+def _end_of_senders(units: Sequence[Unit], costs: KeepCosts) -> int:
+    """Units before this one may send; the last two blocks never do."""
     end = last_block(units) - 1
-    return end if prices.senders is None else min(end, prices.senders)
+    return end if costs.senders is None else min(end, costs.senders)
 
 
-def within_host(units: Sequence[Unit], prices: Prices, spare: int) -> Prices:
-    """``prices`` with as many senders, from the first, as ``spare`` bytes on the host hold."""
-    if prices.link_s is None:
-        return prices
-    totals = accumulate(Line(units, prices).most_hosted())
-    return replace(prices, senders=next((index for index, total in enumerate(totals) if total > spare), None))
+def within_host(units: Sequence[Unit], costs: KeepCosts, spare: int) -> KeepCosts:
+    """``costs`` with as many senders, from the first, as ``spare`` bytes on the host hold."""
+    if costs.link_s is None:
+        return costs
+    totals = accumulate(TradeoffCurve(units, costs).most_hosted())
+    return replace(costs, senders=next((index for index, total in enumerate(totals) if total > spare), None))
 
 
 def last_block(units: Sequence[Unit]) -> int:
-    """The place of the last block; what it saves is wanted at once."""
+    """The index of the last block; what it saves is needed at once."""
     return max((index for index, unit in enumerate(units) if unit.kind is UnitKind.BLOCK), default=0)
 
 
-def cheapest(units: Sequence[Unit], prices: Prices, peak: Callable[[Sequence[Way]], int], budget: int) -> list[Way]:
-    """The ways of ``units`` that take the least time and whose ``peak`` is within ``budget``.
+def cheapest(
+    units: Sequence[Unit], costs: KeepCosts, peak: Callable[[Sequence[KeepOption]], int], budget: int
+) -> list[KeepOption]:
+    """The options of ``units`` that take the least time and whose ``peak`` is within ``budget``.
 
-    Where none is, those with the lowest peak.
+    If none are, those with the lowest peak.
     """
     # Backward begins with the last block: its saved tensors are all there at the peak, unless a head's is higher.
     last = max((index for index, unit in enumerate(units) if unit.choices), default=0)
     spared = [replace(unit, choices=None) if index == last else unit for index, unit in enumerate(units)]
-    tried: list[list[Way]] = []
+    tried: list[list[KeepOption]] = []
     for some in (units, spared):
-        line = Line(some, prices)
-        along = range(len(line.moves) + 1)
-        first = next((place for place in along if peak(line.at(place)) <= budget), None)
+        curve = TradeoffCurve(some, costs)
+        positions = range(len(curve.moves) + 1)
+        first = next((position for position in positions if peak(curve.at(position)) <= budget), None)
         if first is None:
-            tried.append(min(map(line.at, along), key=peak))
+            tried.append(min(map(curve.at, positions), key=peak))
         else:
-            tried += [line.at(first), *_finished(line, first, some, prices)]
-    fitting = [ways for ways in tried if peak(ways) <= budget]
-    return min(fitting, key=lambda ways: sum(map(prices.of, ways))) if fitting else min(tried, key=peak)
+            tried += [curve.at(first), *_other_last_moves(curve, first, some, costs)]
+    fitting = [options for options in tried if peak(options) <= budget]
+    return min(fitting, key=lambda options: sum(map(costs.of, options))) if fitting else min(tried, key=peak)
 
 
-def _finished(line: Line, place: int, units: Sequence[Unit], prices: Prices) -> list[list[Way]]:
-    """The plan one step before ``place``, with the block that the step moves kept in any other way."""
-    if place == 0:
+def _other_last_moves(
+    curve: TradeoffCurve, position: int, units: Sequence[Unit], costs: KeepCosts
+) -> list[list[KeepOption]]:
+    """The plans that differ from the one at ``position`` in the option of the block that moved last."""
+    if position == 0:
         return []
-    before, moved = line.bare(place - 1), line.moves[place - 1]
-    may_send = moved < _end_of_senders(units, prices)
-    ways = _ways(units[moved], prices if may_send else replace(prices, link_s=None))
-    others = ([*before[:moved], way, *before[moved + 1 :]] for way in ways)
-    return [_with_shared(units, each) for each in others]
+    before, moved = curve.bare(position - 1), curve.moves[position - 1]
+    may_send = moved < _end_of_senders(units, costs)
+    options = _options(units[moved], costs if may_send else replace(costs, link_s=None))
+    return [_with_shared(units, [*before[:moved], option, *before[moved + 1 :]]) for option in options]

@@ -1,15 +1,18 @@
 """Addresses: one spot in an arena for every need of a layout.
 
-What is permanent comes first, in order of use. Weights that travel follow, packed by their ``resident_ticks``
+What is permanent comes first, in order of use. Travelling weights follow, packed by their resident ticks
 (``packing.py``): two may share bytes if they are never on the device at the same tick. Gradients, arrivals and visiting
-states use slots of the largest one's size in turn, the k-th slot k modulo their number; they come in order, so fewer
-bytes would not be enough. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
+states use pools of slots of the largest one's size, the k-th of them slot k modulo their number; they pass in order, so
+fewer bytes would not be enough. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
+
+Invariant. A layout is packed once: the search, the addresses and the tables share the result of ``weight_packing``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 from strategies.core.facts import Home
@@ -19,6 +22,7 @@ from strategies.core.layout import (
     Item,
     Layout,
     Need,
+    Range,
     Spot,
     aligned,
     common_needs,
@@ -29,8 +33,8 @@ from strategies.planner.packing import Packing, Piece, pack
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Slots of equal size that ``members`` use in turn."""
+class SlotPool:
+    """Slots of equal size that ``members`` use round-robin."""
 
     item: Item
     home: Home
@@ -58,15 +62,15 @@ def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
         if not need.passes:
             spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
     moving = travelling(layout)
-    packing = packed(moving)
+    packing = weight_packing(layout)
     start = take(Home.DEVICE, packing.arena)
     for bucket, offset in zip(moving, packing.offsets, strict=True):
         spots[bucket.name, Item.WEIGHT] = Spot(Home.DEVICE, start + offset, bucket.weight_bytes)
-    for turns in in_turns(layout):
-        start = take(turns.home, turns.num_bytes)
-        for index, need in enumerate(turns.members):
-            offset = start + index % turns.num_slots * turns.slot_bytes
-            spots[need.bucket, need.item] = Spot(turns.home, offset, need.num_bytes)
+    for pool in slot_pools(layout):
+        start = take(pool.home, pool.num_bytes)
+        for index, need in enumerate(pool.members):
+            offset = start + index % pool.num_slots * pool.slot_bytes
+            spots[need.bucket, need.item] = Spot(pool.home, offset, need.num_bytes)
     for need in common_needs(layout, hosted_bytes):
         spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
     return Addresses(ends, spots)
@@ -78,30 +82,30 @@ def all_needs(layout: Layout) -> list[Need]:
 
 
 def travelling(layout: Layout) -> list[Bucket]:
-    """Buckets whose weights travel, in order."""
+    """Buckets whose weights are not always on the device, in order."""
     return [bucket for bucket in layout.buckets if not bucket.resident]
 
 
-def packed(buckets: Sequence[Bucket]) -> Packing:
-    """Offsets of travelling weights in the memory that they share.
+def weight_packing(layout: Layout) -> Packing:
+    """The offsets of travelling weights in the region that they share; those that move together are adjacent."""
+    return _packed(tuple((b.units, b.resident_ticks, aligned(b.weight_bytes)) for b in travelling(layout)))
 
-    Buckets with the same units and the same ticks are packed as one piece.
-    """
+
+@lru_cache(maxsize=64)
+def _packed(weights: tuple[tuple[tuple[str, ...], tuple[Range, ...], int], ...]) -> Packing:
     together: dict[tuple[object, ...], list[int]] = {}
-    for index, bucket in enumerate(buckets):
-        together.setdefault((bucket.units, bucket.resident_ticks), []).append(index)
-    sizes = [aligned(bucket.weight_bytes) for bucket in buckets]
-    pieces = [Piece(sum(sizes[i] for i in some), buckets[some[0]].resident_ticks) for some in together.values()]
-    packing = pack(pieces)
-    offsets = [0] * len(buckets)
-    for start, some in zip(packing.offsets, together.values(), strict=True):
-        for index, offset in zip(some, accumulate((sizes[i] for i in some), initial=start), strict=False):
+    for index, (units, ranges, _) in enumerate(weights):
+        together.setdefault((units, ranges), []).append(index)
+    packing = pack([Piece(sum(weights[i][2] for i in group), weights[group[0]][1]) for group in together.values()])
+    offsets = [0] * len(weights)
+    for start, group in zip(packing.offsets, together.values(), strict=True):
+        for index, offset in zip(group, accumulate((weights[i][2] for i in group), initial=start), strict=False):
             offsets[index] = offset
     return replace(packing, offsets=tuple(offsets))
 
 
-def in_turns(layout: Layout) -> Iterator[Turns]:
-    """What uses slots in turn, other than weights."""
+def slot_pools(layout: Layout) -> Iterator[SlotPool]:
+    """The slots for gradients, arrivals and visiting states."""
     members: dict[Item, list[Need]] = {}
     for need in all_needs(layout):
         if need.passes and need.item is not Item.WEIGHT:
@@ -110,15 +114,15 @@ def in_turns(layout: Layout) -> Iterator[Turns]:
         num_slots = min(layout.slots(item), len(passing))
         home = passing[0].home
         size = max(aligned(need.num_bytes, home) for need in passing)
-        yield Turns(item, home, num_slots, size, tuple(passing))
+        yield SlotPool(item, home, num_slots, size, tuple(passing))
 
 
 def arena_bytes(layout: Layout) -> dict[Home, int]:
-    """The sizes of the arenas that ``place`` makes, without travelling weights and saved tensors."""
-    total = {Home.DEVICE: scratch_bytes(layout), Home.HOST: 0}
+    """The sizes of the arenas that ``place`` makes, without saved tensors that wait on the host."""
+    total = {Home.DEVICE: scratch_bytes(layout) + weight_packing(layout).arena, Home.HOST: 0}
     for need in all_needs(layout):
         if not need.passes:
             total[need.home] += aligned(need.num_bytes, need.home)
-    for turns in in_turns(layout):
-        total[turns.home] += turns.num_bytes
+    for pool in slot_pools(layout):
+        total[pool.home] += pool.num_bytes
     return total

@@ -1,19 +1,19 @@
-"""Buckets: which parameters travel together.
+"""Buckets: which parameters are copied together.
 
 Problem. A copy over the link needs to be large to be fast, and small enough that several fit beside the activations.
-The block is the natural measure: it is what forward needs at a time. Where the link is known, a block is cut as far as
-that shortens what is moved: with U copies of each bucket per step, n buckets of C bytes at most, a latency of a and b
-bytes per second,
+The block is the natural size: it is what forward needs at a time. If the rates of the link are known, a block is split
+as far as that shortens the copies: with U copies of each bucket per step, n buckets of C bytes at most, a latency of a
+and b bytes per second,
 
-    J(C) = U (n a + bytes / b) + C / b        the last term: the first copy, which nothing hides
+    J(C) = U (n a + bytes / b) + C / b        the last term is the first copy, which compute cannot hide
 
 (the criterion of Elixir, Huang et al. 2022, for buckets that all move; its best C is about sqrt(U a b bytes)). Smaller
 buckets also make slots for gradients and visiting state smaller.
 
-A bucket holds parameters of one dtype and one optimizer group, in order of first use. Those that are read outside of
-the modules that own them have buckets of their own, which never travel. It takes whole blocks while they
-fit into the capacity; a block that does not fit is cut. Embedding and head are not cut and never share a bucket with a
-block: they are used once per step, at its ends. A tied parameter lies where it is used first.
+A bucket holds parameters of one dtype and one optimizer group, in order of first use. Parameters that are read outside
+of the modules that own them have buckets of their own, which never leave. A bucket takes whole blocks while they fit
+into the capacity; a block that does not fit is split. Embedding and head are not split and never share a bucket with a
+block: they are used once per step, at its ends. A tied parameter is in the bucket of its first use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from strategies.core.facts import Facts, Param, UnitKind
 from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
 
 PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
-Like: TypeAlias = tuple[str, int | None, bool]  # dtype, group, read elsewhere: what a bucket has one of
+Like: TypeAlias = tuple[str, int | None, bool]  # dtype, group, read elsewhere: equal for all parameters of a bucket
 
 
 def form(facts: Facts, capacity: int | None = None) -> tuple[Bucket, ...]:
@@ -50,7 +50,7 @@ def form(facts: Facts, capacity: int | None = None) -> tuple[Bucket, ...]:
 
 
 def capacity(facts: Facts) -> int | None:
-    """Bytes of a bucket by the criterion above: a block or a part of it. None: nobody knows the link, or no blocks."""
+    """Bytes of a bucket by the criterion above: a block or a part of it. None: unknown rates, or no blocks."""
     rates, block = facts.machine.rates, block_bytes(facts)
     if rates is None or not block:
         return None
@@ -67,7 +67,7 @@ def capacity(facts: Facts) -> int | None:
 
 
 def block_bytes(facts: Facts, dtype: str | None = None) -> int:
-    """Weights of the largest block, in one dtype or in all; 0 where there are no blocks."""
+    """Weights of the largest block, in one dtype or in all; 0 if there are no blocks."""
     totals = {unit.name: 0 for unit in facts.units if unit.kind is UnitKind.BLOCK}
     for param in facts.params:
         if param.unit in totals and dtype in (None, param.dtype):
@@ -121,7 +121,7 @@ def _total(params: Iterable[Param]) -> int:
 
 
 def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str]) -> list[str]:
-    """``model.layers.0``, ``model.layers.0..3``; further ``:group1`` and ``/1`` where one name would come twice."""
+    """``model.layers.0``, ``model.layers.0..3``; further ``:group1`` and ``/1`` if a name would occur twice."""
     bases = [_span(sorted({param.unit for param in piece}, key=units.index)) for piece in pieces]
     likes = [_like(piece[0]) for piece in pieces]
     groups: dict[str, set[int | None]] = {}

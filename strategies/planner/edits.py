@@ -1,7 +1,7 @@
-"""What would change the step most: edits of the config, each planned again, ranked by tokens per second.
+"""Edits of the config that would make the step faster, each planned again, ranked by tokens per second.
 
-Ranked by the estimate that ranks layouts (``estimate.py``), now and after the edit, so that all of them together cost
-less than one plan. An edit that changes the training itself (its batch, its clipping) says so.
+They are ranked by the estimate that also ranks layouts (``estimate.py``), before and after the edit, so that all of
+them together cost less than one plan. An edit that changes the training itself (its batch, its clipping) says so.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from strategies.core.facts import Facts, Precision
 from strategies.core.protocol import Refusal
+from strategies.core.sizes import human
+from strategies.planner.budget import device_budget
 from strategies.planner.placement_search import quickest
 from strategies.planner.state_placement import OffloadRequest
-from strategies.report.plan_table import human
 
 SHOWN = 3
 WORTH = 0.01  # a gain that is worth a line
@@ -30,29 +31,29 @@ class Edit:
         return f"  {self.change}: about {self.gain:+.0%} tokens per second"
 
 
-def ranked(facts: Facts, wishes: OffloadRequest, saved_bytes: int) -> list[Edit]:
-    """The edits that gain the most; none, where nobody knows the machine's rates."""
-    now = _speed(facts, wishes, saved_bytes)
+def ranked(facts: Facts, request: OffloadRequest, saved_bytes: int) -> list[Edit]:
+    """The edits that gain the most; none if the machine's rates are unknown."""
+    now = _speed(facts, request, saved_bytes)
     if now is None:
         return []
     found = []
-    for change, after, with_wishes, saved in _edits(facts, wishes, saved_bytes):
-        speed = _speed(after, with_wishes, saved)
+    for change, after, with_request, saved in _edits(facts, request, saved_bytes):
+        speed = _speed(after, with_request, saved)
         if speed is not None and speed / now - 1 > WORTH:
             found.append(Edit(change, speed / now - 1))
     return sorted(found, key=lambda edit: -edit.gain)[:SHOWN]
 
 
-def _speed(facts: Facts, wishes: OffloadRequest, saved_bytes: int) -> float | None:
-    """Tokens per second; None, where it does not fit or nobody knows."""
+def _speed(facts: Facts, request: OffloadRequest, saved_bytes: int) -> float | None:
+    """Tokens per second; None if it does not fit or the rates are unknown."""
     try:
-        seconds = quickest(facts, wishes, saved_bytes)
+        seconds = quickest(facts, request, saved_bytes)
     except Refusal:
         return None
     return facts.run.tokens_per_step / seconds if seconds else None
 
 
-def _edits(facts: Facts, wishes: OffloadRequest, saved: int) -> Iterator[tuple[str, Facts, OffloadRequest, int]]:
+def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[str, Facts, OffloadRequest, int]]:
     run, machine = facts.run, facts.machine
     larger = replace(run, micro_batch=2 * run.micro_batch, forward_flops=2 * run.forward_flops)
     units = tuple(
@@ -61,26 +62,26 @@ def _edits(facts: Facts, wishes: OffloadRequest, saved: int) -> Iterator[tuple[s
     yield (
         f"training.per_device_train_batch_size: {larger.micro_batch} (a batch of twice as many)",
         replace(facts, run=larger, units=units),
-        wishes,
+        request,
         2 * saved,
     )
     longer = replace(run, accumulation=2 * run.accumulation)
     yield (
         f"training.gradient_accumulation_steps: {longer.accumulation} (a batch of twice as many)",
         replace(facts, run=longer),
-        wishes,
+        request,
         saved,
     )
-    most = int(0.9 * machine.device_bytes)
-    if most > wishes.device_bytes and machine.has_accelerator:
-        yield (f"strategies.offload.gpu_memory: {human(most)}", facts, replace(wishes, device_bytes=most), saved)
+    most = device_budget(machine)
+    if most > request.device_bytes and machine.has_accelerator:
+        yield (f"strategies.offload.gpu_memory: {human(most)}", facts, replace(request, device_bytes=most), saved)
     if run.max_grad_norm > 0:
         unclipped = replace(facts, run=replace(run, max_grad_norm=0.0))
-        yield ("training.max_grad_norm: 0 (nothing is clipped)", unclipped, replace(wishes, in_backward=True), saved)
-    if wishes.site != "auto" or wishes.weights != "auto" or wishes.gradients != "auto":
-        free = replace(wishes, site="auto", weights="auto", gradients="auto")
+        yield ("training.max_grad_norm: 0 (nothing is clipped)", unclipped, replace(request, in_backward=True), saved)
+    if request.site != "auto" or request.weights != "auto" or request.gradients != "auto":
+        free = replace(request, site="auto", weights="auto", gradients="auto")
         yield ("strategies.offload.site, weights, gradients: auto", facts, free, saved)
     if run.precision is Precision.FP32 and machine.rates is not None and machine.rates.gemm_bf16_flops_per_s:
         half = replace(run, precision=Precision.BF16)
         params = tuple(replace(param, dtype="bfloat16") for param in facts.params)
-        yield ("training.bf16: true (rounds otherwise)", replace(facts, run=half, params=params), wishes, saved)
+        yield ("training.bf16: true (rounds otherwise)", replace(facts, run=half, params=params), request, saved)

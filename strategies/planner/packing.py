@@ -1,27 +1,26 @@
-"""Packing: one address for each piece of memory that is there some of the time, in the smallest arena that is found.
+"""Packing: one address for each piece of memory that is alive some of the time, in the smallest arena that is found.
 
-A piece has a size and the half-open ranges of steps on which it is there: a bucket that leaves and comes back has two,
-and one address for both. What is there over the end of an iteration has a range at each end. Pieces that are there
-together may not overlap; that is all. The bytes alive at the worst step are a lower bound.
+A piece has a size and the half-open ranges of ticks at which it is alive: a bucket that leaves and comes back has two,
+and one address for both. A piece that is alive over the end of an iteration has a range at each end. The only
+constraint is that pieces that are alive together do not overlap. The bytes alive at the worst tick are a lower bound.
 
-Uniform sizes, one range each: by start, each at the lowest free slot (left edge). The arena is the lower bound, so
-there is no fragmentation; this is what uniform buckets are for. Else the problem is NP-hard: a portfolio of orders
-{size, area, duration, start} x {first fit, best fit}, then ``REPAIRS`` rounds of a skyline: of the pieces that fit on
-the lowest stretch of what is placed, take the one that is there longest; where none fits, the stretch is lost. What
-reaches above the lower bound counts as longer by ``BOOST`` in the next round. All of it ends as soon as the lower bound
-is met. For 200 random pieces the portfolio alone is 4 to 5 % above the bound, with repairs half a percent.
+Uniform sizes with one range each: by start, each in the lowest free slot (left edge). The arena is the lower bound, so
+there is no fragmentation; this is why buckets have uniform sizes. Otherwise the problem is NP-hard: a portfolio of
+orders {size, area, duration, start} x {first fit, best fit}, then ``REPAIRS`` rounds of a skyline: of the pieces that
+fit on the lowest segment of what is placed, take the one that is alive longest; if none fits, the segment is raised to
+its lower neighbour. What reaches above the lower bound counts as longer by ``BOOST`` in the next round. The search ends
+as soon as the lower bound is met. For 200 random pieces the portfolio alone is 4 to 5 % above the bound, with repairs
+half a percent.
 
-The bound cannot always be met: a known instance of eight pieces has max-live 4 and needs 5 (``tests``).
-
-``validate`` shares nothing with the rest: it sweeps over the steps and looks at neighbours.
+The bound cannot always be met: a known instance of eight pieces has max-live 4 and needs 5
+(``tests/unit/test_planner_packing.py``).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 REPAIRS = 50
 BOOST = 2.0
@@ -29,7 +28,7 @@ BOOST = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes that are there on half-open ranges of steps, ascending."""
+    """Bytes that are alive in half-open ranges of ticks, ascending."""
 
     num_bytes: int
     spans: tuple[tuple[int, int], ...]
@@ -49,21 +48,21 @@ class Packing:
 
 
 def max_live(pieces: Sequence[Piece]) -> int:
-    """Bytes alive at the worst step."""
+    """Bytes alive at the worst tick."""
     changes: dict[int, int] = {}
     for piece in pieces:
         for start, end in piece.spans:
             changes[start] = changes.get(start, 0) + piece.num_bytes
             changes[end] = changes.get(end, 0) - piece.num_bytes
     worst = alive = 0
-    for step in sorted(changes):
-        alive += changes[step]
+    for tick in sorted(changes):
+        alive += changes[tick]
         worst = max(worst, alive)
     return worst
 
 
 def pack(pieces: Sequence[Piece], repairs: int = REPAIRS) -> Packing:
-    """The smallest arena that is found; the same for the same pieces, in any order."""
+    """The smallest arena that is found; the result does not depend on the order of the pieces."""
     order = sorted(range(len(pieces)), key=lambda index: (pieces[index].spans, pieces[index].num_bytes))
     sorted_pieces = [pieces[index] for index in order]
     packing = _pack(sorted_pieces, repairs)
@@ -102,7 +101,7 @@ _ORDERS: tuple[Callable[[Piece], int], ...] = (
 
 
 def _repair(pieces: Sequence[Piece], best: Packing, repairs: int) -> Packing:
-    """Rounds of the skyline, each with what reached too high in the one before placed earlier."""
+    """Rounds of the skyline; pieces that reached too high in one round are placed earlier in the next."""
     skyline = _Skyline(pieces)
     weights = [float(piece.duration) for piece in pieces]
     for _ in range(repairs):
@@ -124,17 +123,17 @@ def _top(pieces: Sequence[Piece], offsets: Sequence[int]) -> int:
 
 
 class _Skyline:
-    """Places pieces on the lowest stretch of what is placed already."""
+    """Places pieces on the lowest segment of what is placed already."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        edges = sorted({step for piece in pieces for span in piece.spans for step in span})
-        place = {step: index for index, step in enumerate(edges)}
+        edges = sorted({tick for piece in pieces for span in piece.spans for tick in span})
+        place = {tick: index for index, tick in enumerate(edges)}
         self._pieces, self._width = pieces, max(len(edges) - 1, 0)
         self._spans = [[(place[start], place[end]) for start, end in piece.spans] for piece in pieces]
         self._first = [spans[0] if spans else (0, 0) for spans in self._spans]
 
     def place(self, weights: Sequence[float]) -> list[int]:
-        """An offset for each piece; of those that fit at a place, the heaviest, then the largest, comes first."""
+        """An offset for each piece; of those that fit on a segment, the heaviest, then the largest, comes first."""
         heights, offsets = [0] * self._width, [0] * len(self._pieces)
         order = sorted(range(len(weights)), key=lambda i: (-weights[i], -self._pieces[i].num_bytes, i))
         left = [index for index in order if self._spans[index]]
@@ -155,7 +154,7 @@ class _Skyline:
         return offsets
 
     def _lies(self, index: int, heights: Sequence[int]) -> bool:
-        """Whether the piece's further ranges, if any, are as low as its first."""
+        """Whether the piece's further ranges, if any, are free at the height of its first."""
         spans = self._spans[index]
         return len(spans) == 1 or all(max(heights[low:high]) == heights[spans[0][0]] for low, high in spans)
 
@@ -164,7 +163,7 @@ Hole = Callable[[Iterable[tuple[int, int]], int], int]
 
 
 class _Placer:
-    """Places pieces one after the other, among those that are there at the same time."""
+    """Places pieces one after the other, between those that are alive at the same time."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
@@ -188,7 +187,7 @@ class _Placer:
 
 
 def _mask(piece: Piece) -> int:
-    """The steps of a piece as bits."""
+    """The ticks of a piece as bits."""
     found = 0
     for start, end in piece.spans:
         found |= (1 << end) - (1 << start)
@@ -233,37 +232,3 @@ def left_edge(pieces: Sequence[Piece]) -> tuple[int, ...]:
         insort(leaving, (end, slot))
         offsets[index] = slot * pieces[index].num_bytes
     return tuple(offsets)
-
-
-def validate(pieces: Sequence[Piece], offsets: Sequence[int], arena: int, align: int = 1) -> list[str]:
-    """Everything wrong with ``offsets`` in an arena of so many bytes."""
-    if len(offsets) != len(pieces):
-        return [f"{len(offsets)} offsets for {len(pieces)} pieces"]
-    found = []
-    for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
-        if offset < 0 or offset + piece.num_bytes > arena:
-            found.append(f"piece {index}: lies outside the arena")
-        if offset % align:
-            found.append(f"piece {index}: is not aligned")
-        if any(end <= start for start, end in piece.spans) or any(a[1] > b[0] for a, b in pairwise(piece.spans)):
-            found.append(f"piece {index}: is there on no proper ranges")
-    return found or _overlaps(pieces, offsets)
-
-
-def _overlaps(pieces: Sequence[Piece], offsets: Sequence[int]) -> list[str]:
-    events: list[tuple[int, int, int]] = []  # step, 0 leaves before 1 comes, piece
-    for index, piece in enumerate(pieces):
-        if piece.num_bytes:
-            events += [(start, 1, index) for start, _ in piece.spans] + [(end, 0, index) for _, end in piece.spans]
-    here: list[tuple[int, int, int]] = []  # offset, end, piece: disjoint and ascending, as long as nothing is wrong
-    for _, comes, index in sorted(events):
-        mine = (offsets[index], offsets[index] + pieces[index].num_bytes, index)
-        at = bisect_left(here, mine)
-        if not comes:
-            del here[at]
-            continue
-        for other in here[max(0, at - 1) : at + 1]:
-            if other[0] < mine[1] and mine[0] < other[1]:
-                return [f"piece {index} overlaps piece {other[2]}"]
-        here.insert(at, mine)
-    return []

@@ -1,50 +1,48 @@
-"""The placement rule: use the device first, and move no more than is too much, unless moving more is faster.
+"""The placement search: use the device first, and offload only the excess, unless offloading more is faster.
 
-The first frame (``state_placement.py``) that fits as it is moves the least. Others may be faster: fewer states on the
-host with weights that travel instead (``weight_schedule.py``), or updates shared between the CPU and the link. Those
-are ranked by an estimate (``estimate.py``), for some frames spread over all. The best of ``TRIED`` frames from first to
-last are worked out and simulated, then what is near the fastest; that is taken if it saves more than ``GAIN``. Without
-known rates: the first that fits, or the last one with travelling weights.
+The first state placement (``state_placement.py``) that fits as it is moves the least. Others may be faster: fewer
+states on the host with offloaded weights instead (``weight_schedule.py``), or updates shared between the CPU and the
+link. Those are ranked by an estimate (``estimate.py``) over a sample of all placements. The best of ``TRIED``
+placements from first to last are worked out and simulated, then the neighbours of the fastest; the fastest is taken if
+it saves more than ``GAIN``. Without known rates: the first that fits, or the last one with offloaded weights.
 
-Refused: budgets that nothing fits into; the message says what would.
+Refused: budgets that nothing fits into; the message says which budget would be enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Layout
 from strategies.core.protocol import Refusal
-from strategies.core.sizes import written
+from strategies.core.sizes import human, written
 from strategies.planner import weight_schedule
-from strategies.planner.addresses import arena_bytes, packed, travelling
+from strategies.planner.addresses import arena_bytes
 from strategies.planner.estimate import estimate
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
 from strategies.planner.step_cost import cost_of
-from strategies.report.plan_table import human
 
-LOOKED_AT = 24  # frames that are estimated, each with several shares of streamed updates
-TRIED = 4  # of those, frames that are simulated
+ESTIMATED = 24  # placements that are estimated, each with several shares of streamed updates
+TRIED = 4  # of those, placements that are simulated
 GAIN = 0.02  # what a layout must save to be taken: less is within what the simulator does not know
 KEY = "strategies.offload"
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A frame, what its movable weights have on the device, and how long its step is estimated to take."""
+    """A placement, the device bytes left for its offloadable weights, and the estimated seconds of a step."""
 
-    frame: StatePlacement
+    placement: StatePlacement
     room: int
     seconds: float
 
 
-def choose(facts: Facts, wishes: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> Layout:
-    """The layout that is simulated to be the fastest.
+def choose(facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> Layout:
+    """The layout with the fastest simulated step.
 
     Args:
         saved_bytes: kept on the device for backward; ``hosted_bytes`` on the host.
@@ -52,182 +50,177 @@ def choose(facts: Facts, wishes: OffloadRequest, saved_bytes: int, hosted_bytes:
     Raises:
         Refusal: nothing fits.
     """
-    return _Search(facts, wishes, wishes.device_bytes - saved_bytes).best(saved_bytes, hosted_bytes)
+    return _Search(facts, request, saved_bytes, hosted_bytes).best()
 
 
-def quickest(facts: Facts, wishes: OffloadRequest, saved_bytes: int, *, sure: bool = True) -> float | None:
-    """The estimated seconds per step of the best layout; None, where nobody knows.
+def quickest(facts: Facts, request: OffloadRequest, saved_bytes: int, *, sure: bool = True) -> float | None:
+    """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
 
     Args:
-        sure: it fits. Otherwise it may turn out that it does not, and the answer comes in milliseconds.
+        sure: only layouts that fit. Otherwise the layout may turn out not to fit, and the answer comes in milliseconds.
 
     Raises:
         Refusal: nothing fits.
     """
-    return _Search(facts, wishes, wishes.device_bytes - saved_bytes).estimated(saved_bytes, sure=sure)
+    return _Search(facts, request, saved_bytes).estimated(sure=sure)
 
 
 class _Search:
-    """One search, for ``room`` bytes on the device."""
+    """One search. The budgets less what forward saves are what the arenas may take."""
 
-    def __init__(self, facts: Facts, wishes: OffloadRequest, room: int) -> None:
-        self._facts, self._wishes, self._room = facts, wishes, room
-        self._frames = StatePlacements(facts, wishes)
-        self._all = self._frames.all()
-        self._knows = facts.machine.rates is not None and facts.run.forward_flops > 0
-        self._priced: dict[int, tuple[Layout, float]] = {}  # by identity; to compare layouts costs as much as to price
+    def __init__(self, facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> None:
+        self._facts, self._request = facts, request
+        self._saved_bytes, self._hosted_bytes = saved_bytes, hosted_bytes
+        self._room = {Home.DEVICE: request.device_bytes - saved_bytes, Home.HOST: request.host_bytes - hosted_bytes}
+        self._placements = StatePlacements(facts, request)
+        self._all = self._placements.all()
+        self._knows_rates = facts.machine.rates is not None and facts.run.forward_flops > 0
+        self._costs: dict[int, tuple[Layout, float]] = {}  # by identity: comparing layouts costs as much as simulating
 
-    def best(self, saved_bytes: int, hosted_bytes: int) -> Layout:
+    def best(self) -> Layout:
         """The fastest layout that fits.
 
         Raises:
             Refusal: nothing fits.
         """
-        if self._wishes.weights == "streamed":
-            fitting = self._streamed()
-        else:
-            first = next(
-                (i for i, frame in enumerate(self._all) if self._frames.sizes(frame).whole <= self._room), None
-            )
-            fitting = [] if first is None else [self._frames.layout(self._all[first])]
-            if self._knows or first is None:
-                fitting += self._others(self._all[: len(self._all) if first is None else first + 1])
+        fitting = self._streamed() if self._request.weights == "streamed" else self._fitting()
         if not fitting:
-            raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
-        within = [layout for layout in fitting if hosted_bytes + _host_bytes(layout) <= self._wishes.host_bytes]
+            raise self._no_device()
+        within = [layout for layout in fitting if arena_bytes(layout)[Home.HOST] <= self._room[Home.HOST]]
         if not within:
-            raise _no_host(self._wishes, hosted_bytes + min(map(_host_bytes, fitting)), hosted_bytes)
+            raise self._no_host(min(arena_bytes(layout)[Home.HOST] for layout in fitting))
         seconds = [self._seconds(layout) for layout in within]
         best = min(range(len(within)), key=seconds.__getitem__)
         return within[best] if seconds[best] < seconds[0] * (1 - GAIN) else within[0]
 
-    def _seconds(self, layout: Layout) -> float:
-        """Simulated, once for each layout; 0 where nobody knows the rates."""
-        rates = self._facts.machine.rates
-        if rates is None or not self._knows:
-            return 0.0
-        if id(layout) not in self._priced:
-            self._priced[id(layout)] = (layout, cost_of(self._facts, layout, rates).seconds)
-        return self._priced[id(layout)][1]
-
-    def estimated(self, saved_bytes: int, *, sure: bool) -> float | None:
+    def estimated(self, *, sure: bool) -> float | None:
         """Seconds per step of the most promising candidate."""
-        if not self._knows:
+        if not self._knows_rates:
             return None
-        for candidate in self._ranked(self._all, LOOKED_AT // 2):
-            if not sure or self._wishes.weights == "streamed" or self._worked_out(candidate) is not None:
+        for candidate in self._ranked(self._all, ESTIMATED // 2):
+            if not sure or self._request.weights == "streamed" or self._worked_out(candidate) is not None:
                 return candidate.seconds
-        raise _no_device(self._wishes, saved_bytes + self._least(), saved_bytes)
+        raise self._no_device()
 
-    def _others(self, frames: Sequence[StatePlacement]) -> list[Layout]:
-        """Layouts of these frames with travelling weights or streamed updates."""
-        if not self._knows:
-            found = (self._worked_out(self._candidate(frame)) for frame in (frames[-1], frames[0]))
-            return [layout for layout in found if layout is not None][:1]
-        ranked = self._ranked(frames)
-        made = {one.frame: layout for one in self._starts(ranked) if (layout := self._worked_out(one)) is not None}
+    def _seconds(self, layout: Layout) -> float:
+        """Simulated, once for each layout; 0 if the rates are unknown."""
+        rates = self._facts.machine.rates
+        if rates is None or not self._knows_rates:
+            return 0.0
+        if id(layout) not in self._costs:
+            self._costs[id(layout)] = (layout, cost_of(self._facts, layout, rates).seconds)
+        return self._costs[id(layout)][1]
+
+    def _fitting(self) -> list[Layout]:
+        """The first placement that fits as it is, and layouts with offloaded weights or streamed updates."""
+        fits = (self._placements.sizes(placement).total <= self._room[Home.DEVICE] for placement in self._all)
+        first = next((index for index, fit in enumerate(fits) if fit), None)
+        if first is None:
+            return self._others(self._all)
+        layout = self._placements.layout(self._all[first])
+        return [layout, *self._others(self._all[: first + 1])] if self._knows_rates else [layout]
+
+    def _others(self, placements: Sequence[StatePlacement]) -> list[Layout]:
+        """Layouts of these placements with offloaded weights or streamed updates."""
+        if not self._knows_rates:
+            ends = map(self._candidate, (placements[-1], placements[0]))
+            return list(islice(self._all_worked_out(ends), 1))
+        ranked = self._ranked(placements)
+        made = {one.placement: layout for one in self._starts(ranked) if (layout := self._worked_out(one)) is not None}
         if not made:
-            return list(islice((layout for layout in map(self._worked_out, ranked) if layout is not None), 1))
-        best = min(made, key=lambda frame: self._seconds(made[frame]))
-        near = [one for one in ranked if one.frame in (best.with_eighths(-1), best.with_eighths(1))]
-        return [*made.values(), *(layout for layout in map(self._worked_out, near) if layout is not None)]
+            return list(islice(self._all_worked_out(ranked), 1))
+        best = min(made, key=lambda placement: self._seconds(made[placement]))
+        near = [one for one in ranked if one.placement in (best.with_eighths(-1), best.with_eighths(1))]
+        return [*made.values(), *self._all_worked_out(near)]
 
     def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
-        """The most promising candidate, and the most promising of some frames from first to last."""
-        of_frame: dict[StatePlacement, _Candidate] = {}
+        """The most promising candidate, and the most promising one of some placements from first to last."""
+        by_placement: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
-            of_frame.setdefault(one.frame.plain, one)
-        frames = sorted(of_frame, key=lambda frame: (frame.hosted, frame.parked))
-        return list({id(one): one for one in (*ranked[:1], *(of_frame[f] for f in spread(frames, TRIED)))}.values())
+            by_placement.setdefault(one.placement.plain, one)
+        placements = sorted(by_placement, key=lambda placement: (placement.hosted, placement.grads_down))
+        some = (by_placement[placement] for placement in spread(placements, TRIED))
+        return list({id(one): one for one in (*ranked[:1], *some)}.values())
 
-    def _ranked(self, frames: Sequence[StatePlacement], number: int = LOOKED_AT) -> list[_Candidate]:
-        """Candidates that may fit, of so many frames, the fastest by estimate first."""
-        candidates = [self._candidate(one) for frame in spread(frames, number) for one in self._frames.shared(frame)]
-        return sorted((one for one in candidates if self._may_fit(one)), key=lambda one: one.seconds)
+    def _ranked(self, placements: Sequence[StatePlacement], number: int = ESTIMATED) -> list[_Candidate]:
+        """Candidates that may fit, from ``number`` of the placements, the fastest by estimate first."""
+        some = (p for placement in spread(placements, number) for p in self._placements.with_streaming(placement))
+        fitting = (
+            candidate
+            for candidate in map(self._candidate, some)
+            if candidate.room > 0 and self._placements.largest_unit(candidate.placement) <= candidate.room
+        )
+        return sorted(fitting, key=lambda candidate: candidate.seconds)
 
-    def _may_fit(self, one: _Candidate) -> bool:
-        """Whether what travels at least leaves room for the largest unit."""
-        return one.room > 0 and self._frames.largest_unit(one.frame) <= one.room
+    def _candidate(self, placement: StatePlacement) -> _Candidate:
+        size = self._placements.sizes(placement)
+        room = self._room[Home.DEVICE] - size.rest
+        if not self._knows_rates:
+            return _Candidate(placement, room, 0.0)
+        away = size.weights if self._request.weights == "streamed" else max(0, size.weights - room)
+        placed = self._placements.placed(placement)
+        return _Candidate(placement, room, estimate(self._facts, placed, away, in_backward=self._request.in_backward))
 
-    def _candidate(self, frame: StatePlacement) -> _Candidate:
-        size = self._frames.sizes(frame)
-        room = self._room - size.rest
-        if not self._knows:
-            return _Candidate(frame, room, 0.0)
-        away = size.movable if self._wishes.weights == "streamed" else max(0, size.movable - room)
-        seconds = estimate(self._facts, self._frames.placed(frame), away, in_backward=self._wishes.in_backward)
-        return _Candidate(frame, room, seconds)
+    def _all_worked_out(self, candidates: Iterable[_Candidate]) -> Iterator[Layout]:
+        return (layout for layout in map(self._worked_out, candidates) if layout is not None)
 
     def _worked_out(self, candidate: _Candidate) -> Layout | None:
-        """The candidate's layout; None, where it does not fit after all."""
-        movable = self._frames.movable(candidate.frame)
-        layout = self._frames.layout(candidate.frame)
+        """The candidate's layout; None if it turns out not to fit."""
+        placement, room = candidate.placement, candidate.room
+        layout, indices = self._placements.layout(placement), self._placements.offloadable(placement)
         try:
-            return weight_schedule.fitted(self._facts, layout, movable, candidate.room, self._wishes.prefetch)
+            return weight_schedule.fitted(self._facts, layout, indices, room, self._request.prefetch)
         except DoesNotFit:
             return None
 
     def _streamed(self) -> list[Layout]:
-        """Weights of blocks told to travel: in the first frame that fits, else with as little of them as can be."""
-        for frame in self._all:
-            layout = weight_schedule.window(self._frames.layout(frame), self._frames.blocks, self._wishes.prefetch)
-            if sizes(layout)[Home.DEVICE] <= self._room:
-                return [layout, *self._shared(frame)] if self._knows else [layout]
-        found = self._worked_out(self._candidate(self._all[-1]))
-        return [] if found is None else [found]
+        """Forced offloading of the blocks' weights: in the first placement that fits, else the smallest layout."""
+        for placement in self._all:
+            layout = self._windowed(placement)
+            if layout is not None:
+                shared = [one for one in self._placements.with_streaming(placement) if one.eighths]
+                others = map(self._windowed, shared if self._knows_rates else [])
+                return [layout, *(other for other in others if other is not None)]
+        return list(self._all_worked_out([self._candidate(self._all[-1])]))
 
-    def _shared(self, frame: StatePlacement) -> Iterator[Layout]:
-        for one in self._frames.shared(frame):
-            layout = weight_schedule.window(self._frames.layout(one), self._frames.blocks, self._wishes.prefetch)
-            if one.eighths and sizes(layout)[Home.DEVICE] <= self._room:
-                yield layout
+    def _windowed(self, placement: StatePlacement) -> Layout | None:
+        """The layout with the blocks' weights on the device around their uses only; None if it does not fit."""
+        layout = self._placements.layout(placement)
+        layout = weight_schedule.window(layout, self._placements.blocks, self._request.prefetch)
+        return layout if arena_bytes(layout)[Home.DEVICE] <= self._room[Home.DEVICE] else None
 
-    def _least(self) -> int:
-        """Device bytes of the smallest layout there is."""
-        of_weights = partial(weight_schedule.least, self._facts)
-        return min(
-            self._frames.sizes(frame).rest + of_weights(self._frames.layout(frame), self._frames.movable(frame))
-            for frame in (self._all[0], self._all[-1])
+    def _least(self, placement: StatePlacement) -> int:
+        """Device bytes of the placement with as many weights offloaded as possible."""
+        layout, indices = self._placements.layout(placement), self._placements.offloadable(placement)
+        return self._placements.sizes(placement).rest + weight_schedule.least(self._facts, layout, indices)
+
+    def _no_device(self) -> Refusal:
+        smallest = self._saved_bytes + min(map(self._least, (self._all[0], self._all[-1])))
+        budget = self._request.device_bytes
+        cure = (
+            f"{human(smallest)} are needed, {human(self._saved_bytes)} of them for what forward saves, with everything "
+            f"on the host that may be there: {human(smallest - budget)} too much for {human(budget)}; write "
+            f"{written(smallest)} or more, or a smaller training.per_device_train_batch_size{self._forced()}"
         )
+        return Refusal(f"{KEY}.gpu_memory", self._request.gpu_memory, cure)
+
+    def _no_host(self, smallest: int) -> Refusal:
+        hosted, budget = self._hosted_bytes, self._request.host_bytes
+        needed = hosted + smallest
+        part = f", {human(hosted)} of them for tensors that wait for backward" if hosted else ""
+        cure = (
+            f"{human(needed)} of host memory are needed{part}: {human(needed - budget)} too much for {human(budget)}; "
+            f"write {written(needed)} or more if the machine has it, or a larger gpu_memory{self._forced()}"
+        )
+        return Refusal(f"{KEY}.host_memory", self._request.host_memory, cure)
+
+    def _forced(self) -> str:
+        names = [name for name in ("site", "weights", "gradients") if getattr(self._request, name) != "auto"]
+        return "".join(f", or leave {KEY}.{name} at auto" for name in names)
 
 
-def _host_bytes(layout: Layout) -> int:
-    return arena_bytes(layout)[Home.HOST]
-
-
-def sizes(layout: Layout) -> dict[Home, int]:
-    """Bytes of both arenas."""
-    total = arena_bytes(layout)
-    total[Home.DEVICE] += packed(travelling(layout)).arena
-    return total
-
-
-def spread(frames: Sequence[StatePlacement], number: int) -> list[StatePlacement]:
-    """At most so many of ``frames``, evenly, the last one first and the first one last."""
-    if len(frames) <= number:
-        return list(reversed(frames))
-    return [frames[index * (len(frames) - 1) // (number - 1)] for index in reversed(range(number))]
-
-
-def _forced(wishes: OffloadRequest) -> str:
-    names = [name for name in ("site", "weights", "gradients") if getattr(wishes, name) != "auto"]
-    return "".join(f", or leave {KEY}.{name} at auto" for name in names)
-
-
-def _no_device(wishes: OffloadRequest, smallest: int, saved_bytes: int) -> Refusal:
-    cure = (
-        f"{human(smallest)} are needed, {human(saved_bytes)} of them for what forward saves, with everything moved to "
-        f"the host that may be: {human(smallest - wishes.device_bytes)} too much for {human(wishes.device_bytes)}; "
-        f"write {written(smallest)} or more, or a smaller training.per_device_train_batch_size{_forced(wishes)}"
-    )
-    return Refusal(f"{KEY}.gpu_memory", wishes.gpu_memory, cure)
-
-
-def _no_host(wishes: OffloadRequest, needed: int, hosted_bytes: int) -> Refusal:
-    part = f", {human(hosted_bytes)} of them for what waits for backward" if hosted_bytes else ""
-    cure = (
-        f"{human(needed)} of host memory are needed{part}: {human(needed - wishes.host_bytes)} too much for "
-        f"{human(wishes.host_bytes)}; write {written(needed)} or more if the machine has it, or a larger gpu_memory"
-        f"{_forced(wishes)}"
-    )
-    return Refusal(f"{KEY}.host_memory", wishes.host_memory, cure)
+def spread(placements: Sequence[StatePlacement], number: int) -> list[StatePlacement]:
+    """At most ``number`` of ``placements``, evenly, the last one first and the first one last."""
+    if len(placements) <= number:
+        return list(reversed(placements))
+    return [placements[index * (len(placements) - 1) // (number - 1)] for index in reversed(range(number))]

@@ -1,21 +1,23 @@
-"""The simulator: what one iteration of a plan costs, and why. It prices every plan, ours and others'.
+"""The simulator: how long one iteration of a plan takes, and why. Used for our plans and for other systems' policies.
 
-Four resources work at their own pace: compute, the link up, the link down, and the CPU.
+Four resources work independently: compute, the link up, the link down, and the CPU.
 
-    compute   steps in order, and updates on the device; a step waits for its items
+    compute   ticks in order, and updates on the device; a tick waits for its weights
     up        reloads, new weights from the CPU, visiting states; of those that are ready, the one needed first. Reloads
               keep the order of need among themselves
     down      gradients, visiting states, weights updated on the device that will leave; in the order they are made
     CPU       updates on the host; of those that are ready, that of the lowest block: the next forward needs it first
 
-A copy has its latency, in which it disturbs nobody, then its bytes. While bytes move in both directions, both rates are
-multiplied by the link's ``duplex``. Times are events, not slots: everything starts when what it waits for has ended.
+A copy has its latency, during which it disturbs no other copy, then its bytes. While bytes move in both directions,
+both rates are multiplied by the link's ``duplex``. Time is event-driven, not slotted: a task starts when everything it
+waits for has ended and its resource is free.
 
-The period is how much later the slowest resource ends its part from one iteration to the next, once several have run:
-a resource that falls behind binds later, though compute does not feel it yet.
+The period is how much later the slowest resource finishes from one iteration to the next, once several have run: a
+resource that falls behind limits the period in the long run, even while compute does not wait for it yet.
 
-``reload_period`` is the same for plans that move weights only, without a record, in O(steps + evictions) per iteration:
-what a search asks thousands of times. Tests hold the two equal. ``tasks.py`` says what an iteration consists of.
+``reload_period`` gives the same period for plans that move weights only, without a trace, in O(ticks + evictions) per
+iteration: the search calls it thousands of times. Tests hold the two equal. ``tasks.py`` lists the tasks of an
+iteration.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from strategies.planner.problem import Eviction, Link, Problem, memory, need_order
-from strategies.planner.tasks import Resource, Task, build
+from strategies.planner.problem import Eviction, Link, Problem, need_order
+from strategies.planner.tasks import Resource, Task, TaskBuilder, build_tasks
 
-SAME = 1e-9  # relative difference of times that are taken as equal
+SAME = 1e-9  # times that differ by less, relatively, are taken as equal
 MOST_ITERATIONS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """A piece of work of one resource, in seconds from the start of the measured iteration."""
+class TraceEvent:
+    """One task of a resource, in seconds from the start of the measured iteration."""
 
     resource: Resource
     start: float
@@ -43,14 +45,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The price of a plan.
+    """How long a plan takes.
 
     Args:
         period: seconds per iteration in steady state.
         busy: seconds each resource works in one iteration.
         hidden: how much of that runs while compute does too.
-        critical: whose work the longest chain of waits through one iteration consists of, in seconds.
-        memory: bytes on the device per step.
+        critical: seconds of each resource on the critical path through one iteration.
         events: of the measured iteration, by start.
     """
 
@@ -58,24 +59,29 @@ class Outcome:
     busy: Mapping[Resource, float]
     hidden: Mapping[Resource, float]
     critical: Mapping[Resource, float]
-    memory: tuple[int, ...]
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
 
     @property
     def binds(self) -> Resource:
-        """The resource that has the largest part in the chain which makes the period as long as it is."""
+        """The resource with the largest part of the critical path."""
         return max(Resource, key=lambda resource: self.critical[resource])
 
-    @property
-    def peak(self) -> int:
-        return max(self.memory)
 
+def simulate(
+    problem: Problem,
+    evictions: Sequence[Eviction],
+    iterations: int = 4,
+    builder: type[TaskBuilder] = TaskBuilder,
+) -> Outcome:
+    """How long ``evictions`` take, measured on the last of ``iterations`` (at least 3).
 
-def simulate(problem: Problem, evictions: Sequence[Eviction], iterations: int = 4) -> Outcome:
-    """The price of ``evictions``, measured on the last of ``iterations`` (at least 3)."""
+    Args:
+        builder: makes the tasks of an iteration.
+    """
     if iterations < 3:
         raise ValueError(f"{iterations} iterations; the first two are not like the others")
-    tasks = build(problem, evictions, iterations + 1)  # one more, whose first copies run in the measured one
+    # One iteration more: its first copies run in the measured one.
+    tasks = build_tasks(problem, evictions, iterations + 1, builder)
     _run(tasks, problem.link)
     ends = [
         {r: max((t.end for t in tasks if t.resource is r and t.iteration == at), default=0.0) for r in Resource}
@@ -87,27 +93,26 @@ def simulate(problem: Problem, evictions: Sequence[Eviction], iterations: int = 
     within = [t for t in tasks if t.end > start and t.start < end]
     spans = {r: [(max(t.start, start), min(t.end, end)) for t in within if t.resource is r] for r in Resource}
     last = max((t for t in tasks if t.resource is Resource.COMPUTE and t.end == end), key=lambda t: t.start)
-    events = [Event(t.resource, t.start - start, t.end - start, t.label) for t in within if t.end > t.start]
+    events = [TraceEvent(t.resource, t.start - start, t.end - start, t.label) for t in within if t.end > t.start]
     return Outcome(
         period=period,
         busy={r: sum(high - low for low, high in spans[r]) for r in Resource},
-        hidden={r: _shared(spans[r], spans[Resource.COMPUTE]) for r in Resource},
+        hidden={r: _overlap(spans[r], spans[Resource.COMPUTE]) for r in Resource},
         critical=_critical(last, start),
-        memory=tuple(memory(problem, evictions)),
         events=tuple(sorted(events, key=lambda event: (event.start, event.resource.value, event.label))),
     )
 
 
 def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
-    """Seconds per iteration of a plan that moves nothing but weights to the device."""
-    count = len(problem.steps)
+    """Seconds per iteration of a plan that moves only weights to the device."""
+    count = len(problem.ticks)
     issues = {eviction.gap: eviction.issue for eviction in evictions}
-    needed: list[list[tuple[int, float]]] = [[] for _ in problem.steps]
+    needed: list[list[tuple[int, float]]] = [[] for _ in problem.ticks]
     for gap in need_order(problem, issues):
-        step = gap.before % count
-        released = issues[gap] - gap.before + step - 1  # the step that must have ended; < 0: of the iteration before
-        needed[step].append((released, problem.link.up_seconds(problem.items[gap.item].num_bytes)))
-    work = [(step.seconds, copies) for step, copies in zip(problem.steps, needed, strict=True)]
+        tick = gap.before % count
+        released = issues[gap] - gap.before + tick - 1  # the tick that must have ended; < 0: of the iteration before
+        needed[tick].append((released, problem.link.up_seconds(problem.weights[gap.weight].num_bytes)))
+    work = [(tick.seconds, copies) for tick, copies in zip(problem.ticks, needed, strict=True)]
     ends, clock, arrived = [0.0] * count, 0.0, 0.0
     grown = (0.0, 0.0)
     for iteration in range(MOST_ITERATIONS):
@@ -128,7 +133,7 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
 
 
 class _Copy:
-    """A copy on its way: first its latency, then its bytes at a rate that may change."""
+    """A copy in progress: first its latency, then its bytes at a rate that may change."""
 
     def __init__(self, task: Task, now: float, latency: float) -> None:
         self.task, self.moving = task, False
@@ -136,7 +141,7 @@ class _Copy:
 
     @property
     def end(self) -> float:
-        """Of the latency, then of the bytes."""
+        """When the latency ends, then when the bytes have arrived."""
         return self._since + self._left / self._rate
 
     def begin(self, now: float) -> None:
@@ -152,7 +157,7 @@ class _Copy:
 
 
 class _Machine:
-    """Ready work per resource, and what runs."""
+    """Ready tasks per resource, and the running ones."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -162,11 +167,11 @@ class _Machine:
         self._rates = {Resource.UP: link.up, Resource.DOWN: link.down}
 
     def offer(self, task: Task) -> None:
-        """All that ``task`` waits for has ended."""
+        """Queue ``task``: everything it waits for has ended."""
         heappush(self._ready[task.resource], (task.priority, task.number, task))
 
     def start(self, now: float) -> None:
-        """Idle resources take the next of their work."""
+        """Start the next ready task of each idle resource."""
         for resource, ready in self._ready.items():
             if not ready or resource in self._works or resource in self._copies:
                 continue
@@ -179,12 +184,12 @@ class _Machine:
                 task.end = now + task.seconds
 
     def next_time(self) -> float | None:
-        """When something ends next; None: nothing runs."""
+        """When the next task or latency ends; None if nothing runs."""
         ends = [task.end for task in self._works.values()] + [copy.end for copy in self._copies.values()]
         return min(ends, default=None)
 
     def finish(self, now: float) -> list[Task]:
-        """What has ended by ``now``."""
+        """The tasks that have ended by ``now``."""
         done = [(resource, task) for resource, task in self._works.items() if task.end <= now]
         for resource, _ in done:
             del self._works[resource]
@@ -205,7 +210,7 @@ class _Machine:
 
 
 def _run(tasks: Sequence[Task], link: Link) -> None:
-    """Fill in start and end of all tasks."""
+    """Set start and end of all tasks."""
     machine, now, left = _Machine(link), 0.0, len(tasks)
     for task in tasks:
         if not task.waits:
@@ -232,7 +237,7 @@ def _run(tasks: Sequence[Task], link: Link) -> None:
 
 
 def _critical(last: Task, start: float) -> dict[Resource, float]:
-    """Seconds per resource along the chain of causes that ends with ``last``, back to ``start``."""
+    """Seconds per resource along the critical path that ends with ``last``, back to ``start``."""
     found, task = dict.fromkeys(Resource, 0.0), last
     while True:
         found[task.resource] += task.end - max(task.start, start)
@@ -241,8 +246,8 @@ def _critical(last: Task, start: float) -> dict[Resource, float]:
         task = task.cause
 
 
-def _shared(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Length of what both cover; within each of the two nothing overlaps."""
+def _overlap(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """Seconds that both cover; spans within one sequence do not overlap."""
     mine, theirs, total = sorted(spans), sorted(others), 0.0
     first = 0
     for low, high in mine:

@@ -1,16 +1,16 @@
-"""Frames: where optimizer state rests, where gradients wait, and who updates; weights all at home.
+"""State placements: where optimizer state rests, where gradients wait, and who updates; all weights on the device.
 
-From what moves the least to what moves the most, one bucket at a time:
+Placements are ordered from the one that moves the least to the one that moves the most, one bucket at a time:
 
-1. optimizer state to the host, where the CPU updates it; last units first, since backward finishes them first. With
+1. optimizer state to the host, where the CPU updates it; last units first, because backward finishes them first. With
    one micro-batch per update their gradients wait on the host as well.
 2. gradients of those buckets to the host; last units first.
 
-Besides, a part of the blocks' host updates may be streamed through the device, spread evenly: the CPU's memory and the
-link are two roads for the same state, and each idles while the other works. (Interleaving updates of the GPU and the
-CPU by a performance model is from "Deep Optimizer States", arXiv 2410.21316.)
+In addition, a part of the blocks' host updates may be streamed through the device, spread evenly: the CPU's memory and
+the link both carry state, and each would idle while the other works. (Interleaving updates of the GPU and the CPU by a
+performance model is from "Deep Optimizer States", arXiv 2410.21316.)
 
-A bucket whose state rests on the device keeps its weight there too, unless both are forced.
+A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Literal, TypeAlias
 from strategies.core.facts import Facts, Home, UnitKind
 from strategies.core.layout import Bucket, Item, Layout, Site, aligned, needs, scratch_of
 from strategies.planner.buckets import capacity, form
-from strategies.planner.movable import Movable
+from strategies.planner.offloadable import offloadable
 
 Place: TypeAlias = tuple[Site, Home]
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
-PASSING = (Item.GRAD, Item.VISIT)  # on the device; weights are counted apart
+PASSING = (Item.GRAD, Item.VISIT)  # in slots on the device; weights are counted separately
 PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRequest:
-    """What the user asked for. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
+    """The options of ``strategies.offload``. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
 
-    ``prefetch`` is how many steps ahead of its use a weight comes at most; None: as early as memory allows.
+    ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows.
     """
 
     device_bytes: int
@@ -52,11 +52,11 @@ class OffloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class StatePlacement:
-    """How many buckets have their state on the host, how many of those their gradients too, and how many eighths of
-    the blocks' host updates are streamed."""
+    """Numbers of buckets with state on the host and with gradients there, and the eighths of the blocks' host updates
+    that are streamed."""
 
     hosted: int
-    parked: int
+    grads_down: int
     eighths: int = 0
 
     @property
@@ -71,42 +71,41 @@ class StatePlacement:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Device bytes of a frame: of the weights that may travel, and of all else."""
+    """Device bytes of a placement: of the weights that may be offloaded, and of everything else."""
 
-    movable: int
+    weights: int
     rest: int
 
     @property
-    def whole(self) -> int:
-        return self.movable + self.rest
+    def total(self) -> int:
+        return self.weights + self.rest
 
 
 class StatePlacements:
-    """The frames that the wishes allow."""
+    """The placements that a request allows."""
 
-    def __init__(self, facts: Facts, wishes: OffloadRequest) -> None:
-        self._wishes = wishes
-        size = wishes.bucket_bytes or capacity(facts)
+    def __init__(self, facts: Facts, request: OffloadRequest) -> None:
+        self._request = request
+        size = request.bucket_bytes or capacity(facts)
         self._buckets = form(facts, size)
-        movable = Movable(facts, size)
-        streams = wishes.weights == "streamed"
-        self.blocks = self._free(movable.blocks(self._buckets), even_if=streams)
-        self._ends = self._free(movable.ends(self._buckets))
-        always = set(self.blocks) if streams and wishes.site == "auto" else set[int]()
-        self._hosted_always = always
-        self._passing = set(movable.passing(self._buckets))
+        movable = offloadable(facts, self._buckets, size)
+        streams, auto = request.weights == "streamed", request.site == "auto"
+        self.blocks = self._free(movable.blocks, even_if=streams)
+        self._ends = self._free(movable.ends)
+        self._sendable = set(movable.gradients)
+        self._hosted_always = set(self.blocks) if streams and auto else set[int]()
         trainable = [index for index, bucket in enumerate(self._buckets) if bucket.group is not None]
-        self._hostable = [index for index in trainable if index not in always] if wishes.site == "auto" else []
-        self._parks_early = wishes.gradients == "host" or (wishes.gradients == "auto" and facts.run.accumulation == 1)
+        self._hostable = [index for index in trainable if index not in self._hosted_always] if auto else []
+        self._sends_early = request.gradients == "host" or (request.gradients == "auto" and facts.run.accumulation == 1)
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
-        # Embedding and head are large: places for their state would cost more than they bring.
+        # Embedding and head are large: slots for their state would cost more memory than they free.
         self._streamable = [i for i, bucket in enumerate(self._buckets) if set(bucket.units) <= names]
         # One more than a block has, so that its backward does not wait for the gradients of the one before.
-        passing = Counter(self._buckets[index].units[0] for index in self._passing)
+        passing = Counter(self._buckets[index].units[0] for index in self._sendable)
         self._empty = Layout(
             buckets=(),
             units=tuple(unit.name for unit in facts.units),
-            in_backward=wishes.in_backward,
+            in_backward=request.in_backward,
             accumulation=facts.run.accumulation,
             max_grad_norm=facts.run.max_grad_norm,
             moments=facts.run.moments,
@@ -115,61 +114,56 @@ class StatePlacements:
         self._weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
         self._cache: list[dict[Place, tuple[int, tuple[tuple[Item, int], ...], int]]] = [{} for _ in self._buckets]
 
-    def _free(self, movable: list[int], *, even_if: bool = False) -> list[int]:
-        """Those of ``movable`` whose state may rest where their weight does not."""
-        if self._wishes.weights == "resident":
+    def _free(self, indices: list[int], *, even_if: bool = False) -> list[int]:
+        """Those of ``indices`` whose state may rest where their weight does not."""
+        if self._request.weights == "resident":
             return []
-        bound = self._wishes.site == "device" and not even_if
-        return [index for index in movable if not bound or self._buckets[index].group is None]
+        bound = self._request.site == "device" and not even_if
+        return [index for index in indices if not bound or self._buckets[index].group is None]
 
     def all(self) -> list[StatePlacement]:
-        """From what moves the least to what moves the most; nothing is streamed that was not asked for."""
-        frame = StatePlacement(0, 0)
-        found = [frame]
-        for hosted in range(1, len(self._hostable) + 1):
-            found.append(frame := replace(frame, hosted=hosted))
-        found += [replace(frame, parked=parked) for parked in range(1, len(self._parkable(self._sites(frame))) + 1)]
-        return found
+        """All placements without streaming beyond the request, from what moves the least to what moves the most."""
+        found = [StatePlacement(hosted, 0) for hosted in range(len(self._hostable) + 1)]
+        most = len(self._choice_of_grads(self._sites(found[-1])))
+        return found + [replace(found[-1], grads_down=number) for number in range(1, most + 1)]
 
-    def shared(self, frame: StatePlacement) -> Iterator[StatePlacement]:
-        """``frame``, and the same with host updates streamed."""
-        yield frame
-        if self._wishes.site == "auto" and self._streaming(self._hosted(frame), PARTS):
-            yield from (replace(frame, eighths=eighths) for eighths in range(1, PARTS + 1))
+    def with_streaming(self, placement: StatePlacement) -> Iterator[StatePlacement]:
+        """``placement``, and the same with host updates streamed."""
+        yield placement
+        if self._request.site == "auto" and self._streaming(self._hosted(placement), PARTS):
+            yield from (replace(placement, eighths=eighths) for eighths in range(1, PARTS + 1))
 
-    def movable(self, frame: StatePlacement) -> list[int]:
-        """Buckets whose weights may travel."""
-        forced = self._wishes.weights == "streamed"
-        sites = self._sites(frame)
+    def offloadable(self, placement: StatePlacement) -> list[int]:
+        """Buckets whose weights may be offloaded."""
+        forced = self._request.weights == "streamed"
+        sites = self._sites(placement)
         blocks = [index for index in self.blocks if forced or sites[index] is not Site.DEVICE]
         return blocks + [index for index in self._ends if sites[index] is not Site.DEVICE]
 
-    def largest_unit(self, frame: StatePlacement) -> int:
-        """Weights that may travel and are needed at one step, at most."""
+    def largest_unit(self, placement: StatePlacement) -> int:
+        """The most bytes of offloadable weights that one unit needs."""
         sums: Counter[str] = Counter()
-        for index in self.movable(frame):
+        for index in self.offloadable(placement):
             for unit in self._buckets[index].units:
                 sums[unit] += aligned(self._buckets[index].weight_bytes)
         return max(sums.values(), default=0)
 
-    def layout(self, frame: StatePlacement) -> Layout:
-        """All buckets as ``frame`` places them, every weight resident."""
-        return replace(self._empty, buckets=tuple(self.buckets(frame)))
+    def layout(self, placement: StatePlacement) -> Layout:
+        """All buckets as ``placement`` places them, every weight resident."""
+        pairs = self.placed(placement)
+        return replace(
+            self._empty, buckets=tuple(replace(bucket, site=site, grad_home=home) for bucket, (site, home) in pairs)
+        )
 
-    def buckets(self, frame: StatePlacement) -> Iterator[Bucket]:
-        """The buckets as ``frame`` places them."""
-        for bucket, (site, grad_home) in self.placed(frame):
-            yield replace(bucket, site=site, grad_home=grad_home)
+    def placed(self, placement: StatePlacement) -> Iterator[tuple[Bucket, Place]]:
+        """Each bucket with its site and the home of its gradients."""
+        return zip(self._buckets, self._places(placement), strict=True)
 
-    def placed(self, frame: StatePlacement) -> Iterator[tuple[Bucket, Place]]:
-        """Each bucket with its site, and where its gradients wait: as ``buckets``, without making any."""
-        return zip(self._buckets, self._places(frame), strict=True)
-
-    def sizes(self, frame: StatePlacement) -> Sizes:
-        """What the frame needs on the device; the same as of its layout, in a fraction of the time."""
+    def sizes(self, placement: StatePlacement) -> Sizes:
+        """Device bytes of the placement; the same as ``arena_bytes`` of its layout, much faster."""
         rest, mixed = 0, 0
         most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
-        for index, place in enumerate(self._places(frame)):
+        for index, place in enumerate(self._places(placement)):
             permanent, passing, scratch = self._costs(index, place)
             rest += permanent
             mixed = max(mixed, scratch)
@@ -177,11 +171,11 @@ class StatePlacements:
                 most[item] = max(most[item], size)
                 count[item] += 1
         rest += sum(most[item] * min(self._empty.slots(item), count[item]) for item in PASSING)
-        weights = sum(self._weights[index] for index in self.movable(frame))
+        weights = sum(self._weights[index] for index in self.offloadable(placement))
         return Sizes(weights, rest - weights + scratch_of([mixed]))
 
     def _costs(self, index: int, place: Place) -> tuple[int, tuple[tuple[Item, int], ...], int]:
-        """Of one bucket on the device: permanent bytes, what passes in which sizes, elements that use scratch."""
+        """One bucket on the device: permanent bytes, item and size of what uses slots, elements that use scratch."""
         found = self._cache[index].get(place)
         if found is None:
             site, grad_home = place
@@ -193,35 +187,35 @@ class StatePlacements:
             self._cache[index][place] = found
         return found
 
-    def _places(self, frame: StatePlacement) -> list[Place]:
-        sites = self._sites(frame)
-        parkable = self._parkable(sites)
-        down = set(parkable[len(parkable) - frame.parked :])
-        if self._parks_early:
-            early = {Site.HOST, Site.STREAMED} if self._wishes.gradients == "host" else {Site.HOST}
-            down |= {index for index, site in enumerate(sites) if site in early and index in self._passing}
-        for index in self._streaming(self._hosted(frame), frame.eighths):
+    def _places(self, placement: StatePlacement) -> list[Place]:
+        sites = self._sites(placement)
+        either = self._choice_of_grads(sites)
+        down = set(either[len(either) - placement.grads_down :])
+        if self._sends_early:
+            early = {Site.HOST, Site.STREAMED} if self._request.gradients == "host" else {Site.HOST}
+            down |= {index for index, site in enumerate(sites) if site in early and index in self._sendable}
+        for index in self._streaming(self._hosted(placement), placement.eighths):
             sites[index] = Site.STREAMED
         return [(site, Home.HOST if index in down else Home.DEVICE) for index, site in enumerate(sites)]
 
-    def _sites(self, frame: StatePlacement) -> list[Site]:
-        """Before anything is streamed that was not asked for."""
-        forced = None if self._wishes.site == "auto" else Site(self._wishes.site)
-        hosted = self._hosted(frame)
+    def _sites(self, placement: StatePlacement) -> list[Site]:
+        """The site of each bucket, before a part of the host updates is streamed."""
+        forced = None if self._request.site == "auto" else Site(self._request.site)
+        hosted = self._hosted(placement)
         return [
             Site.NONE if bucket.group is None else forced or (Site.HOST if index in hosted else Site.DEVICE)
             for index, bucket in enumerate(self._buckets)
         ]
 
-    def _hosted(self, frame: StatePlacement) -> set[int]:
-        return self._hosted_always | set(self._hostable[len(self._hostable) - frame.hosted :])
+    def _hosted(self, placement: StatePlacement) -> set[int]:
+        return self._hosted_always | set(self._hostable[len(self._hostable) - placement.hosted :])
 
-    def _parkable(self, sites: Sequence[Site]) -> list[int]:
+    def _choice_of_grads(self, sites: Sequence[Site]) -> list[int]:
         """Buckets whose gradients may wait at either home, in order."""
-        if self._wishes.gradients != "auto":
+        if self._request.gradients != "auto":
             return []
-        free = {Site.STREAMED} if self._parks_early else {Site.STREAMED, Site.HOST}
-        return [index for index, site in enumerate(sites) if site in free and index in self._passing]
+        free = {Site.STREAMED} if self._sends_early else {Site.STREAMED, Site.HOST}
+        return [index for index, site in enumerate(sites) if site in free and index in self._sendable]
 
     def _streaming(self, hosted: set[int], eighths: int) -> set[int]:
         """``eighths`` of the blocks' hosted buckets, spread evenly over them."""

@@ -1,14 +1,14 @@
-"""What a step of a plan will take: the layout as a problem for the simulator. Simulated, and always called so.
+"""The cost of a step: a layout as a problem for the simulator. Its seconds are always labelled as simulated.
 
-Compute times are those that were measured, else floating-point operations over the rate of matrix products; backward
-takes twice the forward, and what it does again besides (all of a block under Hugging Face's checkpointing; else as
+Compute times are measured ones if there are any, else floating-point operations over the rate of matrix products.
+Backward takes twice the forward, plus what it recomputes (all of a block under Hugging Face's checkpointing; else as
 counted, see ``activation_policy.py``). A unit's part of the operations is its part of the weights that matrix products
-read: all but the embedding's, and a tied table counts for the head. Attention's own products are spread likewise.
+read: all but the embedding's, and a tied table counts for the head. Attention's own products are distributed likewise.
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written.
 
-A weight that stays over the end of an iteration still comes up once, if the CPU updates it.
+A weight that is resident over the end of an iteration still comes up once if the CPU updates it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from strategies.core.facts import Facts, Rates, UnitKind
 from strategies.core.layout import Bucket, Layout, Site, ticks_of, uses
 from strategies.core.plan import Plan
-from strategies.planner.problem import Eviction, Link, Problem, Step, Update, Weight, When
+from strategies.planner.problem import Eviction, Link, Problem, Tick, Update, Weight
 from strategies.planner.simulate import Outcome, simulate
-from strategies.planner.tasks import Resource, build
+from strategies.planner.tasks import Resource, build_tasks
 
 STEADY = 2  # the first iteration that is like those after it
 TOUCHED_BYTES = 28  # per parameter, by an update: 4 numbers read and 3 written, in fp32
@@ -29,7 +29,7 @@ TOUCHED_BYTES = 28  # per parameter, by an update: 4 numbers read and 3 written,
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A simulated step. ``compute_seconds`` is what it would take if nothing ever waited and nothing was updated."""
+    """A simulated step. ``compute_seconds``: forward and backward without any waiting or updates."""
 
     outcome: Outcome
     compute_seconds: float
@@ -38,30 +38,6 @@ class StepCost:
     @property
     def seconds(self) -> float:
         return self.outcome.period
-
-    def lines(self) -> Iterator[str]:
-        """For people: the step, and the bill: what each resource is busy, what of it compute hides, what binds."""
-        out = self.outcome
-        yield (
-            f"simulated step: {self.seconds:.3g} s, of which forward and backward {self.compute_seconds:.3g} s "
-            f"({self.compute_seconds / self.seconds:.0%}); {out.binds.value} binds; rates: {self.origin}"
-        )
-        yield f"  {'':<9}  {'busy':>8}  {'hidden':>6}  on the longest chain of waits"
-        for resource in Resource:
-            if out.busy[resource] > 0:
-                hidden = "" if resource is Resource.COMPUTE else f"{out.hidden[resource] / out.busy[resource]:.0%}"
-                chain = f"{out.critical[resource]:.3g} s ({out.critical[resource] / self.seconds:.0%})"
-                yield f"  {resource.value:<9}  {out.busy[resource]:>6.3g} s  {hidden:>6}  {chain}"
-
-    def bill(self) -> str:
-        """What is busy beside compute, on one line."""
-        out = self.outcome
-        parts = [
-            f"{resource.value} {out.busy[resource]:.3g} s ({out.hidden[resource] / out.busy[resource]:.0%} hidden)"
-            for resource in Resource
-            if resource is not Resource.COMPUTE and out.busy[resource] > 0
-        ]
-        return f"busy beside compute: {', '.join(parts) or 'nothing'}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -75,8 +51,8 @@ class StepCost:
         }
 
 
-def price(plan: Plan) -> StepCost | None:
-    """The simulated step of ``plan``; None where nothing is stowed or nobody knows the machine's rates."""
+def plan_cost(plan: Plan) -> StepCost | None:
+    """The simulated step of ``plan``; None if nothing is stowed or the machine's rates are unknown."""
     rates, layout = plan.facts.machine.rates, plan.layout
     if rates is None or layout is None or not plan.facts.run.forward_flops:
         return None
@@ -91,13 +67,8 @@ def cost_of(facts: Facts, layout: Layout, rates: Rates) -> StepCost:
     return StepCost(outcome, problem.compute_seconds * layout.accumulation, origin)
 
 
-def alone(facts: Facts, rates: Rates) -> float:
-    """Simulated seconds of a step that moves nothing but what is saved on the host, without its update."""
-    return cost_of(facts, empty(facts), rates).seconds
-
-
 def empty(facts: Facts) -> Layout:
-    """The layout of a run that stows nothing."""
+    """The layout of a run that stows nothing: its cost has no update, and only saved tensors cross the link."""
     names = tuple(unit.name for unit in facts.units)
     return Layout(buckets=(), units=names, in_backward=False, accumulation=facts.run.accumulation, max_grad_norm=0.0)
 
@@ -105,28 +76,31 @@ def empty(facts: Facts) -> Layout:
 def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
     """Bytes that cross the link in one step, up and down."""
     problem = problem_of(facts, layout, rates)
-    tasks = [task for task in build(problem, list(evictions_of(problem, layout)), 4) if task.iteration == STEADY]
+    tasks = [task for task in build_tasks(problem, list(evictions_of(problem, layout)), 4) if task.iteration == STEADY]
     up, down = (sum(task.num_bytes for task in tasks if task.resource is lane) for lane in (Resource.UP, Resource.DOWN))
     return up, down
 
 
 def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
-    """Steps, items and link of ``layout``. Memory is not part of it: the layout fits, or it would not be one."""
+    """Ticks, weights and link of ``layout``. The budget is unlimited: a layout fits by construction."""
     names = [unit.name for unit in facts.units]
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
-    steps_by_unit = ticks_of(names)
-    steps = [
-        Step(f"forward {unit.name}", seconds, 0, unit.hosted_bytes)
+    ticks_by_unit = ticks_of(names)
+    ticks = [
+        Tick(f"forward {unit.name}", seconds, 0, unit.hosted_bytes)
         for unit, seconds in zip(facts.units, forward, strict=True)
     ]
-    steps += [Step(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
+    ticks += [Tick(f"backward {names[i]}", backward[i], 0) for i in reversed(range(len(names)))]
     return Problem(
-        steps=tuple(steps),
-        items=tuple(_item(bucket, layout, facts, rates, steps_by_unit) for bucket in layout.buckets),
+        ticks=tuple(ticks),
+        weights=tuple(
+            Weight(bucket.name, bucket.weight_bytes, uses(bucket, ticks_by_unit), _update(bucket, layout, facts, rates))
+            for bucket in layout.buckets
+        ),
         link=Link(rates.link_latency_s, rates.up_bytes_per_s, rates.down_bytes_per_s, rates.duplex_factor),
         budget=1 << 62,
         accumulation=layout.accumulation,
-        when=When.BACKWARD if layout.in_backward else When.FORWARD,
+        in_backward=layout.in_backward,
         grad_slots=layout.grad_slots,
         visit_slots=layout.visit_slots,
     )
@@ -153,10 +127,6 @@ def unit_flops(facts: Facts) -> list[float]:
     return [facts.run.forward_flops * reads[unit.name] / total if total else 0.0 for unit in facts.units]
 
 
-def _item(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, steps: dict[str, tuple[int, int]]) -> Weight:
-    return Weight(bucket.name, bucket.weight_bytes, uses(bucket, steps), _update(bucket, layout, facts, rates))
-
-
 def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Update | None:
     if bucket.site is Site.NONE:
         return None
@@ -175,11 +145,11 @@ def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Updat
 
 
 def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
-    """The gaps in which the layout's weights are away, and the steps at which they come back."""
-    count = len(problem.steps)
+    """The gaps in which the layout's weights are away, and the ticks at which they come back."""
+    count = len(problem.ticks)
     for gap in problem.gaps:
-        stays = layout.buckets[gap.item].resident_ticks
-        here = {step for start, end in stays for step in range(start, end)}
-        if stays and (gap.after + 1) % count not in here:
-            issue = next(step for step in range(gap.after + 1, gap.before + 1) if step % count in here)
+        ranges = layout.buckets[gap.weight].resident_ticks
+        here = {tick for start, end in ranges for tick in range(start, end)}
+        if ranges and (gap.after + 1) % count not in here:
+            issue = next(tick for tick in range(gap.after + 1, gap.before + 1) if tick % count in here)
             yield Eviction(gap, issue)

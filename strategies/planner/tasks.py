@@ -1,17 +1,17 @@
-"""Tasks: what an iteration consists of, and what waits for what. The simulator carries them out.
+"""Tasks: what an iteration consists of and what each part waits for. ``simulate.py`` schedules them.
 
-    step        waits for the step before it, its items' reloads and new weights, and, where it makes a gradient that
-                goes down, for a free slot
-    reload      waits for the step before its issue, the reload needed before it, and the weight on the host
-    gradient    goes down after the item's last use: once per pass where it rests on the host, else once per iteration
-    update      waits for the gradient (``When.BACKWARD``), or for all of them, that is for the norm
-    weight      a host update's new weight goes up; where the item is away, its reload is that copy
+    tick        waits for the tick before it, its weights' reloads and new values, and, if it makes a gradient that goes
+                down, for a free slot
+    reload      waits for the tick before its issue, the reload needed before it, and the weight on the host
+    gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration
+    update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm
+    weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
     visit       state comes up into one of a few slots, is updated, and goes down again
-    return      a weight updated on the device goes down, if it leaves at all
-    saved       what forward sends to the host goes down after its step; the step after the next one waits for it, since
-                its memory is then used again. It comes up when backward of the next unit begins
+    return      a weight updated on the device goes down if it leaves at all
+    saved       tensors that forward sends to the host go down after its tick; the tick after the next one waits for
+                that, because it uses their memory again. They come up when backward of the next unit begins
 
-The adding up of gradients on the host is not counted as work of the CPU.
+Summing gradients on the host is not counted as work of the CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from enum import Enum
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.problem import Eviction, Problem, Update, When, need_order
+from strategies.planner.problem import Eviction, Problem, Update, need_order
 
 
 class Resource(Enum):
-    """What works beside the others."""
+    """What works in parallel to the others."""
 
     COMPUTE = "compute"
     UP = "link up"
@@ -35,7 +35,7 @@ class Resource(Enum):
 
 
 class Task:
-    """A piece of work: what it takes, how many tasks it waits for, and which tasks wait for it."""
+    """One piece of work: its size, how many tasks it waits for, and which tasks wait for it."""
 
     __slots__ = (
         "cause", "end", "iteration", "label", "num_bytes", "number", "priority", "resource", "seconds", "start", "then",
@@ -51,46 +51,35 @@ class Task:
         self.start = self.end = 0.0
 
 
-def build(problem: Problem, evictions: Sequence[Eviction], iterations: int) -> list[Task]:
-    """All tasks of so many iterations, each after those it waits for."""
-    builder = _Builder(problem, evictions)
-    for iteration in range(iterations):
-        builder.iteration(iteration)
-    return builder.tasks
+class TaskBuilder:
+    """Appends the tasks of one iteration after the other."""
 
-
-class _Builder:
     def __init__(self, problem: Problem, evictions: Sequence[Eviction]) -> None:
         self.tasks: list[Task] = []
         self._problem = problem
         self._at = 0
-        self._issues = {eviction.gap: eviction.issue for eviction in evictions}
-        self._needed: list[list[tuple[int, int]]] = [[] for _ in problem.steps]  # per step: item, step before issue
-        for gap in need_order(problem, self._issues):
-            step = gap.before % len(problem.steps)
-            self._needed[step].append((gap.item, self._issues[gap] - gap.before + step - 1))
-        self._leaves = {gap.item for gap in self._issues}
-        self._away = {gap.item for gap in self._issues if gap.before >= len(problem.steps)}  # over the boundary
-        order = sorted(range(len(problem.items)), key=lambda index: problem.rank[index])
-        self._first: list[list[int]] = [
-            [i for i in order if problem.items[i].uses[0] == s] for s in range(len(problem.steps))
-        ]
-        self._last: list[list[int]] = [
-            [i for i in order if problem.items[i].uses[-1] == s] for s in range(len(problem.steps))
-        ]
-        self._users = [[i for i in order if s in problem.items[i].uses] for s in range(len(problem.steps))]
-        self._order = order
-        self._ends: list[Task | None] = [None] * len(problem.steps)  # the steps of the pass before
+        count, weights = len(problem.ticks), problem.weights
+        issues = {eviction.gap: eviction.issue for eviction in evictions}
+        self._needed: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # per tick: weight, tick before issue
+        for gap in need_order(problem, issues):
+            tick = gap.before % count
+            self._needed[tick].append((gap.weight, issues[gap] - gap.before + tick - 1))
+        self._leaves = {gap.weight for gap in issues}
+        self._away = {gap.weight for gap in issues if gap.before >= count}  # over the boundary
+        self._order = sorted(range(len(weights)), key=lambda index: problem.rank[index])
+        self._first = [[i for i in self._order if weights[i].uses[0] == t] for t in range(count)]
+        self._last = [[i for i in self._order if weights[i].uses[-1] == t] for t in range(count)]
+        self._users = [[i for i in self._order if t in weights[i].uses] for t in range(count)]
+        self._ends: list[Task | None] = [None] * count  # the ticks of the pass before
         self._compute: Task | None = None
         self._reload: Task | None = None
-        self._gate: dict[int, list[Task]] = {}  # per item: what its next use waits for
-        self._weight: dict[int, Task] = {}  # per item: what makes the host's copy current
-        self._landed: dict[int, Task] = {}  # per item: its gradient on the host
+        self._gate: dict[int, list[Task]] = {}  # per weight: what its next use waits for
+        self._weight: dict[int, Task] = {}  # per weight: what makes the host's copy current
+        self._landed: dict[int, Task] = {}  # per weight: its gradient on the host
         self._due: dict[int, list[Task]] = {}  # updates on the device before the next use, and what they wait for
         self._sent: deque[Task] = deque(maxlen=problem.grad_slots)
         self._visits: deque[Task] = deque(maxlen=problem.visit_slots)
-        self._hold: list[Task] = []  # what the next step waits for in any case
-        self._saved: dict[int, Task] = {}  # per forward step of this pass: what it saved, on its way down
+        self._saved: dict[int, Task] = {}  # per forward tick of this pass: the copy down of what it saved
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
         task = Task(resource, label, len(self.tasks), self._at)
@@ -106,7 +95,7 @@ class _Builder:
         return task
 
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
-        """Compute, after all compute before it."""
+        """A task of compute, after all compute before it."""
         self._compute = self._task(Resource.COMPUTE, label, (self._compute, *after))
         self._compute.seconds = seconds
         return self._compute
@@ -117,102 +106,108 @@ class _Builder:
         passes = self._problem.accumulation
         for index in range(number * passes, (number + 1) * passes):
             self._pass(index, is_last=index + 1 == (number + 1) * passes)
-        if self._problem.when is not When.BACKWARD:
-            for item in self._order:
-                self._submit(item, self._compute, (number + 1) * passes)  # the last step: the norm is known
-        if self._problem.when is When.SERIAL:
-            for item in [item for item in self._order if item in self._due]:
-                self._update_on_device(item, (number + 1) * passes)
-            self._hold = [*self._weight.values(), *(task for tasks in self._gate.values() for task in tasks)]
+        if not self._problem.in_backward:
+            for weight in self._order:
+                self._submit(weight, self._compute, (number + 1) * passes)  # the last tick: the norm is known
 
     def _pass(self, number: int, *, is_last: bool) -> None:
         before, self._ends = self._ends, [None] * len(self._ends)
-        for step, todo in enumerate(self._problem.steps):
-            for item, released in self._needed[step]:
-                self._bring(item, self._ends[released] if released >= 0 else before[released], (number, step))
-            for item in [item for item in self._first[step] if item in self._due]:
-                self._update_on_device(item, number)
-            waits = [task for item in self._users[step] for task in self._gate.pop(item, [])]
-            waits += self._saved_of(step, number)
-            ending = [item for item in self._last[step] if self._sends(item, is_last)]
+        for tick, todo in enumerate(self._problem.ticks):
+            for weight, released in self._needed[tick]:
+                self._bring(weight, self._ends[released] if released >= 0 else before[released], (number, tick))
+            for weight in [weight for weight in self._first[tick] if weight in self._due]:
+                self._update_on_device(weight, number)
+            waits = [task for weight in self._users[tick] for task in self._gate.pop(weight, [])]
+            waits += self._saved_of(tick, number)
+            ending = [weight for weight in self._last[tick] if self._sends(weight, is_last)]
             slots = [self._sent[0]] if ending and len(self._sent) == self._problem.grad_slots else []
-            made = self._work(todo.name, todo.seconds, (*waits, *slots, *self._hold))
-            self._hold, self._ends[step] = [], made
+            made = self._work(todo.name, todo.seconds, (*waits, *slots))
+            self._ends[tick] = made
             if todo.hosted_bytes:
-                self._saved[step] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
-            for item in ending:
-                label = f"gradient {self._problem.items[item].name}"
-                self._landed[item] = self._copy(Resource.DOWN, label, self._update(item).grad_bytes, [made])
-                self._sent.append(self._landed[item])
-            if is_last and self._problem.when is When.BACKWARD:
-                for item in self._last[step]:
-                    self._submit(item, made, number)
-                    if item in self._due:
-                        self._update_on_device(item, number)
+                self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
+            for weight in ending:
+                label = f"gradient {self._problem.weights[weight].name}"
+                self._landed[weight] = self._copy(Resource.DOWN, label, self._update(weight).grad_bytes, [made])
+                self._sent.append(self._landed[weight])
+            if is_last and self._problem.in_backward:
+                for weight in self._last[tick]:
+                    self._submit(weight, made, number)
+                    if weight in self._due:
+                        self._update_on_device(weight, number)
 
-    def _saved_of(self, step: int, number: int) -> Iterator[Task]:
-        """What ``step`` waits for of the tensors that wait on the host: those that leave, those that it needs."""
-        count = len(self._problem.steps)
-        if step <= count // 2 and step - 2 in self._saved:
-            yield self._saved[step - 2]
-        sent = self._saved.pop(count - 1 - step, None) if step >= count // 2 else None
+    def _saved_of(self, tick: int, number: int) -> Iterator[Task]:
+        """Copies of saved tensors that ``tick`` waits for: down, to reuse their memory, and up, if it needs them."""
+        count = len(self._problem.ticks)
+        if tick <= count // 2 and tick - 2 in self._saved:
+            yield self._saved[tick - 2]
+        sent = self._saved.pop(count - 1 - tick, None) if tick >= count // 2 else None
         if sent is not None:
-            later = (sent, self._ends[step - 2])  # backward of the next unit begins when that of the one after ends
-            up = self._copy(Resource.UP, f"saved for {self._problem.steps[step].name}", sent.num_bytes, later)
-            up.priority = (number, step, -1)
+            later = (sent, self._ends[tick - 2])  # backward of the next unit begins when that of the one after it ends
+            up = self._copy(Resource.UP, f"saved for {self._problem.ticks[tick].name}", sent.num_bytes, later)
+            up.priority = (number, tick, -1)
             yield up
 
-    def _update(self, item: int) -> Update:
-        update = self._problem.items[item].update
+    def _update(self, weight: int) -> Update:
+        update = self._problem.weights[weight].update
         assert update is not None
         return update
 
-    def _sends(self, item: int, is_last: bool) -> bool:
-        update = self._problem.items[item].update
+    def _sends(self, weight: int, is_last: bool) -> bool:
+        update = self._problem.weights[weight].update
         return update is not None and update.sends_down and (is_last or update.grad_home is Home.HOST)
 
-    def _bring(self, item: int, ended: Task | None, need: tuple[int, int]) -> None:
-        """The reload that the step ``need`` waits for."""
-        info = self._problem.items[item]
+    def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
+        """The reload that the tick ``need`` waits for."""
+        info = self._problem.weights[weight]
         self._reload = self._copy(
-            Resource.UP, f"weight {info.name}", info.num_bytes, (ended, self._reload, self._weight.get(item))
+            Resource.UP, f"weight {info.name}", info.num_bytes, (ended, self._reload, self._weight.get(weight))
         )
-        self._reload.priority = (*need, self._problem.rank[item])
-        self._gate.setdefault(item, []).append(self._reload)
+        self._reload.priority = (*need, self._problem.rank[weight])
+        self._gate.setdefault(weight, []).append(self._reload)
 
-    def _submit(self, item: int, gradient: Task | None, used_in: int) -> None:
-        """All that the update of ``item`` needs is made by ``gradient``; the next pass that uses it is ``used_in``."""
-        info = self._problem.items[item]
+    def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
+        """Add the update of ``weight``, which waits for ``gradient``; the next pass that uses it is ``used_in``."""
+        info = self._problem.weights[weight]
         if info.update is None or info.update.site is Site.NONE:
             return
-        waits = [task for task in (gradient, self._landed.get(item)) if task is not None]
+        waits = [task for task in (gradient, self._landed.get(weight)) if task is not None]
         if info.update.site is not Site.HOST:
-            self._due[item] = waits
+            self._due[weight] = waits
             return
         task = self._task(Resource.CPU, f"update {info.name}", waits)
         task.seconds = info.update.seconds
-        task.priority = (self._at, info.uses[0], self._problem.rank[item])
-        self._weight[item] = task
-        if item not in self._away:
+        task.priority = (self._at, info.uses[0], self._problem.rank[weight])
+        self._weight[weight] = task
+        if weight not in self._away:
             sent = self._copy(Resource.UP, f"new weight {info.name}", info.num_bytes, [task])
-            sent.priority = (used_in + 1, info.uses[0], self._problem.rank[item])
-            self._gate.setdefault(item, []).append(sent)
+            sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
+            self._gate.setdefault(weight, []).append(sent)
 
-    def _update_on_device(self, item: int, number: int) -> None:
-        """The kernel; around it the visit of the state, and after it the way back of the weight."""
-        info, update, waits = self._problem.items[item], self._update(item), self._due.pop(item)
-        gate = self._gate.get(item, [])
+    def _update_on_device(self, weight: int, number: int) -> None:
+        """The kernel; around it the visit of the state, and after it the copy of the weight to the host."""
+        info, update, waits = self._problem.weights[weight], self._update(weight), self._due.pop(weight)
+        gate = self._gate.get(weight, [])
         if update.site is Site.STREAMED:
-            early = self._problem.when is When.BACKWARD  # state may come before its gradient is there
+            early = self._problem.in_backward  # state may come before its gradient is there
             slot = self._visits[0] if len(self._visits) == self._problem.visit_slots else None
             down = update.grad_home is Home.HOST
             size = update.state_bytes + (update.grad_bytes if down else 0)
             visit = self._copy(Resource.UP, f"state {info.name}", size, (slot, *([] if early and not down else waits)))
-            visit.priority = (number, info.uses[-1] if early else info.uses[0], self._problem.rank[item])
+            visit.priority = (number, info.uses[-1] if early else info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
         done = self._work(f"update {info.name}", update.seconds, (*gate, *waits))
-        self._gate.pop(item, None)
+        self._gate.pop(weight, None)
         if update.site is Site.STREAMED:
             self._visits.append(self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done]))
-        if item in self._leaves:
-            self._weight[item] = self._copy(Resource.DOWN, f"weight {info.name}", info.num_bytes, [done])
+        if weight in self._leaves:
+            self._weight[weight] = self._copy(Resource.DOWN, f"weight {info.name}", info.num_bytes, [done])
+
+
+def build_tasks(
+    problem: Problem, evictions: Sequence[Eviction], iterations: int, builder: type[TaskBuilder] = TaskBuilder
+) -> list[Task]:
+    """All tasks of so many iterations, each after those it waits for."""
+    made = builder(problem, evictions)
+    for iteration in range(iterations):
+        made.iteration(iteration)
+    return made.tasks

@@ -1,21 +1,21 @@
 """The plan as a table for people and as JSON for machines.
 
-One row per unit and kind of tensor; consecutive blocks with equal answers share a row. Every row says who decided
-it and why; the totals below say what is needed, what there is, and what the difference is.
+One row per unit and kind of tensor; consecutive blocks with equal answers share a row. Every row says who decided it
+and why; the totals below compare what is needed with what the machine has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.core.facts import Unit
-from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel
+from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel, answer
+from strategies.core.sizes import human
+from strategies.report.table import table as aligned
 
-GIB = 1 << 30
 HEADER = ("unit", "tensors", "each rank", "bytes", "home", "decided by", "why")
-RIGHT = {"bytes"}
 IN_RAM = {Home.DEVICE: "this machine's RAM", Home.HOST: "the same RAM"}  # without an accelerator
 
 
@@ -38,18 +38,8 @@ class Row:
         return (unit, self.tensors, part, human(self.num_bytes), self.home.value, self.decided_by, self.reason)
 
 
-def human(num_bytes: int) -> str:
-    """Bytes with three or four significant digits in binary units."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1023.95:  # what would print as 1024.0 is one of the next unit
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
-
-
 def rows(plan: Plan) -> list[Row]:
-    """All rows in order of first use; tensors that do not exist are left out."""
+    """All rows in order of first use, without tensors that do not exist."""
     groups = _alike(plan)
     found = [
         row
@@ -72,14 +62,13 @@ def _alike(plan: Plan) -> list[list[Unit]]:
     """Runs of consecutive units whose sizes and answers are equal."""
 
     def signature(unit: Unit) -> tuple[object, ...]:
-        # When a unit travels differs from block to block, and is not in this table.
+        # How far ahead a unit is fetched differs from block to block and is not in this table.
         decisions = [d for d, _ in plan.answers.values() if d.unit == unit.name and not isinstance(d, Travel)]
         return (unit.kind, unit.num_params, unit.num_trainable, *map(_said, decisions))
 
     groups: list[list[Unit]] = []
     for unit in plan.facts.units:
-        near = groups and _close(groups[-1][0], unit) and signature(groups[-1][0]) == signature(unit)
-        if near:
+        if groups and _close(groups[-1][0], unit) and signature(groups[-1][0]) == signature(unit):
             groups[-1].append(unit)
         else:
             groups.append([unit])
@@ -87,14 +76,12 @@ def _alike(plan: Plan) -> list[list[Unit]]:
 
 
 def _close(first: Unit, other: Unit) -> bool:
-    # The first block saves its input besides what all others save; that alone is no reason for a row of its own.
+    # The first block saves its input in addition to what all save; that alone is no reason for a row of its own.
     return abs(first.saved_bytes - other.saved_bytes) <= max(first.saved_bytes, other.saved_bytes) // 50
 
 
 def _said(decision: Decision) -> tuple[object, ...]:
-    names = (name for kind in type(decision).__mro__ for name in getattr(kind, "__slots__", ()))
-    skip = {"unit", "saved_bytes"} if isinstance(decision, Keep) else {"unit"}
-    return tuple(getattr(decision, name) for name in names if name not in skip)
+    return answer(replace(decision, saved_bytes=0) if isinstance(decision, Keep) else decision), decision.reason
 
 
 def _homes(plan: Plan, unit: Unit, kind: Kind) -> list[Home]:
@@ -132,17 +119,9 @@ def table(plan: Plan) -> str:
         f"{run.precision.value}, {run.world_size} rank{'s' * (run.world_size > 1)} on {machine.name}, "
         f"{run.tokens_per_step:,} tokens per optimizer step"
     )
-    cells = [HEADER, *(row.cells() for row in rows(plan))]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
-    lines = [_line(row, widths) for row in cells]
-    lines.insert(1, "-" * max(map(len, lines)))
+    lines = aligned(HEADER, (row.cells() for row in rows(plan)), {"bytes"})
     idle = [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
     return "\n".join([title, "", *lines, "", *summary(plan), *idle])
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    pairs = zip(HEADER, row, widths, strict=True)
-    return "  ".join(cell.rjust(w) if name in RIGHT else cell.ljust(w) for name, cell, w in pairs).rstrip()
 
 
 def summary(plan: Plan) -> Iterator[str]:
@@ -151,13 +130,13 @@ def summary(plan: Plan) -> Iterator[str]:
     has = {Home.DEVICE: machine.device_bytes, Home.HOST: machine.host_bytes}
     for home in Home:
         if home is Home.HOST and not machine.has_accelerator and not plan.states(home) and not plan.hosted_bytes():
-            continue  # the device is the host; its line has said everything
+            continue  # the device is the host: the line above covers it
         peak = plan.peak(home)
         room = has[home] - peak
-        verdict = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
+        rest = f"{human(room)} free" if room >= 0 else f"{human(-room)} too much"
         where = home.value if machine.has_accelerator else f"{home.value} ({IN_RAM[home]})"
         yield (
-            f"predicted peak per rank, {where}: {human(peak)} of {human(has[home])} ({verdict}); "
+            f"predicted peak per rank, {where}: {human(peak)} of {human(has[home])} ({rest}); "
             f"training state {human(plan.states(home))}"
         )
 

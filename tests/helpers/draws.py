@@ -27,7 +27,7 @@ from strategies.core.layout import (
     uses,
 )
 from strategies.planner.addresses import place
-from strategies.planner.weight_schedule import ranges
+from strategies.planner.weight_schedule import resident_ticks
 from tests.helpers.engine import groups_of
 from tests.helpers.models import Odd, Spec
 from trainer.model.params import list_params
@@ -106,7 +106,7 @@ def bucket(draw: st.DrawFn, name: str, piece: list[Param], order: tuple[str, ...
     if all("." in param.name for param in piece):
         used = {step for unit in units for step in ticks_of(order)[unit]}
         here = used | draw(st.sets(st.integers(0, 2 * len(order) - 1)))
-        stays = draw(st.sampled_from([(), *3 * [ranges(here, 2 * len(order))]]))
+        stays = draw(st.sampled_from([(), *3 * [resident_ticks(here, 2 * len(order))]]))
     return Bucket(
         name=name,
         units=units,
@@ -221,7 +221,7 @@ def away_when_used(layout: Layout, data: st.DataObject) -> Broken:
     used = data.draw(st.sampled_from(uses(b, ticks_of(layout.units))))
     here = {step for start, end in b.resident_ticks for step in range(start, end)} - {used}
     assume(here)
-    return _change(layout, index, resident_ticks=ranges(here, layout.num_ticks)), place(layout)
+    return _change(layout, index, resident_ticks=resident_ticks(here, layout.num_ticks)), place(layout)
 
 
 def wrong_size(layout: Layout, data: st.DataObject) -> Broken:

@@ -23,7 +23,7 @@ from strategies.planner.tasks import Resource
 from tests.helpers.clock import Clocked, drive
 from tests.helpers.fakes import GPU
 from tests.helpers.models import build, tokens
-from tests.unit.test_price import FAST
+from tests.unit.test_step_cost import FAST
 from trainer.planning.plan_for import plan_for
 
 STEPS = 6
@@ -83,7 +83,7 @@ def test_a_plan_takes_the_simulated_seconds(prefetch: int | str, factor: float, 
         ends.append(max(clock.now[Lane.COMPUTE], clock.now[Lane.UP]))
         copies.append(sum(one.num_bytes for one in clock.log[before:] if one.lane is Lane.UP))
     assert ends[-1] - ends[-2] == pytest.approx(outcome.period, rel=1e-9)
-    moved = sum(problem.items[e.gap.item].num_bytes for e in evictions_of(problem, plan.layout))
+    moved = sum(problem.weights[e.gap.weight].num_bytes for e in evictions_of(problem, plan.layout))
     assert copies[-1] == moved
     assert outcome.busy[Resource.UP] == pytest.approx(moved * factor / block)
     optimizer.close()
@@ -128,7 +128,7 @@ def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, polic
         moved.append({lane: sum(one.num_bytes for one in clock.log[before:] if one.lane is lane) for lane in Lane})
     assert ends[-1] - ends[-2] == pytest.approx(outcome.period, rel=1e-9)
     assert (outcome.period > problem.compute_seconds * 1.01) is (factor > 1)
-    sent = sum(step.hosted_bytes for step in problem.steps)
+    sent = sum(step.hosted_bytes for step in problem.ticks)
     assert sent > 0 and moved[-1][Lane.UP] == moved[-1][Lane.DOWN] == sent
     optimizer.close()
 
@@ -136,7 +136,7 @@ def test_what_waits_on_the_host_takes_the_simulated_seconds(factor: float, polic
 def by_unit(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of forward and of backward."""
     forward, backward = dict[str, float](), dict[str, float]()
-    for step in problem.steps:
+    for step in problem.ticks:
         direction, _, unit = step.name.partition(" ")
         (forward if direction == "forward" else backward)[unit] = step.seconds
     return forward, backward

@@ -5,7 +5,7 @@ from random import Random
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.problem import Link, Problem, Step, Update, Weight, When, at_need, memory
+from strategies.planner.problem import Link, Problem, Tick, Update, Weight, at_need, memory
 
 
 def blocks(
@@ -16,9 +16,9 @@ def blocks(
     steps = []
     for index in range(count):
         live += saved[index]
-        steps.append(Step(f"FP {index}", forward[index], live))
+        steps.append(Tick(f"FP {index}", forward[index], live))
     for index in reversed(range(count)):
-        steps.append(Step(f"BP {index}", backward[index], live))
+        steps.append(Tick(f"BP {index}", backward[index], live))
         live -= saved[index]
     items = tuple(Weight(str(i), size, (i, 2 * count - 1 - i)) for i, size in enumerate(weights))
     return Problem(tuple(steps), items, link, budget)
@@ -50,10 +50,10 @@ def halved(problem: Problem) -> Problem:
     """The problem with each item in two of different size, which the same steps use."""
     items = [
         Weight(f"{item.name}{part}", size, item.uses)
-        for item in problem.items
+        for item in problem.weights
         for part, size in (("a", item.num_bytes // 3), ("b", item.num_bytes - item.num_bytes // 3))
     ]
-    return replace(problem, items=tuple(items))
+    return replace(problem, weights=tuple(items))
 
 
 def even(seed: int, counts: tuple[int, ...] = (3, 4, 5)) -> Problem:
@@ -68,7 +68,7 @@ def even(seed: int, counts: tuple[int, ...] = (3, 4, 5)) -> Problem:
 
 def _budgeted(problem: Problem, random: Random) -> Problem:
     least, most = span(problem)
-    rate = sum(item.num_bytes for item in problem.items) / problem.compute_seconds
+    rate = sum(item.num_bytes for item in problem.weights) / problem.compute_seconds
     rate *= random.choice([0.5, 0.75, 1, 1.5, 2, 3, 5])
     link = Link(random.choice([0, 0.05]), rate, rate)
     return replace(problem, budget=random.randint(least, most - 1), link=link)
@@ -82,10 +82,12 @@ def span(problem: Problem) -> tuple[int, int]:
 def updated(problem: Problem, seed: int) -> Problem:
     """The problem with updates at random sites."""
     random = Random(f"updated {seed}")
-    items = [replace(item, update=_update(item, random)) for item in problem.items]
-    when = random.choice([When.BACKWARD, When.FORWARD])
+    items = [replace(item, update=_update(item, random)) for item in problem.weights]
+    in_backward = random.choice([True, False])
     link = replace(problem.link, duplex=random.choice([1.0, 0.7]))
-    return replace(problem, items=tuple(items), when=when, accumulation=random.choice([1, 2]), link=link)
+    return replace(
+        problem, weights=tuple(items), in_backward=in_backward, accumulation=random.choice([1, 2]), link=link
+    )
 
 
 def _update(item: Weight, random: Random) -> Update | None:

@@ -11,10 +11,10 @@ import torch
 from launch.plan import main
 from strategies.core.facts import UnitKind, UnitTimes
 from strategies.engine.blocks import find_blocks
-from strategies.planner.step_cost import price, unit_seconds
+from strategies.planner.step_cost import plan_cost, unit_seconds
 from tests.helpers.models import build, tokens
 from tests.helpers.tiny import LLAMA
-from tests.unit.test_price import FAST, known, planned
+from tests.unit.test_step_cost import FAST, known, planned
 from trainer.machine import block_timing
 from trainer.machine.block_timing import UnitClock
 
@@ -86,7 +86,7 @@ def test_what_was_computed_again_is_taken_off_and_added_as_counted() -> None:
 
 def test_a_plan_with_timings_is_priced_by_them() -> None:
     facts = replace(known(FAST), unit_times=TIMES)
-    priced = price(planned(facts, site="device"))
+    priced = plan_cost(planned(facts, site="device"))
     assert priced is not None
     assert priced.compute_seconds == pytest.approx(1 + 4 * 5 + 9)
     assert priced.origin == "assumed; blocks: measured by hand"

@@ -14,7 +14,7 @@ from strategies.core.plan import Impl
 from strategies.core.protocol import BITWISE
 from strategies.core.registry import find
 from strategies.planner import gemm_routes
-from strategies.report import whole
+from strategies.report import full_report
 from tests.helpers.fakes import facts, run_facts
 from tests.helpers.tiny import MODELS, run_config
 from trainer.machine.probe import probe
@@ -143,9 +143,9 @@ def test_blocks_alike_stay_on_one_line_and_copies_are_counted() -> None:
 
 def test_measured_gains_are_shown() -> None:
     plan = plan_of({}, known(timings=(timed(wgrad={"left": 4.0}),)))
-    text = whole.text(plan, None)
+    text = full_report.text(plan, None)
     assert "wgrad left; measured 30 -> 24 ms per step (-20.0%)" in text
-    assert whole.to_json(plan, None)["linears"] == {
+    assert full_report.to_json(plan, None)["linears"] == {
         "layers.0.mlp.up": {"forward": "native", "dgrad": "native", "wgrad": "left"}
     }
 

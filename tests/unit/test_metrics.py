@@ -34,22 +34,6 @@ def test_perplexity_overflows_to_infinity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1.5 * 2**30, "1.5 GiB"),
-        (2**30 - 1, "1.0 GiB"),
-        (-(2**21), "-2.0 MiB"),
-        (2**60, "1024.0 PiB"),
-    ],
-)
-def test_human_bytes(num_bytes: float, text: str) -> None:
-    assert metrics.human_bytes(num_bytes) == text
-
-
-@pytest.mark.parametrize(
     ("seconds_s", "text"),
     [
         (0, "0s"),

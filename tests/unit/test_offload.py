@@ -22,7 +22,7 @@ from strategies.report.plan_table import rows, table, to_json
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import random_facts, transformer
 from tests.helpers.tiny import GPT2, LLAMA
-from tests.unit.test_planner_rule import wish
+from tests.unit.test_placement_search import options
 from trainer.planning.plan_for import plan_for
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def in_table(plan: Plan, home: Home) -> int:
 
 
 @settings(max_examples=150, deadline=None)
-@given(random_facts(), wish)
+@given(random_facts(), options)
 def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]
     plan = plan_of(
@@ -161,8 +161,8 @@ def test_budgets() -> None:
     roomy = machine(100 * GIB, 200 * GIB, 10 * GIB)
 
     def budgets(**options: Any) -> tuple[int, int]:
-        wishes = offload(**options).wishes(transformer(machine=roomy))
-        return wishes.device_bytes, wishes.host_bytes
+        request = offload(**options).request(transformer(machine=roomy))
+        return request.device_bytes, request.host_bytes
 
     assert budgets() == (90 * GIB, 170 * GIB)
     assert budgets(gpu_memory=0.5, host_memory=0.5) == (50 * GIB, 90 * GIB)
@@ -173,7 +173,7 @@ def test_budgets() -> None:
 def test_without_an_accelerator_auto_takes_all_and_moves_nothing() -> None:
     plan = plan_of(transformer(machine=CPU))
     assert plan.layout is not None and {b.site for b in plan.layout.buckets} == {Site.DEVICE}
-    assert offload().wishes(transformer(machine=CPU)).device_bytes == CPU.device_bytes
+    assert offload().request(transformer(machine=CPU)).device_bytes == CPU.device_bytes
 
 
 def test_both_homes_are_shown_on_a_machine_where_they_are_one_memory() -> None:

@@ -8,16 +8,16 @@ import pytest
 from PIL import Image
 
 from launch.plan import main
-from strategies.planner.step_cost import price
-from tests.unit.test_price import FAST, known, planned
-from trainer.planning.picture import COLOURS, WIDTH, draw, held
+from strategies.planner.step_cost import plan_cost
+from tests.unit.test_step_cost import FAST, known, planned
+from trainer.planning.picture import COLOURS, WIDTH, draw, saved_over_time
 
 
 def test_the_picture_shows_compute_and_memory(tmp_path: Path) -> None:
     plan = planned(known(FAST), site="host")
-    priced = price(plan)
-    assert priced is not None
-    draw(plan, priced, tmp_path / "step.png")
+    cost = plan_cost(plan)
+    assert cost is not None
+    draw(plan, cost, tmp_path / "step.png")
     image = Image.open(tmp_path / "step.png")
     assert image.width == WIDTH
     colours = {colour for _, colour in image.getcolors(1 << 20)}
@@ -29,9 +29,9 @@ def test_what_is_saved_grows_through_forward_and_is_gone_after_backward() -> Non
     about = replace(about, units=tuple(replace(unit, saved_bytes=1 << 20) for unit in about.units))
     plan = planned(about, site="host")
     saved = {unit.name: plan.saved_bytes(unit.name) for unit in plan.facts.units}
-    priced = price(plan)
-    assert priced is not None
-    spans = held(plan, priced)
+    cost = plan_cost(plan)
+    assert cost is not None
+    spans = saved_over_time(plan, cost)
     assert sum(saved.values()) == 6 << 20
     assert max(size for _, _, size in spans) == sum(saved.values())
     assert all(end == start for (_, end, _), (start, _, _) in pairwise(spans))

@@ -1,5 +1,6 @@
 """The choice of what leaves: against enumeration, and the properties that anybody would expect of it."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.planner.greedy import FEW, DoesNotFit, check_fits, choose, issue, polished, two_integers
-from strategies.planner.problem import Eviction, Problem, at_need, complaints, memory
-from strategies.planner.simulate import reload_period, simulate
+from strategies.planner import greedy
+from strategies.planner.greedy import FEW, DoesNotFit, check_fits, choose, issue
+from strategies.planner.problem import Eviction, Problem, at_need, memory
+from strategies.planner.simulate import reload_period
 from tests.helpers import exact
+from tests.helpers.exact import complaints, polished, two_integers
 from tests.unit.planning import blocks, coarse, even, halved, span, uneven, updated
 
 CLOSE = 1 + 1e-6
@@ -21,9 +24,9 @@ seeds = st.integers(0, 10**6)
 
 
 def shuffled(problem: Problem, seed: int) -> Problem:
-    items = list(problem.items)
+    items = list(problem.weights)
     Random(seed).shuffle(items)
-    return replace(problem, items=tuple(items))
+    return replace(problem, weights=tuple(items))
 
 
 # Quality
@@ -88,7 +91,7 @@ def test_what_is_needed_last_leaves_in_the_turn() -> None:
     problem = blocks([4] * 3, [1.0] * 3, [2.0] * 3, [4] * 3, even(0).link, 0)
     problem = replace(problem, link=replace(problem.link, up=4.0, latency=0.0), budget=span(problem)[1] - 4)
     found = choose(problem)
-    assert [problem.items[eviction.gap.item].name for eviction in found.evictions] == ["0"]
+    assert [problem.weights[eviction.gap.weight].name for eviction in found.evictions] == ["0"]
     assert found.period == 9.0
 
 
@@ -98,7 +101,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     with pytest.raises(DoesNotFit) as raised:
         choose(replace(problem, budget=least - 7))
     assert raised.value.deficit == 7
-    assert memory(problem, at_need(problem.gaps))[[s.name for s in problem.steps].index(raised.value.step)] == least
+    assert memory(problem, at_need(problem.gaps))[[s.name for s in problem.ticks].index(raised.value.tick)] == least
     check_fits(replace(problem, budget=least))
 
 
@@ -176,7 +179,7 @@ def test_the_order_of_items_does_not_matter(seed: int) -> None:
 
 
 def _named(problem: Problem, evictions: Sequence[Eviction]) -> list[tuple[str, int, int]]:
-    return sorted((problem.items[e.gap.item].name, e.gap.after, e.issue) for e in evictions)
+    return sorted((problem.weights[e.gap.weight].name, e.gap.after, e.issue) for e in evictions)
 
 
 @given(seed=seeds)
@@ -184,7 +187,9 @@ def _named(problem: Problem, evictions: Sequence[Eviction]) -> list[tuple[str, i
 def test_bounds_on_any_period(seed: int) -> None:
     problem = uneven(seed)
     found = choose(problem)
-    copies = sum(problem.link.up_seconds(problem.items[eviction.gap.item].num_bytes) for eviction in found.evictions)
+    copies = sum(
+        problem.link.up_seconds(problem.weights[eviction.gap.weight].num_bytes) for eviction in found.evictions
+    )
     assert found.period >= max(problem.compute_seconds, copies) / CLOSE
 
 
@@ -197,7 +202,7 @@ def test_issues_lie_in_their_gaps_and_in_order(seed: int, share: float) -> None:
     if plan is None:
         return
     assert complaints(problem, plan) == []
-    count = len(problem.steps)
+    count = len(problem.ticks)
     issued = [e.issue - e.gap.before + e.gap.before % count for e in sorted(plan, key=lambda e: e.gap.before % count)]
     half = count // 2
     forward = [at for at, e in zip(issued, sorted(plan, key=lambda e: e.gap.before % count), strict=True)
@@ -208,26 +213,28 @@ def test_issues_lie_in_their_gaps_and_in_order(seed: int, share: float) -> None:
 # With updates
 
 
-def test_updates_are_priced() -> None:
-    for seed in range(12):
-        problem = updated(uneven(seed, (4, 6)), seed)
-        found = choose(problem)
-        assert complaints(problem, found.evictions) == []
-        assert found.period == pytest.approx(simulate(problem, found.evictions).period)
-        everything = issue(problem, problem.gaps)
-        assert everything is not None
-        assert found.period <= simulate(problem, everything).period * 1.05
+def test_updates_are_left_out_by_the_caller() -> None:
+    with pytest.raises(AssertionError, match="not part of this search"):
+        choose(updated(uneven(0, (4,)), 0))
 
 
 # Speed, in what is looked at rather than in seconds
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_hundred_blocks(seed: int) -> None:
-    """A price takes O(steps + gaps): with 398 of them at most 250 prices, and a bar of a second."""
+def test_a_hundred_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes O(ticks + gaps): with 398 of them at most 250 plans, and a bar of a second."""
+    evaluated = Counter[int]()
+
+    def counted(problem: Problem, evictions: Sequence[Eviction]) -> float:
+        evaluated[len(problem.ticks)] += 1
+        return reload_period(problem, evictions)
+
+    monkeypatch.setattr(greedy, "reload_period", counted)
     problem = uneven(seed, (100,))
     found = choose(problem)
     assert complaints(problem, found.evictions) == []
-    assert found.priced * (len(problem.steps) + len(problem.gaps)) <= 130_000
-    alike = choose(even(seed, (100,)))
-    assert alike.priced <= 400
+    assert 0 < evaluated.total() * (len(problem.ticks) + len(problem.gaps)) <= 130_000
+    evaluated.clear()
+    choose(even(seed, (100,)))
+    assert 0 < evaluated.total() <= 400

@@ -13,36 +13,40 @@ from strategies.core.plan import INPUT, NONE
 from strategies.planner.activation_policy import (
     FULL,
     SELECTIVE,
-    Line,
-    Prices,
-    Way,
-    _ways,
+    KeepCosts,
+    KeepOption,
+    TradeoffCurve,
+    _options,
     _with_shared,
     by_policy,
     cheapest,
-    everything,
-    ladder,
+    frontier,
+    keep_all,
     within_host,
 )
 from tests.helpers.fakes import block, choosing, head
 
 
-def pace(work: Work) -> float:
+def work_seconds(work: Work) -> float:
     return work.flops / 10 + work.touched_bytes
 
 
-HERE = Prices(pace)  # nothing goes to the host
-INPUTS = Prices(pace, 5.0, inputs_only=True)
-HOSTED = {"dear link": Prices(pace, 5.0), "link": Prices(pace, 0.5), "free link": Prices(pace, 0.0)}
-EVERY = pytest.mark.parametrize("prices", [HERE, *HOSTED.values()], ids=["no link", *HOSTED])
+HERE = KeepCosts(work_seconds)  # nothing goes to the host
+INPUTS = KeepCosts(work_seconds, 5.0, inputs_only=True)
+HOSTED = {
+    "dear link": KeepCosts(work_seconds, 5.0),
+    "link": KeepCosts(work_seconds, 0.5),
+    "free link": KeepCosts(work_seconds, 0.0),
+}
+EVERY = pytest.mark.parametrize("costs", [HERE, *HOSTED.values()], ids=["no link", *HOSTED])
 
 
-def peak(ways: Sequence[Way]) -> int:
+def peak(ways: Sequence[KeepOption]) -> int:
     return backward_peak([way.saved for way in ways], [0] * len(ways))
 
 
-def cost(ways: Sequence[Way], prices: Prices = HERE) -> float:
-    return sum(map(prices.of, ways))
+def cost(ways: Sequence[KeepOption], costs: KeepCosts = HERE) -> float:
+    return sum(map(costs.of, ways))
 
 
 def random_block(random: Random, index: int = 0) -> Unit:
@@ -69,7 +73,7 @@ def test_policies() -> None:
         Operator("attention 0", 50, Work(flops=400)),
     )
     unit = choosing(block(0, 8, 1000), *operators, input_bytes=10, rest=Work(touched_bytes=7))
-    assert by_policy(unit, NONE) == everything(unit)
+    assert by_policy(unit, NONE) == keep_all(unit)
     full = by_policy(unit, FULL)
     assert (full.saved_bytes, full.running_bytes, full.kept) == (10, 1010, ())
     assert full.again == Work(flops=1500, touched_bytes=607)
@@ -80,55 +84,55 @@ def test_policies() -> None:
 
 def test_where_nothing_is_freed_everything_is_kept() -> None:
     unit = choosing(block(0, 8, 100), Operator("linear 0", 95, Work(flops=1)), input_bytes=10)
-    assert by_policy(unit, SELECTIVE) == everything(unit)
-    assert by_policy(block(0, 8, 100), FULL) == everything(block(0, 8, 100))
+    assert by_policy(unit, SELECTIVE) == keep_all(unit)
+    assert by_policy(block(0, 8, 100), FULL) == keep_all(block(0, 8, 100))
 
 
 @EVERY
 @pytest.mark.parametrize("seed", range(20))
-def test_a_ladder_pays_more_for_every_step_and_no_way_is_better(seed: int, prices: Prices) -> None:
+def test_a_frontier_costs_more_per_byte_and_no_option_is_better(seed: int, costs: KeepCosts) -> None:
     unit = random_block(Random(seed))
-    rungs = ladder(unit, prices)
-    assert rungs[0] == everything(unit)
-    steps = [prices.per_byte(before, after) for before, after in pairwise(rungs)]
+    options = frontier(unit, costs)
+    assert options[0] == keep_all(unit)
+    steps = [costs.per_byte(before, after) for before, after in pairwise(options)]
     assert steps == sorted(steps)
     choices = unit.choices
     assert choices is not None
     for where in product((None, "device", "host"), repeat=3):  # every set of operators, not prefixes only
-        for input_hosted in (False, True) if prices.link_s is not None else (False,):
-            if "host" in where and prices.link_s is None:
+        for input_hosted in (False, True) if costs.link_s is not None else (False,):
+            if "host" in where and costs.link_s is None:
                 continue
             homes = list(zip(choices.operators, where, strict=True))
             size = choices.input_bytes * (not input_hosted) + sum(op.num_bytes for op, at in homes if at == "device")
             hosted = choices.input_bytes * input_hosted + sum(op.num_bytes for op, at in homes if at == "host")
             again = sum((op.work for op, at in homes if at is None), choices.rest)
-            seconds = pace(again) + (prices.link_s or 0.0) * hosted
-            for before, after in pairwise(rungs):  # never under the line between two rungs
+            seconds = work_seconds(again) + (costs.link_s or 0.0) * hosted
+            for before, after in pairwise(options):  # never under the curve between two options
                 if after.saved_bytes <= size <= before.saved_bytes:
                     share = (before.saved_bytes - size) / (before.saved_bytes - after.saved_bytes)
-                    line = prices.of(before) + share * (prices.of(after) - prices.of(before))
-                    assert seconds >= line - 1e-9
+                    curve = costs.of(before) + share * (costs.of(after) - costs.of(before))
+                    assert seconds >= curve - 1e-9
 
 
 # --- all blocks ------------------------------------------------------------------------------------------------------
 
 
-def all_plans(units: Sequence[Unit], prices: Prices = HERE) -> list[tuple[Way, ...]]:
+def all_plans(units: Sequence[Unit], costs: KeepCosts = HERE) -> list[tuple[KeepOption, ...]]:
     """Every way of every block; blocks that are alike may swap, so that only the order matters."""
     last = len(units) - 2
-    return list(product(*(_ways(unit, prices if index < last else HERE) for index, unit in enumerate(units))))
+    return list(product(*(_options(unit, costs if index < last else HERE) for index, unit in enumerate(units))))
 
 
-def ratio(units: list[Unit], random: Random, prices: Prices = HERE) -> float:
+def ratio(units: list[Unit], random: Random, costs: KeepCosts = HERE) -> float:
     """Cost of ours over that of the best plan, for a budget that both can keep."""
-    plans = [(peak(ways), cost(ways, prices)) for ways in all_plans(units, prices)]
-    lowest = peak(cheapest(units, prices, peak, 0))
+    plans = [(peak(ways), cost(ways, costs)) for ways in all_plans(units, costs)]
+    lowest = peak(cheapest(units, costs, peak, 0))
     budget = random.randint(lowest, max(size for size, _ in plans))
     best = min(seconds for size, seconds in plans if size <= budget)
-    found = cheapest(units, prices, peak, budget)
+    found = cheapest(units, costs, peak, budget)
     assert peak(found) <= budget
-    assert cost(found, prices) >= best - 1e-9
-    return cost(found, prices) / best if best else 1.0 + (cost(found, prices) > 0)
+    assert cost(found, costs) >= best - 1e-9
+    return cost(found, costs) / best if best else 1.0 + (cost(found, costs) > 0)
 
 
 def test_against_enumeration_of_equal_blocks() -> None:
@@ -148,8 +152,8 @@ def test_against_enumeration_of_blocks_that_differ() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_more_memory_never_costs_time_and_no_budget_is_exceeded(seed: int) -> None:
     units = [*equal_blocks(Random(seed), 6), head(8, 30)]
-    lowest = peak(Line(units, HERE).at(len(Line(units, HERE).moves)))
-    highest = peak([everything(unit) for unit in units])
+    lowest = peak(TradeoffCurve(units, HERE).at(len(TradeoffCurve(units, HERE).moves)))
+    highest = peak([keep_all(unit) for unit in units])
     costs = []
     for budget in range(lowest, highest + 1, max(1, (highest - lowest) // 15)):
         found = cheapest(units, HERE, peak, budget)
@@ -161,12 +165,12 @@ def test_more_memory_never_costs_time_and_no_budget_is_exceeded(seed: int) -> No
 
 def test_blocks_are_recomputed_from_the_first() -> None:
     units = equal_blocks(Random(3), 6)
-    line = Line(units, HERE)
-    for place in range(len(line.moves) + 1):
-        saved = [way.saved_bytes for way in line.at(place)]
+    curve = TradeoffCurve(units, HERE)
+    for place in range(len(curve.moves) + 1):
+        saved = [way.saved_bytes for way in curve.at(place)]
         assert saved == sorted(saved)  # fewer bytes first
         assert len(set(saved)) <= 2
-    assert sum(way.saved_bytes for way in line.at(0)) == sum(unit.saved_bytes for unit in units)
+    assert sum(way.saved_bytes for way in curve.at(0)) == sum(unit.saved_bytes for unit in units)
 
 
 def test_masks_that_blocks_share_are_counted_with_the_first_that_keeps_them() -> None:
@@ -193,7 +197,7 @@ def test_the_order_of_operators_does_not_matter() -> None:
     unit = random_block(Random(5))
     assert unit.choices is not None
     other = replace(unit, choices=replace(unit.choices, operators=unit.choices.operators[::-1]))
-    sizes = [[(way.saved_bytes, way.again) for way in ladder(one, HERE)] for one in (unit, other)]
+    sizes = [[(way.saved_bytes, way.again) for way in frontier(one, HERE)] for one in (unit, other)]
     assert sizes[0] == sizes[1]
 
 
@@ -221,31 +225,31 @@ def test_the_peak_has_two_blocks_of_what_travels() -> None:
 
 def test_the_last_two_blocks_never_go_to_the_host() -> None:
     units = [*equal_blocks(Random(2), 4), head(8, 30)]
-    ways = Line(units, HOSTED["free link"]).at(10**6)
+    ways = TradeoffCurve(units, HOSTED["free link"]).at(10**6)
     assert [bool(way.hosted) for way in ways] == [True, True, False, False, False]
-    assert all(not way.hosted for way in Line(units, HERE).at(10**6))
+    assert all(not way.hosted for way in TradeoffCurve(units, HERE).at(10**6))
 
 
 def test_a_dear_link_recomputes_and_a_free_one_sends() -> None:
     units = equal_blocks(Random(4), 5)
-    budget = peak(Line(units, HERE).at(10**6)) + 30
-    found = {name: cheapest(units, prices, peak, budget) for name, prices in HOSTED.items()}
+    budget = peak(TradeoffCurve(units, HERE).at(10**6)) + 30
+    found = {name: cheapest(units, costs, peak, budget) for name, costs in HOSTED.items()}
     sent = {name: sum(way.hosted_bytes for way in ways) for name, ways in found.items()}
-    again = {name: sum(pace(way.again) for way in ways) for name, ways in found.items()}
+    again = {name: sum(work_seconds(way.again) for way in ways) for name, ways in found.items()}
     assert sent["dear link"] <= sent["link"] <= sent["free link"] and sent["free link"] > 0
     assert again["free link"] <= again["link"] <= again["dear link"] and again["free link"] < again["dear link"]
 
 
-@pytest.mark.parametrize("prices", [*HOSTED.values(), INPUTS], ids=[*HOSTED, "inputs"])
-def test_against_enumeration_with_a_host(prices: Prices) -> None:
-    """Of budgets that the line reaches; equal blocks, four of them, of which two may send."""
-    ratios = [ratio(equal_blocks(Random(seed), 4), Random(seed), prices) for seed in range(25)]
+@pytest.mark.parametrize("costs", [*HOSTED.values(), INPUTS], ids=[*HOSTED, "inputs"])
+def test_against_enumeration_with_a_host(costs: KeepCosts) -> None:
+    """Of budgets that the curve reaches; equal blocks, four of them, of which two may send."""
+    ratios = [ratio(equal_blocks(Random(seed), 4), Random(seed), costs) for seed in range(25)]
     assert sum(ratios) / len(ratios) < 1.15
     assert max(ratios) < 2
 
 
 def test_inputs_on_the_host_have_the_lowest_peak_of_all() -> None:
-    """So whatever fits in some way fits on that line."""
+    """So whatever fits in some way fits on that curve."""
     for seed in range(25):
         units = equal_blocks(Random(seed), 4)
         lowest = min(peak(ways) for ways in all_plans(units, HOSTED["free link"]))
@@ -255,9 +259,9 @@ def test_inputs_on_the_host_have_the_lowest_peak_of_all() -> None:
 @pytest.mark.parametrize("senders", [0, 1, 3])
 def test_as_many_send_as_the_host_holds(senders: int) -> None:
     units = equal_blocks(Random(6), 6)
-    ways = Line(units, HOSTED["free link"]).at(10**6)
+    ways = TradeoffCurve(units, HOSTED["free link"]).at(10**6)
     spare = sum(host_room(way.hosted_bytes, len(way.hosted)) for way in ways[:senders])
     for more, expected in ((0, senders), (host_room(10**6, 10), 4)):  # two of six never send
-        prices = within_host(units, HOSTED["free link"], spare + more)
-        assert [bool(way.hosted) for way in Line(units, prices).at(10**6)] == [i < expected for i in range(6)]
+        costs = within_host(units, HOSTED["free link"], spare + more)
+        assert [bool(way.hosted) for way in TradeoffCurve(units, costs).at(10**6)] == [i < expected for i in range(6)]
     assert within_host(units, HERE, 0) == HERE

@@ -22,9 +22,9 @@ class Program:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.count = len(problem.steps)
+        self.count = len(problem.ticks)
         self.gaps = need_order(problem, problem.gaps)
-        self.copies = [problem.link.up_seconds(problem.items[gap.item].num_bytes) for gap in self.gaps]
+        self.copies = [problem.link.up_seconds(problem.weights[gap.weight].num_bytes) for gap in self.gaps]
         self.far = 3 * (problem.compute_seconds + sum(self.copies))
         self.first = 1 + self.count + len(self.gaps)
         self.issues = [(index, step) for index, gap in enumerate(self.gaps) for step in self._steps(gap)]
@@ -52,7 +52,7 @@ class Program:
 
     def build(self) -> None:
         """All rows."""
-        for step, todo in enumerate(self.problem.steps):
+        for step, todo in enumerate(self.problem.ticks):
             self.row(todo.seconds, (1, self.end(step)), (-1, self.end(step - 1)))
         for index, gap in enumerate(self.gaps):
             arrival = {1 + self.count + index: 1.0}
@@ -60,7 +60,7 @@ class Program:
             before = {1 + self.count + (index - 1) % len(self.gaps): 1.0} | ({0: -1.0} if index == 0 else {})
             self.row(0, (1, arrival), (-1, before), (-self.copies[index], taken))
             need = gap.before % self.count
-            self.row(self.problem.steps[need].seconds, (1, self.end(need)), (-1, arrival))
+            self.row(self.problem.ticks[need].seconds, (1, self.end(need)), (-1, arrival))
             for step in self._steps(gap):
                 chosen = {self.columns[index, step]: 1.0}
                 self.row(self.copies[index] - self.far, (1, arrival), (-1, self.end(step - 1)), (-self.far, chosen))
@@ -71,7 +71,7 @@ class Program:
     def _absent(self, step: int) -> dict[int, float]:
         """Bytes that each choice takes away from ``step``."""
         return {
-            self.columns[index, issued]: float(self.problem.items[self.gaps[index].item].num_bytes)
+            self.columns[index, issued]: float(self.problem.weights[self.gaps[index].item].num_bytes)
             for index, issued in self.issues
             if any(self._leaves(index) < at < issued for at in (step, step - self.count))
         }

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.peer_models import UpdateCosts, on_demand, twin_flow, whole_bucket, zero_offload
+from benchmarks.peer_models import SerialUpdates, UpdateCosts, on_demand, twin_flow, whole_bucket, zero_offload
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, choose
-from strategies.planner.problem import When, complaints
 from strategies.planner.simulate import simulate
 from strategies.planner.tasks import Resource
+from tests.helpers.exact import complaints
 from tests.unit.planning import blocks, span, uneven
-from tests.unit.test_planner_simulate import two_blocks
+from tests.unit.test_planner_simulate import two_blocks, with_update
 
 COSTS = UpdateCosts(host=0.5, device=0.1)
 
@@ -20,7 +20,7 @@ def test_zero_offload_by_hand() -> None:
     """Backward ends at 6. Gradient 1 (5 bytes) goes down from 4 to 9, gradient 0 (3 bytes) after it, until 12."""
     policy = zero_offload(two_blocks(), COSTS)
     assert policy.evictions == ()
-    assert policy.held_bytes == 0
+    assert policy.state_bytes == 0
     outcome = policy.outcome()
     # CPU: bucket 1 from 9 to 11.5, bucket 0 from 12 to 13.5. Up: bucket 1 from 11.5 to 16.5, bucket 0 until 19.5.
     assert outcome.period == pytest.approx(19.5)
@@ -31,8 +31,8 @@ def test_zero_offload_by_hand() -> None:
 def test_twin_flow_shares_the_updates() -> None:
     problem = two_blocks()
     half = twin_flow(problem, COSTS, 0.3)
-    assert [item.update.site for item in half.problem.items if item.update] == [Site.HOST, Site.DEVICE]
-    assert half.held_bytes == 30
+    assert [item.update.site for item in half.problem.weights if item.update] == [Site.HOST, Site.DEVICE]
+    assert half.state_bytes == 30
     assert half.peak == 10 + 30
     assert half.outcome().period < zero_offload(problem, COSTS).outcome().period
     all_on_the_cpu = twin_flow(problem, COSTS, 1.0)
@@ -62,6 +62,14 @@ def test_forward_waits_for_all_serial_updates() -> None:
                if e.resource is Resource.CPU)  # fmt: skip
 
 
+def test_serial_updates_hide_nothing_but_gradients() -> None:
+    problem = with_update(two_blocks(), seconds=2.0)
+    found = simulate(problem, (), builder=SerialUpdates)
+    # Backward ends at 6. CPU: 6-8 (1), 8-10 (0). Up: 8-13 (5 bytes), 13-16 (3 bytes). Then forward.
+    assert found.period == 16.0
+    assert found.hidden[Resource.CPU] == found.hidden[Resource.UP] == 0.0
+
+
 def test_a_policy_fits_or_not() -> None:
     assert zero_offload(two_blocks(10), COSTS).fits
     assert not zero_offload(two_blocks(9), COSTS).fits
@@ -73,8 +81,8 @@ def test_whole_buckets_leave_in_all_their_gaps() -> None:
         problem = uneven(seed)
         policy = whole_bucket(problem)
         assert complaints(problem, policy.evictions) == []
-        leaving = {eviction.gap.item for eviction in policy.evictions}
-        assert {eviction.gap for eviction in policy.evictions} == {g for g in problem.gaps if g.item in leaving}
+        leaving = {eviction.gap.weight for eviction in policy.evictions}
+        assert {eviction.gap for eviction in policy.evictions} == {g for g in problem.gaps if g.weight in leaving}
         assert choose(problem).period <= policy.outcome().period * (1 + 1e-6)
 
 
@@ -96,8 +104,8 @@ def test_ours_is_not_slower_than_any_of_them() -> None:
     """The same sites as ZeRO-Offload, updated under the next forward instead of before it."""
     problem = blocks([8] * 6, [1.0] * 6, [2.0] * 6, [2] * 6, replace(two_blocks().link, up=8.0, down=8.0), 100)
     costs = UpdateCosts(host=0.2, device=0.02)
-    items = tuple(costs.at(item, Site.HOST) for item in problem.items)
-    ours = simulate(replace(problem, items=items, when=When.FORWARD), ())
+    weights = tuple(costs.at(item, Site.HOST) for item in problem.weights)
+    ours = simulate(replace(problem, weights=weights, in_backward=False), ())
     for policy in (zero_offload(problem, costs), on_demand(problem, costs)):
         assert ours.period < policy.outcome().period
         assert policy.label.startswith("model of ")
@@ -105,4 +113,4 @@ def test_ours_is_not_slower_than_any_of_them() -> None:
 
 
 def test_frozen_items_are_not_updated() -> None:
-    assert COSTS.at(two_blocks().items[0], Site.NONE).update is None
+    assert COSTS.at(two_blocks().weights[0], Site.NONE).update is None

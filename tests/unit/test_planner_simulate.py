@@ -14,17 +14,16 @@ from strategies.planner.problem import (
     Gap,
     Link,
     Problem,
-    Step,
+    Tick,
     Update,
     Weight,
-    When,
     at_need,
-    complaints,
     memory,
-    stays,
+    resident_ranges,
 )
 from strategies.planner.simulate import Outcome, reload_period, simulate
 from strategies.planner.tasks import Resource
+from tests.helpers.exact import complaints
 from tests.unit.planning import blocks, even, halved, uneven, updated
 
 COMPUTE, UP, DOWN, CPU = Resource.COMPUTE, Resource.UP, Resource.DOWN, Resource.CPU
@@ -39,7 +38,7 @@ def two_blocks(budget: int = 100, link: Link = FAST) -> Problem:
 def with_update(problem: Problem, **changes: Any) -> Problem:
     """Every item updated alike."""
     update = replace(Update(site=Site.HOST, seconds=1.0, grad_bytes=1), **changes)
-    return replace(problem, items=tuple(replace(item, update=update) for item in problem.items))
+    return replace(problem, weights=tuple(replace(item, update=update) for item in problem.weights))
 
 
 def spans(outcome: Outcome, resource: Resource) -> list[tuple[str, float, float]]:
@@ -52,7 +51,7 @@ def spans(outcome: Outcome, resource: Resource) -> list[tuple[str, float, float]
 def test_gaps_by_hand() -> None:
     """FP 1 and BP 1 are neighbours, and so are BP 0 and the next FP 0: neither is a gap."""
     assert two_blocks().gaps == (Gap(0, 0, 3), Gap(1, 2, 5))
-    alone = replace(two_blocks(), items=(Weight("head", 4, (1,)), Weight("none", 0, (0,))))
+    alone = replace(two_blocks(), weights=(Weight("head", 4, (1,)), Weight("none", 0, (0,))))
     assert alone.gaps == (Gap(0, 1, 5),)
 
 
@@ -75,8 +74,8 @@ def test_memory_by_hand() -> None:
 def test_stays_by_hand() -> None:
     problem = two_blocks()
     turn, boundary = problem.gaps
-    assert stays(problem, at_need([turn, boundary])) == [((0, 1), (3, 4)), ((1, 3),)]
-    assert stays(problem, [Eviction(boundary, 4)]) == [((0, 4),), ((0, 3),)]
+    assert resident_ranges(problem, at_need([turn, boundary])) == [((0, 1), (3, 4)), ((1, 3),)]
+    assert resident_ranges(problem, [Eviction(boundary, 4)]) == [((0, 4),), ((0, 3),)]
 
 
 def test_complaints_about_plans() -> None:
@@ -93,7 +92,7 @@ def test_complaints_about_plans() -> None:
 @pytest.mark.parametrize("uses", [(), (1, 0), (0, 0), (4,), (-1, 2)])
 def test_uses_that_are_none(uses: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="used at"):
-        replace(two_blocks(), items=(Weight("a", 1, uses),))
+        replace(two_blocks(), weights=(Weight("a", 1, uses),))
 
 
 @pytest.mark.parametrize("link", [Link(0, 0, 1), Link(0, 1, -1), Link(-1, 1, 1), Link(0, 1, 1, 0), Link(0, 1, 1, 1.1)])
@@ -111,8 +110,6 @@ def test_nothing_leaves() -> None:
     assert spans(found, COMPUTE) == [("FP 0", 0, 1), ("FP 1", 1, 2), ("BP 1", 2, 4), ("BP 0", 4, 6)]
     assert found.busy == {COMPUTE: 6.0, UP: 0.0, DOWN: 0.0, CPU: 0.0}
     assert found.binds is COMPUTE
-    assert found.memory == (9, 10, 10, 9)
-    assert found.peak == 10
 
 
 def test_a_reload_at_need_is_waited_for() -> None:
@@ -157,7 +154,7 @@ def test_a_slow_link_binds() -> None:
 def test_reloads_keep_the_order_of_need() -> None:
     """Weight 2 is issued before weight 1, which is needed first: it waits."""
     problem = blocks([1, 2, 2], [1.0] * 3, [2.0] * 3, [0] * 3, FAST, 99)
-    plan = [Eviction(gap, {1: 7, 2: 5}[gap.item]) for gap in problem.gaps if gap.before >= 6 and gap.item]
+    plan = [Eviction(gap, {1: 7, 2: 5}[gap.weight]) for gap in problem.gaps if gap.before >= 6 and gap.weight]
     found = simulate(problem, plan)
     # FP 0 has ended at 1: weight 1 from 1 to 3, then weight 2 until 5, though it was issued before FP 0.
     assert spans(found, UP) == [("weight 1", 1, 3), ("weight 2", 3, 5)]
@@ -194,12 +191,12 @@ def test_copies_in_both_directions_slow_each_other() -> None:
     """Weight 1 (5 bytes, from 6 on) and gradient 0 (4 bytes, from 6 on), each at half the rate while both move."""
     problem = two_blocks(link=Link(0.0, 1.0, 1.0, 0.5))
     items = (
-        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_home=Home.HOST)),
-        problem.items[1],
+        replace(problem.weights[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_home=Home.HOST)),
+        problem.weights[1],
     )
     plan = [Eviction(problem.gaps[1], 4)]
-    alone = simulate(replace(problem, items=items, link=FAST), plan)
-    both = simulate(replace(problem, items=items), plan)
+    alone = simulate(replace(problem, weights=items, link=FAST), plan)
+    both = simulate(replace(problem, weights=items), plan)
     assert both.period > alone.period
     ((_, start, end),) = [s for s in spans(both, UP) if s[0] == "weight 1"]
     ((_, down, _),) = [s for s in spans(both, DOWN) if s[0] == "gradient 0" and s[1] == start]
@@ -211,10 +208,10 @@ def test_copies_in_both_directions_slow_each_other() -> None:
 def test_a_latency_disturbs_nobody() -> None:
     problem = two_blocks(link=Link(8.0, 1.0, 1.0, 0.5))
     items = (
-        replace(problem.items[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_home=Home.HOST)),
-        problem.items[1],
+        replace(problem.weights[0], update=Update(site=Site.STREAMED, seconds=0.0, grad_bytes=4, grad_home=Home.HOST)),
+        problem.weights[1],
     )
-    found = simulate(replace(problem, items=items), [Eviction(problem.gaps[1], 4)])
+    found = simulate(replace(problem, weights=items), [Eviction(problem.gaps[1], 4)])
     ((_, start, end),) = [s for s in spans(found, UP) if s[0] == "weight 1"]
     assert (start, end) == (0, 16)  # 2 bytes alone, then 3 while the gradient moves too
 
@@ -245,18 +242,10 @@ def test_the_lowest_block_is_updated_first() -> None:
 
 
 def test_updates_in_backward_start_as_gradients_land() -> None:
-    problem = replace(with_update(two_blocks()), when=When.BACKWARD)
+    problem = replace(with_update(two_blocks()), in_backward=True)
     found = simulate(problem, ())
     assert ("update 1", 5.0, 6.0) in spans(found, CPU) or spans(found, CPU)[0][0] == "update 0"
-    assert found.period < simulate(replace(problem, when=When.FORWARD), ()).period
-
-
-def test_serial_updates_hide_nothing_but_gradients() -> None:
-    problem = replace(with_update(two_blocks(), seconds=2.0), when=When.SERIAL)
-    found = simulate(problem, ())
-    # Backward ends at 6. CPU: 6-8 (1), 8-10 (0). Up: 8-13 (5 bytes), 13-16 (3 bytes). Then forward.
-    assert found.period == 16.0
-    assert found.hidden[CPU] == found.hidden[UP] == 0.0
+    assert found.period < simulate(replace(problem, in_backward=False), ()).period
 
 
 def test_updates_on_the_device_are_compute() -> None:
@@ -266,7 +255,7 @@ def test_updates_on_the_device_are_compute() -> None:
     labels = ["update 0", "FP 0", "update 1", "FP 1", "BP 1", "BP 0"]
     assert [label for label, *_ in spans(found, COMPUTE)] == labels
     assert spans(found, UP) == spans(found, DOWN) == []
-    in_backward = simulate(replace(problem, when=When.BACKWARD), ())
+    in_backward = simulate(replace(problem, in_backward=True), ())
     assert [label for label, *_ in spans(in_backward, COMPUTE)] == [
         "FP 0",
         "FP 1",
@@ -298,7 +287,7 @@ def test_states_visit_within_their_slots() -> None:
 
 def test_gradients_wait_for_their_slots() -> None:
     """With one slot, BP 0 waits until gradient 1 is down."""
-    problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), when=When.BACKWARD)
+    problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)
     for slots, wait in ((1, 7.0), (2, 0.0)):
         compute = {label: at for label, *at in spans(simulate(replace(problem, grad_slots=slots), ()), COMPUTE)}
         assert compute["BP 0"][0] - compute["BP 1"][1] == pytest.approx(wait)
@@ -325,7 +314,7 @@ def test_random_updates_add_up() -> None:
         assert found == simulate(problem, plan, iterations=8)
         assert found.busy[COMPUTE] <= found.period + 1e-9
         assert sum(found.critical.values()) == pytest.approx(found.period)
-        cpu = sum(i.update.seconds for i in problem.items if i.update and i.update.site is Site.HOST)
+        cpu = sum(i.update.seconds for i in problem.weights if i.update and i.update.site is Site.HOST)
         assert found.busy[CPU] <= found.period + 1e-9
         assert found.period >= max(problem.accumulation * problem.compute_seconds, cpu) - 1e-9
 
@@ -336,8 +325,8 @@ def test_random_updates_add_up() -> None:
 def saving(num_bytes: int, link: Link = FAST, **changes: Any) -> Problem:
     """Three blocks, a second forward and two backward; the first one sends so many bytes to the host."""
     problem = replace(blocks([1, 1, 1], [1.0] * 3, [2.0] * 3, [0] * 3, link, 100), **changes)
-    first, *others = problem.steps
-    return replace(problem, steps=(replace(first, hosted_bytes=num_bytes), *others))
+    first, *others = problem.ticks
+    return replace(problem, ticks=(replace(first, hosted_bytes=num_bytes), *others))
 
 
 def test_what_is_saved_on_the_host_hides() -> None:
@@ -372,7 +361,7 @@ def test_three_iterations_at_least() -> None:
 
 def test_steps_need_not_be_blocks() -> None:
     """Any uses, any number of gaps per item."""
-    steps = tuple(Step(str(index), 1.0, 0) for index in range(6))
+    steps = tuple(Tick(str(index), 1.0, 0) for index in range(6))
     problem = Problem(steps, (Weight("tied", 2, (0, 2, 5)),), FAST, 2)
     assert problem.gaps == (Gap(0, 0, 2), Gap(0, 2, 5))
     assert reload_period(problem, at_need(problem.gaps)) == 10.0

@@ -15,11 +15,11 @@ from strategies.core.plan import NONE, Home, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.engine.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
-from strategies.planner.step_cost import price
-from strategies.report import recomputed, whole
+from strategies.planner.step_cost import plan_cost
+from strategies.report import full_report, recompute_table
 from strategies.report.plan_table import rows, table
 from tests.helpers.fakes import GPU, block, choosing, embedding, facts, head
-from tests.unit.test_price import FAST
+from tests.unit.test_step_cost import FAST
 
 MIB = 1 << 20
 PRODUCT, SCORES = Operator("linear 0", 2 * MIB, Work(flops=10**9)), Operator("scores 0", 3 * MIB, Work(flops=10**7))
@@ -90,7 +90,7 @@ def test_refused_and_idle() -> None:
     with pytest.raises(Refusal, match=r"strategies\.recompute\.every = 2: auto chooses the blocks itself"):
         planned(about(), policy="auto", every=2)
     assert planned(about(), policy="none").idle["recompute"] == "policy: none keeps everything"
-    assert "could be made again" in planned(facts(), policy="full").idle["recompute"]
+    assert "could be recomputed" in planned(facts(), policy="full").idle["recompute"]
     for policy, cure in (("none", "write selective or full"), ("auto", "it weighs that itself; write auto")):
         with pytest.raises(Refusal, match=rf"strategies\.recompute\.activation_offloading = true: .*{cure}"):
             planned(about(), policy=policy, activation_offloading=True)
@@ -114,7 +114,7 @@ def test_all_that_is_kept_waits_on_the_host() -> None:
     assert plan.peak(Home.HOST) == 9 * MIB + places
     assert hosted(planned(about(5), policy="full", every=2, activation_offloading=True)) == [1, 0, 1, 0, 0]
     assert hosted(planned(about(), policy="full")) == [0] * 4
-    rows = [row for row in whole.to_json(plan, None)["rows"] if row["tensors"] == "saved for backward"]
+    rows = [row for row in full_report.to_json(plan, None)["rows"] if row["tensors"] == "saved for backward"]
     assert [(row["home"], row["count"], row["bytes"] // MIB) for row in rows[:2]] == [("host", 3, 9), ("device", 1, 3)]
     assert "what is kept waits on the host" in table(plan)
 
@@ -157,7 +157,7 @@ def test_with_offload_the_simulator_says_whether_the_link_has_room(link: float, 
     seconds = {}
     for allowed in ("auto", False):
         plan = planned(about(8, rates=rates), policy="auto", activation_offloading=allowed, offload=given)
-        priced = price(plan)
+        priced = plan_cost(plan)
         assert priced is not None and plan.peak(Home.DEVICE) <= mib * MIB
         seconds[allowed] = priced.seconds
         assert (sum(hosted(plan)) > 0) is (sends and allowed == "auto")
@@ -194,7 +194,7 @@ def test_what_is_open_is_decided_again() -> None:
 
 def both(rates: Rates, gpu_memory: int, **recompute: Any) -> float:
     plan = planned(about(8, rates=rates), **recompute, offload={"host_memory": "1TiB", "gpu_memory": gpu_memory})
-    priced = price(plan)
+    priced = plan_cost(plan)
     assert priced is not None
     assert plan.peak(Home.DEVICE) <= gpu_memory
     return priced.seconds
@@ -230,7 +230,7 @@ def test_what_is_done_again_is_in_the_price() -> None:
     rates = replace(FAST, device_bytes_per_s=1e9)
     prices = {}
     for name in ("none", "selective", "full"):
-        priced = price(planned(about(rates=rates), policy=name, offload={"site": "device", "host_memory": "1TiB"}))
+        priced = plan_cost(planned(about(rates=rates), policy=name, offload={"site": "device", "host_memory": "1TiB"}))
         assert priced is not None
         prices[name] = priced.compute_seconds
     rest = 2 * 4 * 4 * MIB / 1e9  # two micro-batches, four blocks
@@ -243,22 +243,22 @@ def test_what_is_done_again_is_in_the_price() -> None:
 
 def test_the_report_has_bytes_and_milliseconds_per_policy() -> None:
     plan = planned(about(rates=replace(FAST, device_bytes_per_s=1e9)), policy="full", every=2)
-    rows = {row["policy"]: row for row in recomputed.to_json(plan)}
+    rows = {row["policy"]: row for row in recompute_table.to_json(plan)}
     assert [rows[name]["kept_bytes"] for name in rows] == [36 * MIB, 12 * MIB, 4 * MIB, 20 * MIB]
     assert rows["full"]["freed_bytes"] == 32 * MIB
     assert rows["this plan"]["blocks"] == 2
     assert rows["full"]["seconds"] == pytest.approx(2 * 4 * (4 * MIB / 1e9 + 1.01e9 / 1e12))
-    lines = whole.text(plan, None).splitlines()
+    lines = full_report.text(plan, None).splitlines()
     assert [line.split()[:3] for line in lines[-2:]] == [["full", "4", "4.0"], ["this", "plan", "2"]]
     sent = planned(about(), policy="selective", activation_offloading=True)
-    row = recomputed.to_json(sent)[-1]
+    row = recompute_table.to_json(sent)[-1]
     assert [row[name] // MIB for name in ("kept_bytes", "hosted_bytes", "freed_bytes")] == [3, 9, 33]
-    assert "9.0 MiB" in whole.text(sent, None).splitlines()[-1]
+    assert "9.0 MiB" in full_report.text(sent, None).splitlines()[-1]
     unknown = planned(about(), policy="full")
-    assert whole.to_json(unknown, None)["recompute"][1]["seconds"] is None
-    assert " ? " in whole.text(unknown, None)
-    assert whole.to_json(planned(about(), policy="none"), None)["recompute"] == []
-    assert "made again" in table(plan)
+    assert full_report.to_json(unknown, None)["recompute"][1]["seconds"] is None
+    assert " ? " in full_report.text(unknown, None)
+    assert full_report.to_json(planned(about(), policy="none"), None)["recompute"] == []
+    assert "all recomputed" in table(plan)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

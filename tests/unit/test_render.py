@@ -8,7 +8,8 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts, Precision
 from strategies.core.plan import RUN, Home, Impl, Kind, Plan, Reserve, Rest
 from strategies.core.registry import find
-from strategies.report.plan_table import human, rows, summary, table
+from strategies.core.sizes import human
+from strategies.report.plan_table import rows, summary, table
 from tests.helpers.fakes import CPU, block, embedding, facts, head
 from trainer.errors import ConfigError
 from trainer.run.order import refuse_impossible

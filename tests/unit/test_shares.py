@@ -6,8 +6,8 @@ from typing import Any
 from strategies.core.layout import Site
 from strategies.core.plan import Home, Plan
 from strategies.core.validate import validate
-from strategies.planner.step_cost import price
-from tests.unit.test_price import BLOCK, FAST, known, planned
+from strategies.planner.step_cost import plan_cost
+from tests.unit.test_step_cost import BLOCK, FAST, known, planned
 
 # Four blocks' updates take the CPU 4 s; forward takes 5 s, backward 10 s; a state crosses the link in a tenth of that.
 SLOW_CPU = replace(FAST, update_fp32_params_per_s=BLOCK / 10)
@@ -28,8 +28,8 @@ def test_a_slow_cpu_gives_work_to_the_link() -> None:
     alone = tight(None)
     assert Site.STREAMED in sites_of(shared)
     assert Site.STREAMED not in sites_of(alone)
-    before = price(replace(alone, facts=shared.facts))
-    after = price(shared)
+    before = plan_cost(replace(alone, facts=shared.facts))
+    after = plan_cost(shared)
     assert before is not None
     assert after is not None
     assert after.seconds < 0.9 * before.seconds

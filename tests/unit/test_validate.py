@@ -14,7 +14,7 @@ from strategies.core.validate import check, validate
 from strategies.planner.addresses import place
 from strategies.planner.placement_search import choose
 from tests.helpers.layouts import bucket, layout, random_facts
-from tests.unit.test_planner_rule import wish, wishes
+from tests.unit.test_placement_search import options, request
 
 Case = tuple[Layout, Addresses]
 Mutation = Callable[[Layout, Addresses, st.DataObject], Case]
@@ -245,9 +245,9 @@ MUTATIONS: dict[str, Mutation] = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @settings(max_examples=40, deadline=None)
-@given(random_facts(), wish, st.data())
+@given(random_facts(), options, st.data())
 def test_every_mutation_is_refused(name: str, known: Facts, asked: dict[str, Any], data: st.DataObject) -> None:
-    made = choose(known, wishes(**asked), 0)
+    made = choose(known, request(**asked), 0)
     addresses = place(made)
     assert validate(made, addresses, known.params) == []
     assert validate(*MUTATIONS[name](made, addresses, data), known.params) != []

@@ -25,6 +25,7 @@ from strategies.core.plan import RUN, Stow
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.sizes import AUTO, parse_bytes, written
 from strategies.planner.buckets import block_bytes
+from strategies.planner.memory_rows import UPDATES as UPDATES  # the words of ``features``
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,11 +76,6 @@ def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, An
 # --- what moves ------------------------------------------------------------------------------------------------------
 
 TRAVEL = "weights travel"
-UPDATES: Mapping[Site, str] = {
-    Site.DEVICE: "updates on the device",
-    Site.HOST: "updates on the host",
-    Site.STREAMED: "updates of streamed state",
-}
 MOVING = (TRAVEL, UPDATES[Site.HOST], UPDATES[Site.STREAMED])
 LEVELS = 12  # budgets that are tried
 AMPLE = 1 << 40  # bytes, more than any copy needs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.compose import compose, needs_of, with_implied
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Need, Refusal
-from strategies.report.plan_table import human
+from strategies.core.sizes import human
 from trainer.errors import ConfigError
 from trainer.machine import block_timing, gemm_cache
 from trainer.model import build

@@ -1,7 +1,7 @@
 """The simulated step as a picture: four resources over time, above the device's memory with its budget line.
 
-For people who would rather look than read. What is idle is white; where compute is white it waits for something. The
-memory curve is the arena and what forward has saved so far, at the steps of the first pass.
+A resource is white while it is idle; compute that is white waits for something. The memory curve is the arena and what
+forward has saved so far, during the ticks of the first pass.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from strategies.core.plan import Home, Plan
-from strategies.planner.simulate import Event
+from strategies.core.sizes import human
+from strategies.planner.simulate import TraceEvent
 from strategies.planner.step_cost import StepCost
 from strategies.planner.tasks import Resource
-from strategies.report.plan_table import human
+from strategies.report.full_report import headline
 
 WIDTH, ROW, LEFT, MARGIN, CURVE = 1400, 54, 110, 24, 190
 TITLE = 58
@@ -32,7 +33,7 @@ COLOURS = {
 }
 
 
-def draw(plan: Plan, priced: StepCost, path: Path) -> None:
+def draw(plan: Plan, cost: StepCost, path: Path) -> None:
     """Write the picture of one simulated step to ``path``; the suffix says the format.
 
     Raises:
@@ -42,18 +43,18 @@ def draw(plan: Plan, priced: StepCost, path: Path) -> None:
     image = Image.new("RGB", (WIDTH, height), "white")
     pen = ImageDraw.Draw(image)
     font = ImageFont.load_default(15)
-    across = (WIDTH - LEFT - MARGIN) / priced.seconds
+    across = (WIDTH - LEFT - MARGIN) / cost.seconds
 
     def at(seconds: float) -> float:
-        return LEFT + max(0.0, min(priced.seconds, seconds)) * across
+        return LEFT + max(0.0, min(cost.seconds, seconds)) * across
 
-    pen.text((MARGIN, 10), next(priced.lines()), INK, font)
-    pen.text((MARGIN, 30), priced.bill(), INK, font)
+    pen.text((MARGIN, 10), headline(cost), INK, font)
+    pen.text((MARGIN, 30), _busy(cost), INK, font)
     for row, resource in enumerate(Resource):
         top = TITLE + row * ROW
         pen.text((MARGIN, top + 14), resource.value, INK, font)
         pen.rectangle((LEFT, top + 4, WIDTH - MARGIN, top + ROW - 8), outline=GRID)
-        for event in priced.outcome.events:
+        for event in cost.outcome.events:
             if event.resource is resource:
                 colour = COLOURS.get(event.label.split()[0], INK)
                 pen.rectangle((at(event.start), top + 5, at(event.end), top + ROW - 9), fill=colour, outline="white")
@@ -61,19 +62,30 @@ def draw(plan: Plan, priced: StepCost, path: Path) -> None:
         left = LEFT + 150 * index
         pen.rectangle((left, height - MARGIN, left + 12, height - MARGIN + 12), fill=colour)
         pen.text((left + 18, height - MARGIN - 4), word, INK, font)
-    _memory(pen, font, plan, priced, at, TITLE + ROW * len(Resource) + MARGIN)
+    _memory(pen, font, plan, cost, at, TITLE + ROW * len(Resource) + MARGIN)
     image.save(path)
+
+
+def _busy(cost: StepCost) -> str:
+    """The busy seconds of each resource besides compute, on one line."""
+    out = cost.outcome
+    parts = [
+        f"{resource.value} {out.busy[resource]:.3g} s ({out.hidden[resource] / out.busy[resource]:.0%} hidden)"
+        for resource in Resource
+        if resource is not Resource.COMPUTE and out.busy[resource] > 0
+    ]
+    return f"busy beside compute: {', '.join(parts) or 'nothing'}"
 
 
 def _memory(
     pen: ImageDraw.ImageDraw,
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
     plan: Plan,
-    priced: StepCost,
+    cost: StepCost,
     at: Callable[[float], float],
     top: int,
 ) -> None:
-    """Arena and saved tensors while the steps of the first pass run, and the line that they may not cross."""
+    """Arena and saved tensors during the ticks of the first pass, and the line that they may not cross."""
     assert plan.addresses is not None
     arena, has = plan.addresses.num_bytes(Home.DEVICE), plan.facts.machine.device_bytes
     limit = has if plan.peak(Home.DEVICE) * 4 > has else plan.peak(Home.DEVICE)  # a far line would flatten the curve
@@ -84,7 +96,7 @@ def _memory(
         return floor - num_bytes * scale
 
     pen.rectangle((LEFT, level(arena), WIDTH - MARGIN, floor), fill=ARENA)
-    for start, end, saved in held(plan, priced):
+    for start, end, saved in saved_over_time(plan, cost):
         pen.rectangle((at(start), level(arena + saved), at(end), level(arena)), fill=SAVED)
     pen.line((LEFT, level(limit), WIDTH - MARGIN, level(limit)), LIMIT, 2)
     name = "device has" if limit == has else "predicted peak"
@@ -93,18 +105,18 @@ def _memory(
     pen.text((MARGIN, floor - CURVE // 2), "memory", INK, font)
 
 
-def held(plan: Plan, priced: StepCost) -> list[tuple[float, float, int]]:
-    """(start, end, bytes saved) for each step of compute in the picture: saved by forward, dropped by backward."""
+def saved_over_time(plan: Plan, cost: StepCost) -> list[tuple[float, float, int]]:
+    """(start, end, bytes saved) for each tick in the picture: saved by forward, freed by backward."""
     saved = {unit.name: plan.saved_bytes(unit.name) for unit in plan.facts.units}
-    steps: list[tuple[Event, str, str]] = []
-    for event in sorted(priced.outcome.events, key=lambda event: event.start):
+    ticks: list[tuple[TraceEvent, str, str]] = []
+    for event in sorted(cost.outcome.events, key=lambda event: event.start):
         direction, _, unit = event.label.partition(" ")
         if event.resource is Resource.COMPUTE and direction in ("forward", "backward"):
-            steps.append((event, direction, unit))
-    now = sum(size for unit, size in saved.items() if unit not in {unit for _, _, unit in steps})  # takes no time
+            ticks.append((event, direction, unit))
+    now = sum(size for unit, size in saved.items() if unit not in {unit for _, _, unit in ticks})  # takes no time
     found: list[tuple[float, float, int]] = []
-    for event, direction, unit in steps:
-        if found:  # what is saved stays while compute waits
+    for event, direction, unit in ticks:
+        if found:  # saved tensors remain while compute waits
             found[-1] = (found[-1][0], event.start, found[-1][2])
         now += saved[unit] if direction == "forward" else 0
         found.append((event.start, event.end, max(now, 0)))

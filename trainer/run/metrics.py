@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from strategies.core.sizes import human
 
 
 def tokens_per_second(num_tokens: int, seconds_s: float) -> float | None:
@@ -55,15 +55,6 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def human_bytes(num_bytes: float) -> str:
-    """``1610612736`` -> ``'1.5 GiB'``. Binary units; whole bytes have no decimals."""
-    value, unit = float(num_bytes), 0
-    while abs(value) >= 1023.95 and unit < len(UNITS) - 1:  # 1023.95 would print as 1024.0 of the smaller unit
-        value /= 1024
-        unit += 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {UNITS[unit]}"
-
-
 def human_duration(seconds_s: float) -> str:
     """``72`` -> ``'1m12s'``: the two largest units, seconds with a tenth below one second."""
     if not math.isfinite(seconds_s):
@@ -101,8 +92,8 @@ def progress_line(step: int, num_steps: int, record: Mapping[str, float]) -> str
         "grad_norm": lambda value: f"grad {human_number(value, 3)}",
         "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
         "mfu": lambda value: f"mfu {value:.1%}",
-        "device_peak_bytes": lambda value: f"device {human_bytes(value)}",
-        "host_peak_bytes": lambda value: f"host {human_bytes(value)}",
+        "device_peak_bytes": lambda value: f"device {human(value)}",
+        "host_peak_bytes": lambda value: f"host {human(value)}",
         "eta_s": lambda value: f"eta {human_duration(value)}",
     }
     head = [f"step {step}/{num_steps}", f"{step / num_steps:.0%}"] if num_steps > 0 else [f"step {step}"]

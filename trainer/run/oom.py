@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Kind, Plan
+from strategies.core.sizes import human
 from strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
-from strategies.report.plan_table import human
+from strategies.report.table import table
 from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
             lines.append(
                 f"  {home.value}: {human(plan.peak(home))} predicted, {human(measured)} measured at the peak so far"
             )
-    lines += [f"  {name:<20} {human(size):>10}" for name, size in _parts(plan) if size]
+    parts = ((name, human(size)) for name, size in _parts(plan) if size)
+    lines += [f"  {line}" for line in table(("on the device", "bytes"), parts, {"bytes"})]
     lines.append("what would free memory on the device, the most first:")
     lines += [f"  {cure.change}: {human(cure.freed_bytes)}" for cure in cures(config, plan)]
     return lines

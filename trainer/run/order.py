@@ -20,8 +20,8 @@ from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
 from strategies.core.compose import in_order, with_implied
 from strategies.core.plan import Plan
-from strategies.planner.step_cost import price
-from strategies.report import whole
+from strategies.planner.step_cost import plan_cost
+from strategies.report import full_report
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, UserError
 from trainer.machine import block_timing
@@ -75,9 +75,9 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
-    shown = whole.text(plan, priced := price(plan))
+    shown = full_report.text(plan, priced := plan_cost(plan))
     if ranks.is_first:
-        write_plan(run, shown, whole.to_json(plan, priced))
+        write_plan(run, shown, full_report.to_json(plan, priced))
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
     run.say(f"\n{shown}\n")

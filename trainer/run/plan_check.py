@@ -26,12 +26,13 @@ from transformers import TrainerCallback, TrainerState
 from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
 from strategies.core.plan import Home, Plan
+from strategies.core.sizes import human
 from strategies.engine import stowed_by
 from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import room_of
-from strategies.planner.step_cost import empty, price, traffic, unit_seconds
+from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
-from strategies.report.plan_table import human
+from strategies.report.table import table
 from trainer.machine import block_timing
 from trainer.machine.block_timing import UnitClock
 from trainer.run.callbacks import device_peak_bytes, host_peak_bytes, write_line
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from strategies.core.facts import UnitTimes
 
 COUNTED, STEP = 1, 2
+HEADER = ("", "predicted", "measured", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,13 @@ class Comparison:
     def error(self) -> float:
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
-    def line(self, width: int) -> str:
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
         predicted, measured = (
             human(int(number)) if self.unit == "bytes" else f"{number:.3g} s"
             for number in (self.predicted, self.measured)
         )
-        return (
-            f"  {self.owner:<{width}}  {predicted:>10} predicted  {measured:>10} measured  {100 * self.error:+6.1f} %"
-        )
+        return (self.owner, predicted, measured, f"{100 * self.error:+.1f} %")
 
 
 @contextmanager
@@ -143,10 +144,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             return
         timings = self._timings()
         compared = [*self.compared(), *self._seconds(timings)]
-        width = max(len(each.owner) for each in compared)
         write_line("plan against run, after step 2")
-        for each in compared:
-            write_line(each.line(width))
+        for line in table(HEADER, (each.cells() for each in compared), HEADER[1:]):
+            write_line(f"  {line}")
         file = self._folder / "plan.json"
         written = json.loads(file.read_text())
         written["measured"] = [{**asdict(each), "error": each.error} for each in compared]
@@ -179,7 +179,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
 
     def _seconds(self, timings: UnitTimes | None) -> Iterator[Comparison]:
         plan = self._plan
-        cost = price(plan)
+        cost = plan_cost(plan)
         if cost is None or self._began is None:
             return
         if timings is not None and plan.facts.machine.rates is not None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, cast
 from strategies.core.applied import shown_by
 from strategies.core.compose import needs_of
 from strategies.core.protocol import Need
+from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
-from strategies.report.plan_table import human
 from trainer.dist import deepspeed_ops
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group
 from trainer.errors import ExitCode, UserError

@@ -34,8 +34,8 @@ from torch.utils.dlpack import from_dlpack
 
 from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
+from strategies.core.sizes import human
 from strategies.engine.memory.accelerator import Driver, row_of
-from strategies.report.plan_table import human
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse

@@ -20,12 +20,12 @@ from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import estimate
 from strategies.planner.placement_search import GAIN, choose
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
-from strategies.planner.step_cost import cost_of, price
+from strategies.planner.step_cost import cost_of, plan_cost
 from strategies.planner.weight_schedule import ASSUMED
-from strategies.report import stowage
+from strategies.report import bucket_table
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.layouts import facts_of, random_facts, transformer
-from tests.unit.test_planner_rule import wish, wishes
+from tests.unit.test_placement_search import options, request
 
 GIB = 1 << 30
 CARD = replace(ASSUMED, update_fp32_params_per_s=4e9, update_bf16_params_per_s=4e9)
@@ -48,24 +48,24 @@ def large(blocks: int = 32, width: int = 4096, tokens: int = 4096, rates: Rates 
 
 def seconds(known: Facts, device_bytes: int) -> float:
     assert known.machine.rates is not None
-    return cost_of(known, choose(known, wishes(device_bytes), 0), known.machine.rates).seconds
+    return cost_of(known, choose(known, request(device_bytes), 0), known.machine.rates).seconds
 
 
 @settings(max_examples=60, deadline=None)
-@given(random_facts(), wish)
-def test_the_sizes_of_a_frame_are_those_of_its_layout(known: Facts, asked: dict[str, Any]) -> None:
-    frames = StatePlacements(known, wishes(**asked))
-    for frame in frames.all():
-        for shared in frames.shared(frame):
-            found = frames.sizes(shared)
-            assert found.whole == arena_bytes(frames.layout(shared))[Home.DEVICE]
-            assert 0 <= found.movable <= found.whole
+@given(random_facts(), options)
+def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: dict[str, Any]) -> None:
+    placements = StatePlacements(known, request(**asked))
+    for placement in placements.all():
+        for shared in placements.with_streaming(placement):
+            found = placements.sizes(shared)
+            assert found.total == arena_bytes(placements.layout(shared))[Home.DEVICE]
+            assert 0 <= found.weights <= found.total
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) -> None:
-    """But for what the rule gives away: a gain below ``GAIN`` is not taken."""
+    """But for what the search gives away: a gain below ``GAIN`` is not taken."""
     known = large(blocks=12, accumulation=accumulation, max_grad_norm=max_grad_norm)
     found = []
     for size in (4, 5, 6, 8, 10, 14, 20, 30, 60):
@@ -93,24 +93,24 @@ def test_a_faster_link_is_never_slower() -> None:
 
 def test_what_fits_is_left_alone_and_what_does_not_is_used_up() -> None:
     known = large(blocks=4)
-    made = choose(known, wishes(60 * GIB), 0)
+    made = choose(known, request(60 * GIB), 0)
     assert {b.site for b in made.buckets} == {Site.DEVICE} and all(b.resident for b in made.buckets)
-    small = choose(known, wishes(5 * GIB), 0)
+    small = choose(known, request(5 * GIB), 0)
     assert not all(b.resident for b in small.buckets) or Site.HOST in {b.site for b in small.buckets}
 
 
 def test_the_estimate_ranks_as_the_simulator_does() -> None:
-    """Not the same seconds, but the same better half, for frames of one model."""
+    """Not the same seconds, but the same better half, for placements of one model."""
     known = large(blocks=8)
     rates = known.machine.rates
     assert rates is not None
-    asked = wishes(60 * GIB)
-    frames = StatePlacements(known, asked)
+    asked = request(60 * GIB)
+    placements = StatePlacements(known, asked)
     pairs = []
-    for frame in frames.all()[::8]:
-        for shared in frames.shared(frame):
-            guess = estimate(known, frames.placed(shared), 0, in_backward=False)
-            pairs.append((guess, cost_of(known, frames.layout(shared), rates).seconds))
+    for placement in placements.all()[::8]:
+        for shared in placements.with_streaming(placement):
+            guess = estimate(known, placements.placed(shared), 0, in_backward=False)
+            pairs.append((guess, cost_of(known, placements.layout(shared), rates).seconds))
     best = min(pairs)[1]
     assert best <= 1.1 * min(simulated for _, simulated in pairs)
 
@@ -131,7 +131,7 @@ def plan_of(known: Facts, **options: Any) -> Plan:
 
 def test_edits_are_ranked_and_honest() -> None:
     known = large(blocks=8, tokens=1024)
-    asked = wishes(6 * GIB)
+    asked = request(6 * GIB)
     found = edits.ranked(known, asked, 0)
     assert 0 < len(found) <= edits.SHOWN
     gains = [edit.gain for edit in found]
@@ -140,25 +140,25 @@ def test_edits_are_ranked_and_honest() -> None:
     assert edits.ranked(replace(known, machine=replace(GPU, rates=None)), asked, 0) == []
 
 
-def test_the_stowage_table_says_site_travel_and_address() -> None:
+def test_the_bucket_table_says_site_travel_and_address() -> None:
     plan = plan_of(large(blocks=8), gpu_memory="5GiB", host_memory="1TiB")
-    text = list(stowage.lines(plan))
+    text = bucket_table.lines(plan)
     assert text[0].split("  ")[0] == "buckets" and "address on the device" in text[0]
-    assert any("steps ahead in forward" in line for line in text)
+    assert any("ticks ahead in forward" in line for line in text)
     assert any("by the CPU" in line for line in text)
-    listed = stowage.to_json(plan)
+    listed = bucket_table.to_json(plan)
     assert plan.layout is not None and len(listed) == len(plan.layout.buckets)
     assert all("weight" in bucket["addresses"] for bucket in listed)
-    assert list(stowage.lines(Plan.baseline(large(blocks=2)))) == []
-    assert stowage.to_json(Plan.baseline(large(blocks=2))) == []
-    assert price(plan) is not None
+    assert bucket_table.lines(Plan.baseline(large(blocks=2))) == []
+    assert bucket_table.to_json(Plan.baseline(large(blocks=2))) == []
+    assert plan_cost(plan) is not None
 
 
 def test_order_of_parameters_within_the_facts_is_irrelevant() -> None:
     known = large(blocks=4)
     units = {unit.name: index for index, unit in enumerate(known.units)}
     shuffled = replace(known, params=tuple(sorted(known.params, key=lambda p: (-units[p.unit], p.name))))
-    assert choose(known, wishes(4 * GIB), 0).units == choose(shuffled, wishes(4 * GIB), 0).units
+    assert choose(known, request(4 * GIB), 0).units == choose(shuffled, request(4 * GIB), 0).units
     assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=GAIN)
 
 

@@ -1,4 +1,4 @@
-"""The price of a layout, against arithmetic that a person can do."""
+"""The cost of a step, against arithmetic that a person can do."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,9 +9,9 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, Param, Precision, Rates
 from strategies.core.plan import Plan
 from strategies.core.registry import find
-from strategies.planner.step_cost import price, unit_flops
+from strategies.planner.step_cost import plan_cost, unit_flops
 from strategies.planner.tasks import Resource
-from strategies.report import whole
+from strategies.report import full_report
 from tests.helpers.fakes import GPU, block, embedding, facts, head
 
 FAST = Rates(
@@ -43,7 +43,7 @@ def planned(about: Facts, **offload: Any) -> Plan:
 
 def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
     for options in ({"site": "device"}, {"site": "host"}, {"site": "host", "weights": "streamed"}):
-        priced = price(planned(known(), **options))
+        priced = plan_cost(planned(known(), **options))
         assert priced is not None
         assert priced.compute_seconds == pytest.approx(15.0)  # 5 s forward, twice that backward
         assert priced.seconds == pytest.approx(15.0, rel=1e-3)
@@ -51,14 +51,14 @@ def test_with_free_copies_and_updates_a_step_is_its_compute() -> None:
 
 
 def test_recomputation_costs_one_more_forward_of_the_blocks() -> None:
-    priced = price(planned(known(recomputes=True), site="device"))
+    priced = plan_cost(planned(known(recomputes=True), site="device"))
     assert priced is not None
     assert priced.compute_seconds == pytest.approx(19.0)  # four of the five seconds are the blocks'
 
 
 def test_the_cpu_binds_where_it_is_slow() -> None:
     rates = replace(FAST, update_fp32_params_per_s=BLOCK / 10)  # 10 s per bucket, six buckets
-    priced = price(planned(known(rates), site="host"))
+    priced = plan_cost(planned(known(rates), site="host"))
     assert priced is not None
     assert priced.outcome.binds is Resource.CPU
     assert priced.seconds >= 60.0
@@ -67,29 +67,29 @@ def test_the_cpu_binds_where_it_is_slow() -> None:
 
 def test_updates_on_the_device_are_bound_by_its_memory() -> None:
     rates = replace(FAST, device_bytes_per_s=6 * BLOCK * 28.0)
-    priced = price(planned(known(rates), site="device"))
+    priced = plan_cost(planned(known(rates), site="device"))
     assert priced is not None
     assert priced.seconds == pytest.approx(16.0, rel=1e-3)
 
 
 def test_a_slow_link_is_busy_with_every_byte() -> None:
     rates = replace(FAST, up_bytes_per_s=4.0 * BLOCK, down_bytes_per_s=4.0 * BLOCK)  # a second per weight
-    priced = price(planned(known(rates), site="host"))
+    priced = plan_cost(planned(known(rates), site="host"))
     assert priced is not None
     assert priced.outcome.busy[Resource.DOWN] == pytest.approx(6.0, rel=0.05)
     assert priced.outcome.busy[Resource.UP] == pytest.approx(6.0, rel=0.05)
 
 
 def test_without_rates_or_layout_there_is_no_price() -> None:
-    assert price(planned(known(None), site="host")) is None
-    assert price(Plan.baseline(known())) is None
-    assert whole.to_json(planned(known(None), site="host"), None)["simulated"] is None
+    assert plan_cost(planned(known(None), site="host")) is None
+    assert plan_cost(Plan.baseline(known())) is None
+    assert full_report.to_json(planned(known(None), site="host"), None)["simulated"] is None
 
 
 def test_the_report_calls_it_simulated() -> None:
     plan = planned(known(), site="host")
-    assert "\nsimulated step: 15 s" in whole.text(plan, price(plan))
-    assert whole.to_json(plan, price(plan))["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
+    assert "\nsimulated step: 15 s" in full_report.text(plan, plan_cost(plan))
+    assert full_report.to_json(plan, plan_cost(plan))["simulated"]["seconds"] == pytest.approx(15.0, rel=1e-3)
 
 
 def test_operations_follow_the_weights_that_products_read() -> None:

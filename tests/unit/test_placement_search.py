@@ -1,4 +1,4 @@
-"""The placement rule: the order of its measures by hand, its refusals to the letter, its budgets on random models."""
+"""The placement search: the order of its measures by hand, its refusals to the letter, its budgets on random models."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PLENTY = 1 << 50
 DEVICE, HOST = Home.DEVICE, Home.HOST
 
 
-def wishes(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any) -> OffloadRequest:
+def request(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any) -> OffloadRequest:
     return OffloadRequest(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
@@ -31,7 +31,7 @@ def wishes(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any)
 
 
 def chosen(known: Facts, device_bytes: int = PLENTY, saved: int = 0, **changes: Any) -> Layout:
-    return choose(known, wishes(device_bytes, **changes), saved)
+    return choose(known, request(device_bytes, **changes), saved)
 
 
 def device_bytes(made: Layout) -> int:
@@ -77,8 +77,8 @@ def test_first_the_last_states_then_gradients_then_weights() -> None:
     ]
     assert stages[0] == (0, 0, 0)
     assert stages[-1] == (8, 8, 8)
-    frames = [stage[:2] for stage in stages]
-    assert frames == sorted(frames)
+    placements = [stage[:2] for stage in stages]
+    assert placements == sorted(placements)
     for made in every_budget(known):
         sites = [b.site for b in made.buckets]
         grad_home = [b.grad_home for b in made.buckets]
@@ -228,7 +228,7 @@ def test_state_that_visits_parks_its_gradients_when_it_must() -> None:
 
 def refusal(known: Facts, *budgets: int, **changes: Any) -> str:
     with pytest.raises(Refusal) as caught:
-        choose(known, wishes(*budgets, **changes), 1000)
+        choose(known, request(*budgets, **changes), 1000)
     return str(caught.value)
 
 
@@ -238,7 +238,7 @@ def test_a_device_that_is_too_small() -> None:
     assert text.startswith("strategies.offload.gpu_memory = 100000: ")
     assert text.endswith(" or more, or a smaller training.per_device_train_batch_size")
     least = parse_bytes(text.split("write ")[1].split(" or more")[0])
-    assert len(travels(choose(known, wishes(least), 1000))) == 6
+    assert len(travels(choose(known, request(least), 1000))) == 6
     assert "1000 B of them for what forward saves" in text
 
 
@@ -251,12 +251,12 @@ def test_a_host_that_is_too_small() -> None:
     text = refusal(known, PLENTY, 5000, site="host")
     assert text.startswith("strategies.offload.host_memory = 5000: ")
     enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
-    assert place(choose(known, wishes(PLENTY, enough, site="host"), 0)).num_bytes(Home.HOST) <= enough
+    assert place(choose(known, request(PLENTY, enough, site="host"), 0)).num_bytes(Home.HOST) <= enough
 
 
-# Any model, any wish
+# Any model, any options
 
-wish = st.fixed_dictionaries(
+options = st.fixed_dictionaries(
     {
         "site": st.sampled_from(["auto", "auto", "device", "host", "streamed"]),
         "weights": st.sampled_from(["auto", "auto", "resident", "streamed"]),
@@ -268,18 +268,18 @@ wish = st.fixed_dictionaries(
 
 
 @settings(max_examples=150, deadline=None)
-@given(random_facts(), wish, st.integers(1, 400_000))
+@given(random_facts(), options, st.integers(1, 400_000))
 def test_what_is_chosen_is_valid_and_within_the_budget(known: Facts, asked: dict[str, Any], budget: int) -> None:
     saved = sum(unit.saved_bytes for unit in known.units)
     try:
-        made = choose(known, wishes(budget, **asked), saved)
+        made = choose(known, request(budget, **asked), saved)
     except Refusal as refused:
         least = parse_bytes(str(refused).split("write ")[1].split(" or more")[0])
         assert budget < least
-        made, budget = choose(known, wishes(least, **asked), saved), least
+        made, budget = choose(known, request(least, **asked), saved), least
     addresses = place(made)
     assert validate(made, addresses, known.params) == []
     assert addresses.num_bytes(Home.DEVICE) + saved <= budget
     for b in made.buckets:
         assert b.site is not Site.DEVICE or b.resident or (asked["site"], asked["weights"]) == ("device", "streamed")
-    assert made == choose(known, wishes(budget, **asked), saved)
+    assert made == choose(known, request(budget, **asked), saved)

@@ -1,0 +1,28 @@
+"""Text tables with aligned columns: the one place that pads cells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), *, markdown: bool = False
+) -> list[str]:
+    """The lines of a table: column names, dashes, then one line per row.
+
+    Args:
+        rows: one cell per column of ``header``.
+        right: names of columns that are aligned to the right.
+    """
+    lines = [tuple(header), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [
+        [cell.rjust(width) if name in right else cell.ljust(width)
+         for name, cell, width in zip(header, line, widths, strict=True)]
+        for line in lines
+    ]  # fmt: skip
+    if markdown:
+        padded.insert(1, ["-" * width for width in widths])
+        return [f"| {' | '.join(line)} |" for line in padded]
+    made = ["  ".join(line).rstrip() for line in padded]
+    return [made[0], "-" * max(map(len, made)), *made[1:]]
