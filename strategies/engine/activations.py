@@ -250,8 +250,8 @@ class HostRoom:
         self.num_refused += 1
         if self.num_refused == 1:
             logger.warning(
-                "a saved tensor of %s is not sent to the host: it has gaps, or the memory reserved there is full (none is "
-                "reserved before stow and after close); inputs then stay on the device, outputs are computed again",
+                "a saved tensor of %s is not sent to the host: it has gaps, or the memory there is full (before "
+                "stow and after close there is none); inputs then stay on the device, outputs are computed again",
                 human(tensor.nbytes),
             )
 
