@@ -130,7 +130,7 @@ class HostRoom:
             self._transfer.host_wait(self._transfer.record(Lane.DOWN), self._transfer.record(Lane.UP))
         self._arena = arena  # it stays pinned as long as it is referenced
         self._memory = None if arena is None else arena.of("", Item.SAVED, torch.uint8)
-        self._borders = [] if arena is None else arena.borders("", Item.SAVED)
+        self._borders = [] if arena is None else arena.borders(arena.addresses.of("", Item.SAVED))
         self._slots: list[HostSlot] = []
 
     @property
@@ -250,8 +250,8 @@ class HostRoom:
         self.num_refused += 1
         if self.num_refused == 1:
             logger.warning(
-                "a saved tensor of %s is not sent to the host: it has gaps, or the memory that is reserved there is "
-                "full; inputs of blocks then stay on the device, and outputs of operators are computed again",
+                "a saved tensor of %s is not sent to the host: it has gaps, or the memory there is full (before "
+                "stow and after close there is none); inputs then stay on the device, outputs are computed again",
                 human(tensor.nbytes),
             )
 

@@ -201,9 +201,7 @@ class Checkpointed:
         name: str = "",
     ) -> None:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for forward and for each replay
-        self.watch: Callable[[Tensor], object] | None = (
-            None  # called with what is kept on the device, by the plan check
-        )
+        self.watch: Callable[[Tensor], object] | None = None  # the plan check's: called with what stays on the device
         self.forward = block.forward
         self.room = room if hosted else None
         self._block, self._kept, self._hosted = block, frozenset(kept), frozenset(hosted)
@@ -222,8 +220,8 @@ class Checkpointed:
             contexts = partial(self._contexts, recorder)
             out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if recorder is not None:
-            stays = args[1:] if INPUT in self._hosted else args
-            self._look(recorder, [*tensors_in(stays), *tensors_in(kwargs)])
+            on_device = args[1:] if INPUT in self._hosted else args
+            self._look(recorder, [*tensors_in(on_device), *tensors_in(kwargs)])
         return out
 
     @contextmanager

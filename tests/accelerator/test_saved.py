@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from strategies.engine import stow
 from strategies.engine.checkpointing import recompute, room_of
 from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.models import on
@@ -30,3 +31,28 @@ def test_bits(name: str, attention: str, dtype: torch.dtype, policy: str) -> Non
     assert room is None or quiet(room)
     if "on the host" in policy:
         assert min(room.traffic) > 0
+
+
+def test_close_while_a_graph_is_half_way(device: Any) -> None:
+    """Copies of saved tensors are under way; the device notices if memory is unregistered under one."""
+    model = made("llama", False, "sdpa", torch.float32)
+    batch = {key: value.to(DEVICE) for key, value in micro_batches()[0].items()}
+    options = {"policy": "selective", "activation_offloading": True}
+    plan = plan_for(model, batch=micro_batches()[0], max_grad_norm=None, machine=MACHINE, recompute=options)
+    recompute(model, plan, AcceleratorTransfer(torch.device(DEVICE)))
+    optimizer = stow(model, plan, device=DEVICE)
+    for _ in range(2):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    room: Any = room_of(model)
+    sent = min(room.traffic)
+    device.delay(200_000, 100)
+    middle: list[Any] = []
+    handle = model.model.layers[0].register_forward_hook(lambda module, inputs, output: middle.append(output))
+    loss = model(**batch).loss
+    torch.autograd.grad(loss, middle[0])  # starts copies up for the first block, which nobody reads
+    handle.remove()
+    optimizer.close()
+    torch.accelerator.synchronize()
+    assert min(room.traffic) > sent > 0 and room.num_refused == 0

@@ -24,9 +24,9 @@ import logging
 import mmap
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,41 +45,28 @@ class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
 
 
-class Memory(Protocol):
-    """The memory of one arena: ``memory`` is all of it, as bytes; no copy may cross one of ``borders``."""
-
-    memory: Tensor
-    borders: list[int]
-
-    def pin(self, starts: Iterable[int]) -> None:
-        """Make copies to and from the device run beside compute; ``starts``: where a piece of memory may begin."""
-
-    def release(self) -> None:
-        """Undo ``pin``."""
-
-
-class DeviceMemory:
-    """One tensor on the device. There is nothing to pin.
+class Memory:
+    """The memory of one arena, as bytes. As it is, one tensor on the device.
 
     Raises:
         OutOfMemoryError: the device has not that much; the message names ``owner``.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
-        self.borders: list[int] = []
+        self.borders: list[int] = []  # offsets that no copy may cross
         try:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
             raise OutOfMemoryError(f"{owner} needs {human(num_bytes)}: {error}") from None
 
     def pin(self, starts: Iterable[int]) -> None:
-        """See ``Memory``."""
+        """Let copies to and from the device run beside compute. Memory on the device needs nothing for that."""
 
     def release(self) -> None:
-        """See ``Memory``."""
+        """Undo ``pin``."""
 
 
-class HostMemory:
+class HostMemory(Memory):
     """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
 
     Raises:
@@ -87,10 +74,9 @@ class HostMemory:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
+        super().__init__(0, torch.device("cpu"), owner)
         self._device, self._owner = device, owner
         self._mapping: Any = None
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self.borders: list[int] = []  # offsets at which one registration ends and the next begins
         if num_bytes:
             try:
                 self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -130,7 +116,7 @@ class HostMemory:
             self._registered.append((driver, self.memory.data_ptr() + begin))
 
     def release(self) -> None:
-        """Make the pages pageable again. Views stay valid."""
+        """Make the pages pageable again; views stay valid."""
         _unregister(self._registered)
         self._advise("MADV_DOFORK")
 
@@ -155,7 +141,7 @@ def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
         last = start
 
 
-RESERVE: Mapping[Home, Callable[[int, torch.device, str], Memory]] = {Home.DEVICE: DeviceMemory, Home.HOST: HostMemory}
+RESERVE: Mapping[Home, type[Memory]] = {Home.DEVICE: Memory, Home.HOST: HostMemory}
 
 
 class Arena:
@@ -176,22 +162,15 @@ class Arena:
         """The size of the arena of one home."""
         return self._memories[home].memory.numel() if home in self._memories else 0
 
-    def region(self, spot: Spot, dtype: torch.dtype) -> Tensor:
-        """The flat view of ``spot``; as many elements as fit."""
-        return self._memories[spot.home].memory[spot.offset : spot.end].view(dtype)
-
     def of(self, bucket: str, item: Item, dtype: torch.dtype) -> Tensor | None:
-        """The region of one item of one bucket; None where the layout gives it none."""
+        """The flat view of one item of one bucket, in whole elements; None if the layout gives it no memory."""
         spot = self.addresses.spots.get((bucket, item))
-        return None if spot is None else self.region(spot, dtype)
+        return None if spot is None else self._memories[spot.home].memory[spot.offset : spot.end].view(dtype)
 
-    def borders(self, bucket: str, item: Item) -> list[int]:
-        """Offsets in the region of one item, none if the layout gives it none, that no copy may cross."""
-        spot = self.addresses.spots.get((bucket, item))
-        if spot is None:
-            return []
-        ends = self._memories[spot.home].borders
-        return [border - spot.offset for border in ends if spot.offset < border < spot.end]
+    def borders(self, spot: Spot) -> list[int]:
+        """Offsets in ``spot`` that no copy may cross."""
+        borders = self._memories[spot.home].borders
+        return [border - spot.offset for border in borders if spot.offset < border < spot.end]
 
     def owners(self) -> Iterator[str]:
         """What each arena holds, by kind of memory, as lines for people."""

@@ -29,7 +29,7 @@ by hand, and hooks that run after each gradient is accumulated, since the gradie
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ from strategies.engine.tensors.torch_functions import (
     written,
 )
 
+if TYPE_CHECKING:
+    from strategies.engine.state_dict import Keeper
+
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
@@ -59,55 +62,6 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 set_counts: Any = torch._C._autograd._unsafe_set_version_counter  # of writes, which torch compares in backward
 WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
 NODE = "so it has no node in the graph: use param.register_hook"
-
-
-class Keeper(Protocol):
-    """Reads and changes one parameter for these classes; implemented in ``state_dict.py``."""
-
-    name: str
-
-    home: tuple[int, int]  # first address of its memory when it is present, and the one behind it
-
-    @property
-    def window(self) -> int:
-        """How many times gradients were taken by a step or discarded."""
-
-    def read(self) -> Tensor:
-        """The parameter itself, present now, or a copy of its newest value through which gradients flow."""
-
-    def value(self) -> Tensor:
-        """A copy of its newest value on the device."""
-
-    def require_present(self, what: str) -> None:
-        """Make it present permanently. Raises RuntimeError if it travels."""
-
-    def gradient(self) -> Tensor | None:
-        """The stand-in for the gradient that waits for a step, if there is one."""
-
-    def forget_gradient(self) -> None:
-        """Discard the gradient that waits."""
-
-    def gradient_norm(self) -> Tensor:
-        """The Euclidean norm of the gradient that waits."""
-
-    def gradient_value(self) -> Tensor:
-        """A copy of the gradient that waits, on the device."""
-
-    def scale_gradient(self, factor: Tensor | float) -> None:
-        """Multiply the gradient that waits when the update reads it."""
-
-    def zero_gradient(self) -> None:
-        """Set the gradient to zero, as ``zero_grad(set_to_none=False)`` does."""
-
-    @property
-    def here(self) -> bool:
-        """Whether its memory has its value now."""
-
-    def follow(self, view: Tensor) -> Tensor:
-        """Make ``view``, which shares the parameter's memory, an ``Alias``."""
-
-    def read_view(self, view: Tensor) -> Tensor:
-        """``view`` itself while the weight is present, else a copy of what it would show."""
 
 
 class Copied:
@@ -127,7 +81,7 @@ COPIED = (
 
 
 class StowedParameter(Copied, nn.Parameter):
-    """A parameter whose memory an engine manages."""
+    """A parameter whose memory an engine manages; ``_keeper`` reads and changes it."""
 
     _keeper: Keeper
 
