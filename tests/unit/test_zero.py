@@ -23,7 +23,7 @@ from trainer.errors import ConfigError
 from trainer.run import ds_config as backend
 from trainer.run.ds_config import clips_itself, ds_config, refuse_transformers, uses_engine
 from trainer.run.run import refuse_unbuildable
-from trainer.verify.verify import random_run, train_weights, verify
+from trainer.verify.verify import random_run, train, verify
 
 GB = 10**9
 STAGES = (0, 1, 2, 3)
@@ -188,7 +188,7 @@ def test_reserved_buffers_as_labelled_sums() -> None:
 
 def linear_after_training(ranks: Ranks, config: RunConfig) -> bool:
     """Whether the function that modules call is still torch's own after a run."""
-    train_weights(ranks, config)
+    train(ranks, config)
     original: Any = torch._C._nn.linear
     return torch.nn.functional.linear is original
 
