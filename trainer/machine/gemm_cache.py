@@ -28,7 +28,7 @@ from strategies.core.facts import Facts
 from strategies.core.linears import ELEMENT_BYTES, Gemm, Route, Shape, Timed
 from strategies.planner.gemm_routes import shapes_of
 from trainer.machine.gemm_timing import REFRESH, ROUTED, STOCK, Bench, Product
-from trainer.machine.profiles import Key, key_of, unfinished
+from trainer.machine.profiles import MachineKey, key_of, unfinished
 from trainer.run.metrics import human_duration
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def stored_at() -> Path:
 class Place:
     """What timings were taken on and with; they hold for nothing else."""
 
-    machine: Key
+    machine: MachineKey
     threads: int
     settings: str
 

@@ -34,7 +34,7 @@ from trainer.model.shrink import (
     MOVING_LAYERS,
     UPDATES,
     VOCAB,
-    Copy,
+    CopyRun,
     features,
     leaves,
     moving,
@@ -302,7 +302,7 @@ class Offloaded:
         first = self._copies(keep_optimizer=False)[:1]
         yield from self._against_plain(first, "plain training, sgd", keep_optimizer=False)
 
-    def _against_plain(self, copies: Sequence[Copy], against: str, *, keep_optimizer: bool) -> Iterator[Check]:
+    def _against_plain(self, copies: Sequence[CopyRun], against: str, *, keep_optimizer: bool) -> Iterator[Check]:
         plain = repeatable(lambda: self._run(None, keep_optimizer=keep_optimizer))["weights"]
         for copy in copies:
             found = self._run(copy.options, keep_optimizer=keep_optimizer)
@@ -321,7 +321,7 @@ class Offloaded:
             tolerance = self._tolerance if other_kernels else 0.0
             yield Check(copy.options, against, moved, compare(*sides), tolerance)
 
-    def _copies(self, *, keep_optimizer: bool) -> list[Copy]:
+    def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         from trainer.machine.probe import probe
         from trainer.planning import facts
 
