@@ -80,7 +80,8 @@ class Scope:
 
 def find_scopes(model: nn.Module, held_of: dict[int, BucketState]) -> list[Scope]:
     """All scopes of ``model`` in order of registration; ``held_of`` maps the id of a parameter to its bucket."""
-    blocks = find_blocks(model)
+    found_blocks = set(find_blocks(model).values())
+    blocks = {name for name, module in model.named_modules() if module in found_blocks}  # by their first names
     found: list[Scope] = []
     for name, module in model.named_modules():
         if any(_inside(name, block) for block in blocks):
