@@ -171,12 +171,6 @@ def measure_gemm(clock: Stopwatch, dtype: torch.dtype) -> Iterator[tuple[Shape, 
         yield (rows, summed, columns), rate
 
 
-def measure_scaling(clock: Stopwatch, device: torch.device, num_bytes: int, worker: Worker) -> float:
-    """Bytes per second that ``worker`` reads and writes while it scales a buffer in place."""
-    buffer = torch.ones(num_bytes // 4, device=device)
-    return 2 * num_bytes / clock.seconds(lambda: worker.submit(0, lambda: buffer.mul_(1.0)).result())
-
-
 # --- link --------------------------------------------------------------------------------------------------------
 
 
@@ -343,14 +337,19 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
 def measure_memory(clock: Stopwatch, say: Say) -> dict[str, float]:
     """Bytes per second of DRAM by one core and by all cores (``dram`` is the larger), and of the device's memory."""
     usable, num_bytes = cores()[1], min(clock.effort.largest_bytes, host_memory().available_bytes // 8)
-    host, found = torch.device("cpu"), {}
+
+    def scaling(worker: Worker, device: torch.device, num_bytes: int) -> float:
+        buffer = torch.ones(num_bytes // 4, device=device)  # is read and written
+        return 2 * num_bytes / clock.seconds(lambda: worker.submit(0, lambda: buffer.mul_(1.0)).result())
+
+    host, found = torch.device("cpu"), dict[str, float]()
     with closing(Worker(1)) as one, closing(Worker(usable)) as every, closing(Worker(None)) as caller:
-        found["dram_one_core"] = measure_scaling(clock, host, num_bytes, one)
-        found["dram_all_cores"] = measure_scaling(clock, host, num_bytes, every)
+        found["dram_one_core"] = scaling(one, host, num_bytes)
+        found["dram_all_cores"] = scaling(every, host, num_bytes)
         found["dram"] = max(found.values())
         found["device"] = found["dram"]
         if clock.device.type != "cpu":
-            found["device"] = measure_scaling(clock, clock.device, clock.effort.largest_bytes, caller)
+            found["device"] = scaling(caller, clock.device, clock.effort.largest_bytes)
     say(f"DRAM {found['dram_one_core'] / 1e9:.1f} GB/s by one core, {found['dram_all_cores'] / 1e9:.1f} by {usable}")
     say(f"device memory {found['device'] / 1e9:.1f} GB/s" + (", the same" if clock.device.type == "cpu" else ""))
     return found
