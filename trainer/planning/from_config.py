@@ -107,7 +107,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
 
     found = block_timing.measure(make, known, machine.device_kind, say)
     if found is None:
-        raise ConfigError("--measure: backward did not pass through the blocks; is anything trained?")
+        raise ConfigError("--measure: backward did not run through any block; is any parameter trained?")
     block_timing.store(folder, known, found)
     yield f"measured, and kept in {folder / block_timing.FILE}:"
     yield from block_timing.lines(known, found)
@@ -142,7 +142,7 @@ def refuse_impossible(plan: Plan) -> None:
             cures = f"use {split}training.bf16, or model.lora"
             who = "the training state needs"
             if waiting:
-                who = "the training state and what waits for backward need"
+                who = "the training state and the tensors saved for backward need"
                 cures = "write strategies.recompute.activation_offloading: false" if needs <= has else cures
             needs += waiting
             raise ConfigError(
