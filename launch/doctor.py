@@ -43,7 +43,7 @@ from strategies.core.sizes import human
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.errors import ExitCode
 from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
-from trainer.machine.profiles import COMMAND, Stored, known_rates, one_line, stored_at
+from trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
 from trainer.run.metrics import human_duration
 
 REPO = Path(__file__).resolve().parent.parent
@@ -197,7 +197,7 @@ def find_devices() -> Iterator[Row]:
 # --- rates -------------------------------------------------------------------------------------------------------
 
 
-def rates_row(stored: Stored) -> Row:
+def rates_row(stored: StoredRates) -> Row:
     """The rates of this machine that plans use; warns if their file is ignored."""
     if stored.ignored:
         reason, _, cure = stored.ignored.partition("; to measure again: ")

@@ -81,7 +81,8 @@ class Scope:
 
 def find_scopes(model: nn.Module, bucket_of: Mapping[int, tuple[BucketState, int]]) -> list[Scope]:
     """All scopes of ``model`` in order of registration; ``bucket_of`` has each parameter's bucket by its id."""
-    blocks = find_blocks(model)
+    found_blocks = set(find_blocks(model).values())
+    blocks = {name for name, module in model.named_modules() if module in found_blocks}  # by their first names
     found: list[Scope] = []
     for name, module in model.named_modules():
         if any(_inside(name, block) for block in blocks):

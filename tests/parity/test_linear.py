@@ -25,7 +25,7 @@ from trainer.planning.facts import gather, run_facts
 from trainer.planning.from_config import plan_of
 from trainer.run.order import make_model, make_trainer
 from trainer.verify.differences import compare
-from trainer.verify.verify import random_run, shrink, train_weights, without_strategies
+from trainer.verify.verify import random_run, shrink, train, without_strategies
 
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, accumulation": (
@@ -76,7 +76,7 @@ def with_routes(config: RunConfig, wanted: Routes, file: Path, ranks: int = RANK
 
 def plain(case: str, folder: Path) -> dict[str, torch.Tensor]:
     if case not in plain_results:
-        plain_results[case] = run_world(RANKS, train_weights, without_strategies(config_of(case, {}, folder)))
+        plain_results[case] = run_world(RANKS, train, without_strategies(config_of(case, {}, folder)))["weights"]
     return plain_results[case]
 
 
@@ -84,7 +84,7 @@ def check(case: str, config: RunConfig, folder: Path) -> None:
     """Equal to the largest of the tolerances that the strategies declare."""
     known = run_facts(config, RANKS)
     tolerance = max(strategy.parity(known).tolerance for strategy in config.strategies.values())
-    found = run_world(RANKS, train_weights, config)
+    found = run_world(RANKS, train, config)["weights"]
     worst = max((difference.relative for difference in compare(plain(case, folder), found)), default=0.0)
     assert worst <= tolerance
 
@@ -146,7 +146,7 @@ def test_the_layers_of_a_run_are_routed_and_its_state_dict_is_as_it_was(tmp_path
 
 def linear_after_training(ranks: Ranks, config: RunConfig) -> bool:
     """Whether ``torch.nn.functional.linear`` is torch's own after training."""
-    train_weights(ranks, config)
+    train(ranks, config)
     original: Any = torch._C._nn.linear
     return torch.nn.functional.linear is original
 

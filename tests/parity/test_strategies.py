@@ -21,8 +21,8 @@ from trainer.errors import ConfigError
 from trainer.machine.probe import probe
 from trainer.planning.facts import run_facts
 from trainer.planning.from_config import plan_of
-from trainer.verify.differences import compare, digest
-from trainer.verify.verify import shrink, train_weights, without_strategies
+from trainer.verify.differences import compare
+from trainer.verify.verify import shrink, train, without_strategies
 
 RANKS, STEPS = 2, 4
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -62,7 +62,7 @@ def plain(case: str, folder: Path) -> dict[str, torch.Tensor]:
     """Plain training of this case, run once."""
     if case not in plain_results:
         config = without_strategies(config_of(case, {}, folder))
-        plain_results[case] = run_world(RANKS, train_weights, config)
+        plain_results[case] = run_world(RANKS, train, config)["weights"]
     return plain_results[case]
 
 
@@ -85,11 +85,10 @@ def test_alone(name: str, options: Mapping[str, Any], case: str, tmp_path: Path)
     strategy = find(name).model_validate(options)
     expected = plain(case, tmp_path)
     config = config_of(case, {name: strategy}, tmp_path)
-    found = run_world(RANKS, train_weights, config)
+    found = run_world(RANKS, train, config)["weights"]
     parity = declared(strategy, config, case)
     if parity.tolerance == 0.0:
         assert compare(expected, found) == []
-        assert digest(expected) == digest(found)
     else:
         worst = max((difference.relative for difference in compare(expected, found)), default=0.0)
         assert worst <= parity.tolerance, parity.reason
@@ -115,14 +114,14 @@ def test_together(names: tuple[str, ...], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"strategies\.zero.*strategies\.offload"):
             plan_of(config, Ranks(0, 0, RANKS, RANKS), probe())
         return
-    assert compare(plain(case, tmp_path), run_world(RANKS, train_weights, config)) == []
+    assert compare(plain(case, tmp_path), run_world(RANKS, train, config)["weights"]) == []
 
 
 @pytest.mark.ranks
 def test_training_moves_every_weight(tmp_path: Path) -> None:
     """Equality of weights that never moved would prove nothing."""
     trained = plain("fp32/llama", tmp_path)
-    untrained = run_world(1, train_weights, _no_steps(config_of("fp32/llama", {}, tmp_path)))
+    untrained = run_world(1, train, _no_steps(config_of("fp32/llama", {}, tmp_path)))["weights"]
     assert {name for name, weight in trained.items() if torch.equal(weight, untrained[name])} == set()
 
 

@@ -14,12 +14,12 @@ from strategies.planner.weight_schedule import ASSUMED
 from trainer.errors import ExitCode
 from trainer.machine import profiles, rates
 from trainer.machine.probe import GIB, probe
-from trainer.machine.profiles import Key, Stored
+from trainer.machine.profiles import MachineKey, StoredRates
 from trainer.machine.rates import Effort, duplex_factor, fit_line
 from trainer.planning.facts import machine_facts
 
 SIZES = [1 << power for power in range(16, 29)]
-HERE = Key(device="card", cpu="AMD EPYC 26 2", cores=16, torch="2.13.0+cu130")
+HERE = MachineKey(device="card", cpu="AMD EPYC 26 2", cores=16, torch="2.13.0+cu130")
 TINY = Effort(
     seconds=0.01, link_seconds=0.002, largest_bytes=1 << 20, num_params=1 << 12, shapes=((8, 16, 8), (16, 16, 16))
 )
@@ -118,17 +118,17 @@ def test_rates_that_cannot_be(changes: dict[str, float]) -> None:
 # --- files -------------------------------------------------------------------------------------------------------
 
 
-def stored_file(folder: Path, key: Key = HERE) -> Path:
+def stored_file(folder: Path, key: MachineKey = HERE) -> Path:
     path = folder / "some/folder/machine.json"
-    profiles.save(path, key, Stored(some_rates(), "2026-11-21 06:00:00Z", 0.01), {"gemm": [1]})
+    profiles.save(path, key, StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01), {"gemm": [1]})
     return path
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = stored_file(tmp_path)
-    assert profiles.load(path, HERE) == Stored(some_rates(), "2026-11-21 06:00:00Z", 0.01)
+    assert profiles.load(path, HERE) == StoredRates(some_rates(), "2026-11-21 06:00:00Z", 0.01)
     assert [each.name for each in path.parent.iterdir()] == ["machine.json"]
-    assert profiles.load(tmp_path / "none.json", HERE) == Stored()
+    assert profiles.load(tmp_path / "none.json", HERE) == StoredRates()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_facts_take_what_was_measured_then_a_named_card_then_nothing(
     assert machine_facts(here, 1).rates is None
     card = replace(here, name="NVIDIA H100 80GB HBM3")
     assert machine_facts(card, 1).rates == profiles.profile("h100-sxm-pcie5").rates
-    profiles.save(path, profiles.key_of(card), Stored(some_rates()), {})
+    profiles.save(path, profiles.key_of(card), StoredRates(some_rates()), {})
     assert machine_facts(card, 2).rates == some_rates().shared_by(2)
     assert machine_facts(here, 1).rates is None and "device NVIDIA H100" in profiles.known_rates(here).ignored
 
@@ -208,7 +208,7 @@ def test_a_named_machine_does_not_look_at_files(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text("broken")
     for name, machine in profiles.PROFILES.items():
-        assert profiles.known_rates(machine, path) == Stored(machine.rates), name
+        assert profiles.known_rates(machine, path) == StoredRates(machine.rates), name
 
 
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
@@ -261,14 +261,14 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_rows_of_the_doctor() -> None:
-    fine = doctor.rates_row(Stored(some_rates(), "2026-11-21 06:00:00Z"))
+    fine = doctor.rates_row(StoredRates(some_rates(), "2026-11-21 06:00:00Z"))
     assert fine.status is doctor.Status.OK and "bf16 600 Tflop/s" in fine.value and "measured 2026-11-21" in fine.value
-    named = doctor.rates_row(Stored(some_rates(origin="profile")))
+    named = doctor.rates_row(StoredRates(some_rates(origin="profile")))
     assert named.status is doctor.Status.OK and "of a named profile" in named.value
-    assert "not measured" in doctor.rates_row(Stored()).value
-    loud = doctor.rates_row(Stored(some_rates(), "2026-11-21", 0.4))
+    assert "not measured" in doctor.rates_row(StoredRates()).value
+    loud = doctor.rates_row(StoredRates(some_rates(), "2026-11-21", 0.4))
     assert loud.status is doctor.Status.WARN and "others used 40% of the cores" in loud.value
-    ignored = doctor.rates_row(Stored(ignored=f"x is ignored: because; to measure again: {profiles.COMMAND}"))
+    ignored = doctor.rates_row(StoredRates(ignored=f"x is ignored: because; to measure again: {profiles.COMMAND}"))
     assert (ignored.status, ignored.value, ignored.cure) == (
         doctor.Status.WARN, "x is ignored: because", profiles.COMMAND,
     )  # fmt: skip
@@ -279,6 +279,6 @@ def test_time_runs_out_gently() -> None:
     import torch
 
     calls: list[int] = []
-    clock = rates.Clock(replace(TINY, seconds=10.0, hurry_after_s=0.0), torch.device("cpu"))
+    clock = rates.Stopwatch(replace(TINY, seconds=10.0, hurry_after_s=0.0), torch.device("cpu"))
     clock.seconds(lambda: calls.append(1))
     assert len(calls) == 2

@@ -177,7 +177,7 @@ def stored_at() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class MachineKey:
     """What rates were measured on. They are valid for nothing else."""
 
     device: str
@@ -185,14 +185,14 @@ class Key:
     cores: int
     torch: str
 
-    def difference(self, here: Key) -> str:
+    def difference(self, here: MachineKey) -> str:
         """The fields that differ on this machine, as a clause; empty if none does."""
         pairs = zip(asdict(self).items(), asdict(here).values(), strict=True)
         return ", ".join(f"{name} {was}, here {now}" for (name, was), now in pairs if was != now)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRates:
     """The content of a file.
 
     Args:
@@ -206,11 +206,11 @@ class Stored:
     ignored: str = ""
 
 
-def key_of(machine: Machine, root: Path = ROOT) -> Key:
+def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
     """The key of ``machine``, which is this one. ``root`` is the folder with ``proc``."""
     import torch
 
-    return Key(machine.name, _cpu_model(root), machine.usable_cores, str(torch.__version__))
+    return MachineKey(machine.name, _cpu_model(root), machine.usable_cores, str(torch.__version__))
 
 
 def _cpu_model(root: Path) -> str:
@@ -224,7 +224,7 @@ def _cpu_model(root: Path) -> str:
     return " ".join(word for word in words if word)
 
 
-def save(path: Path, key: Key, stored: Stored, points: dict[str, Any]) -> None:
+def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any]) -> None:
     """Write a file that ``load`` reads, atomically. ``points`` are the measurements that the rates were fitted to.
 
     Raises:
@@ -236,16 +236,16 @@ def save(path: Path, key: Key, stored: Stored, points: dict[str, Any]) -> None:
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
-def load(path: Path, here: Key) -> Stored:
+def load(path: Path, here: MachineKey) -> StoredRates:
     """The rates in ``path`` if they were measured on ``here``; empty if there is no file."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             return _ignored(path, f"its format is {content['format']!r}, this is {FORMAT}")
-        key, rates = Key(**content["key"]), Rates(**content["rates"])
-        stored = Stored(rates, str(content["date"]), float(content["others_share"]))
+        key, rates = MachineKey(**content["key"]), Rates(**content["rates"])
+        stored = StoredRates(rates, str(content["date"]), float(content["others_share"]))
     except FileNotFoundError:
-        return Stored()
+        return StoredRates()
     except OSError as error:
         return _ignored(path, str(error.strerror))
     except KeyError as error:
@@ -257,23 +257,23 @@ def load(path: Path, here: Key) -> Stored:
     return stored
 
 
-def _ignored(path: Path, reason: str) -> Stored:
-    return Stored(ignored=f"{path} is ignored: {reason}; to measure again: {COMMAND}")
+def _ignored(path: Path, reason: str) -> StoredRates:
+    return StoredRates(ignored=f"{path} is ignored: {reason}; to measure again: {COMMAND}")
 
 
-def known_rates(machine: Machine, path: Path | None = None) -> Stored:
+def known_rates(machine: Machine, path: Path | None = None) -> StoredRates:
     """The rates of ``machine``: a named one's profile, or what was measured here, or a profile of the same device.
 
     Args:
         path: of the file with measurements; None: the default one.
     """
     if machine.origin == "profile":
-        return Stored(machine.rates)
+        return StoredRates(machine.rates)
     stored = load(path or stored_at(), key_of(machine))
     if stored.rates is not None:
         return stored
     named = next((each.rates for each in PROFILES.values() if each.name == machine.name), None)
-    return Stored(named, ignored=stored.ignored)
+    return StoredRates(named, ignored=stored.ignored)
 
 
 def one_line(rates: Rates) -> str:

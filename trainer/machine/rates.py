@@ -39,7 +39,7 @@ from strategies.engine.transfer.transfer import Lane, transfer_for
 from strategies.engine.updates import HOST_CHUNK
 from strategies.engine.worker import Worker, spare_cores
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
-from trainer.machine.profiles import Stored, key_of, save
+from trainer.machine.profiles import StoredRates, key_of, save
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
@@ -72,14 +72,14 @@ FULL = Effort()
 # --- fits --------------------------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
+class LinkFit(NamedTuple):
     """A copy takes ``latency_s + bytes / bytes_per_s`` seconds."""
 
     latency_s: float
     bytes_per_s: float
 
 
-def fit_line(points: Sequence[tuple[int, float]]) -> Line:
+def fit_line(points: Sequence[tuple[int, float]]) -> LinkFit:
     """Fit a line to points (bytes, seconds), robustly.
 
     Candidates are the lines through any two points, and through one point and the origin, with a latency of at least 0.
@@ -101,7 +101,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
         return sum(abs(math.log((line[0] + line[1] * size) / seconds)) for size, seconds in points)
 
     latency, slope = min(possible, key=error)
-    return Line(latency, 1 / slope)
+    return LinkFit(latency, 1 / slope)
 
 
 def duplex_factor(up_s: float, down_s: float, both_s: float) -> float:
@@ -118,7 +118,7 @@ def duplex_factor(up_s: float, down_s: float, both_s: float) -> float:
 
 
 @dataclass(slots=True)
-class Clock:
+class Stopwatch:
     """Times work by repeating it for a share of the total time."""
 
     effort: Effort
@@ -152,7 +152,7 @@ class Clock:
 # --- device ------------------------------------------------------------------------------------------------------
 
 
-def measure_gemm(clock: Clock, dtype: torch.dtype) -> Iterator[tuple[Shape, float]]:
+def measure_gemm(clock: Stopwatch, dtype: torch.dtype) -> Iterator[tuple[Shape, float]]:
     """Shape and flop/s of each product that does not take longer than ``LONGEST_GEMM_S``."""
     device = clock.device
     shapes = clock.effort.shapes or (CPU_SHAPES if device.type == "cpu" else DEVICE_SHAPES)
@@ -172,16 +172,10 @@ def measure_gemm(clock: Clock, dtype: torch.dtype) -> Iterator[tuple[Shape, floa
         yield (rows, summed, columns), rate
 
 
-def measure_scaling(clock: Clock, device: torch.device, num_bytes: int, worker: Worker) -> float:
-    """Bytes per second that ``worker`` reads and writes while it scales a buffer in place."""
-    buffer = torch.ones(num_bytes // 4, device=device)
-    return 2 * num_bytes / clock.seconds(lambda: worker.submit(0, lambda: buffer.mul_(1.0)).result())
-
-
 # --- link --------------------------------------------------------------------------------------------------------
 
 
-class Link:
+class CopyBench:
     """Buffers on host and device, and the engine's transfer between them."""
 
     def __init__(self, device: torch.device, num_bytes: int, up: Worker, down: Worker) -> None:
@@ -195,7 +189,7 @@ class Link:
         if pinned:
             torch.accelerator.synchronize(device)  # the buffers are filled on another stream than they are copied on
 
-    def seconds(self, clock: Clock, size: int, *lanes: Lane) -> float:
+    def seconds(self, clock: Stopwatch, size: int, *lanes: Lane) -> float:
         """Seconds of one copy of ``size`` bytes in each of ``lanes``, averaged over consecutive copies."""
         count = max(1, min(MOST_COPIES, CALL_BYTES // size))
         rounds = {lane: itertools.cycle(self._cuts(lane, size)) for lane in lanes}
@@ -222,7 +216,7 @@ class Link:
         return [(target[start : start + size], source[start : start + size]) for start in starts]
 
 
-def measure_link(clock: Clock, say: Say) -> tuple[float, dict[str, list[tuple[int, float]]]]:
+def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tuple[int, float]]]]:
     """Copy all sizes; the duplex factor (median over the sizes), and (bytes, seconds) of up, down and both at once."""
     effort, device = clock.effort, clock.device
     most_bytes = min(effort.largest_bytes, host_memory().available_bytes // 16)
@@ -232,7 +226,7 @@ def measure_link(clock: Clock, say: Say) -> tuple[float, dict[str, list[tuple[in
     points: dict[str, list[tuple[int, float]]] = {"up": [], "down": [], "both": []}
     factors = []
     with closing(Worker(1)) as one, closing(Worker(1)) as other:  # they stand in for the link where there is none
-        link = Link(device, sizes[-1], one, other)
+        link = CopyBench(device, sizes[-1], one, other)
         for size in sizes:
             up_s, down_s = (link.seconds(clock, size, lane) for lane in (Lane.UP, Lane.DOWN))
             points["up"].append((size, up_s))
@@ -250,7 +244,7 @@ def measure_link(clock: Clock, say: Say) -> tuple[float, dict[str, list[tuple[in
 # --- update ------------------------------------------------------------------------------------------------------
 
 
-def measure_update(clock: Clock, worker: Worker, *, mixed: bool) -> float:
+def measure_update(clock: Stopwatch, worker: Worker, *, mixed: bool) -> float:
     """Parameters per second of a clipped AdamW step on host memory, done as the engine's ``Updates`` does it.
 
     Args:
@@ -283,7 +277,7 @@ def measure_update(clock: Clock, worker: Worker, *, mixed: bool) -> float:
 # --- the whole ---------------------------------------------------------------------------------------------------
 
 
-def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> Stored:
+def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> StoredRates:
     """Measure this machine and its current device and store the rates in ``path``; ``say`` is called with progress.
 
     Raises:
@@ -295,7 +289,7 @@ def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> Sto
     others_s, began_s = others_cpu_s(), time.perf_counter()
     rates, points = measure(say, effort)
     spent_s = (time.perf_counter() - began_s) * cores()[1]
-    stored = Stored(rates, date, max(0.0, (others_cpu_s() - others_s) / spent_s))
+    stored = StoredRates(rates, date, max(0.0, (others_cpu_s() - others_s) / spent_s))
     save(path, key, stored, points)
     return stored
 
@@ -304,7 +298,7 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
     """The rates, and the measurements that they were fitted to."""
     effort = FULL if effort is None else effort
     device = accelerator.current() or torch.device("cpu")
-    clock, on_cpu = Clock(effort, device), device.type == "cpu"
+    clock, on_cpu = Stopwatch(effort, device), device.type == "cpu"
     say(f"matrix products on {'the CPU' if on_cpu else accelerator.name_of(device)}")
     gemm: dict[str, list[tuple[Shape, float]]] = {"fp32": [], "bf16": []}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -341,17 +335,22 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
     return rates, {"gemm": gemm, "link": copies, "memory": memory}
 
 
-def measure_memory(clock: Clock, say: Say) -> dict[str, float]:
+def measure_memory(clock: Stopwatch, say: Say) -> dict[str, float]:
     """Bytes per second of DRAM by one core and by all cores (``dram`` is the larger), and of the device's memory."""
     usable, num_bytes = cores()[1], min(clock.effort.largest_bytes, host_memory().available_bytes // 8)
-    host, found = torch.device("cpu"), {}
+
+    def scaling(worker: Worker, device: torch.device, num_bytes: int) -> float:
+        buffer = torch.ones(num_bytes // 4, device=device)  # is read and written
+        return 2 * num_bytes / clock.seconds(lambda: worker.submit(0, lambda: buffer.mul_(1.0)).result())
+
+    host, found = torch.device("cpu"), dict[str, float]()
     with closing(Worker(1)) as one, closing(Worker(usable)) as every, closing(Worker(None)) as caller:
-        found["dram_one_core"] = measure_scaling(clock, host, num_bytes, one)
-        found["dram_all_cores"] = measure_scaling(clock, host, num_bytes, every)
+        found["dram_one_core"] = scaling(one, host, num_bytes)
+        found["dram_all_cores"] = scaling(every, host, num_bytes)
         found["dram"] = max(found.values())
         found["device"] = found["dram"]
         if clock.device.type != "cpu":
-            found["device"] = measure_scaling(clock, clock.device, clock.effort.largest_bytes, caller)
+            found["device"] = scaling(caller, clock.device, clock.effort.largest_bytes)
     say(f"DRAM {found['dram_one_core'] / 1e9:.1f} GB/s by one core, {found['dram_all_cores'] / 1e9:.1f} by {usable}")
     say(f"device memory {found['device'] / 1e9:.1f} GB/s" + (", the same" if clock.device.type == "cpu" else ""))
     return found

@@ -1,18 +1,17 @@
-"""The model: from the hub or a folder, or from a config with random weights.
+"""Build the model: from the hub or a folder, or from a config with random weights.
 
-Memory. Weights exist once. A model with random weights is built on the meta device and then filled in place; a
-saved one is built on the meta device by Transformers and its safetensors are streamed into it file by file. Under
-ZeRO stage 3 the modules are built partitioned: each parameter is split over the ranks as soon as its module is
-made, and filled while it is gathered, one module at a time.
+Memory: weights exist once. A model with random weights is built on the meta device and then filled in place; a saved
+one is built on the meta device by Transformers, and its safetensors are streamed into it file by file. With ZeRO stage
+3 the modules are built partitioned: each parameter is split over the ranks as soon as its module exists, and filled
+while it is gathered, one module at a time.
 
-Invariant. Random weights depend on the seed alone, not on the strategy: construction draws no random numbers, so
-the one place that does (``initialize_weights``) starts from the seed under every stage.
+Invariant: random weights depend on the seed alone, not on the strategy. Construction draws no random numbers, and the
+one place that does (``initialize_weights``) starts from the seed under every stage.
 
-A key-value cache is of no use in training and costs its size, so ``config.use_cache`` is False on every config and
-model from here. What it was without us goes with the model as ``own_use_cache``, and into its export.
+A key-value cache is useless in training and costs memory, so ``config.use_cache`` is False on every config and model
+from here. Its original value is kept in the model as ``own_use_cache`` and written into the export.
 
-Refused: remote code, unless ``model.trust_remote_code`` is set; a tokenizer that knows more tokens than the
-embedding has rows.
+Refused: remote code unless ``model.trust_remote_code`` is set, and what Transformers or peft cannot build.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ REMOTE_CODE = (
 
 
 def load_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
-    """The Hugging Face config of the model, for training; ``vocab_size`` fills in the embedding rows if need be.
+    """The Hugging Face config of the model, for training; ``vocab_size`` is used if the config has none.
 
     Raises:
         ConfigError: unknown ``model_type``, a folder or name that holds no config, remote code that is not allowed.
@@ -50,7 +49,7 @@ def load_config(section: ModelSection, vocab_size: int | None = None) -> Pretrai
 
 
 def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConfig:
-    """The config as the user and the architecture, or the saved model, have it."""
+    """The config as the user, the architecture or the saved model define it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -70,7 +69,7 @@ def _own_config(section: ModelSection, vocab_size: int | None) -> PretrainedConf
 
 
 def set_use_cache(config: PretrainedConfig, value: bool | None) -> None:
-    """Set ``use_cache``; None takes the key out of a config whose architecture has no such key."""
+    """Set ``use_cache``; None removes the key, for architectures that do not have it."""
     if value is None:
         vars(config).pop("use_cache", None)
     else:
@@ -78,13 +77,13 @@ def set_use_cache(config: PretrainedConfig, value: bool | None) -> None:
 
 
 def refuse_missing_folder(section: ModelSection) -> None:
-    """A name that can only be a folder is looked for here, before anybody asks the hub for it, with six retries.
+    """Refuse a name that can only be a folder and does not exist, instead of asking the hub for it, with six retries.
 
-    Hub names are ``owner/name`` or ``name``. More parts, a leading dot, slash or tilde, or a first part that is a
-    folder here make it a path.
+    Hub names are ``owner/name`` or ``name``. A name with more parts, with a leading dot, slash or tilde, or whose first
+    part is a folder here, is a path.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     name = section.name_or_path
     if name is None or Path(name).exists():
@@ -133,8 +132,8 @@ def build(
     """The model with its weights, in ``section.dtype``, on the CPU (or partitioned over the ranks).
 
     Args:
-        seed: of random weights; the same bits whatever the strategy.
-        partitioned: ZeRO stage 3 is on; Transformers then builds under ``deepspeed.zero.Init``.
+        seed: for random weights, which are the same bits under every strategy.
+        partitioned: ZeRO stage 3 is on, and Transformers builds under ``deepspeed.zero.Init``.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -161,7 +160,7 @@ def build(
 
 
 def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
-    """Built without memory, then materialised and initialised in place: one copy, one stream of random numbers."""
+    """Build on the meta device, then allocate and initialise in place: one copy, one stream of random numbers."""
     import torch
 
     with torch.device("meta"):
@@ -176,8 +175,8 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
     for tensor in [*model.parameters(), *model.buffers()]:
         if hasattr(tensor, "_is_hf_initialized"):
             del tensor._is_hf_initialized
-    # to_empty gave tied parameters storage of their own. They are tied after the draws, as Transformers does it, so
-    # that the embedding keeps its own draw (with a zero row for padding) and not the head's.
+    # to_empty gave tied parameters storage of their own. They are tied after initialisation, as Transformers does it,
+    # so that the embedding keeps its own draw (with a zero row for padding) and not the head's.
     model.initialize_weights()
     left = [name for name, tensor in _tensors(model) if tensor._version == versions[name]]
     if left:
@@ -195,7 +194,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
-    """``model`` with low-rank adapters; its own weights are frozen.
+    """Add low-rank adapters to ``model`` and freeze its own weights.
 
     Raises:
         ConfigError: ``peft`` is not installed, or no module matches ``target_modules``.
@@ -214,7 +213,7 @@ def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
             f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
             f"The model's linear layers are: {', '.join(linear)}"
         ) from None
-    return cast("PreTrainedModel", adapted)  # peft's wrapper answers everything that the model in it does
+    return cast("PreTrainedModel", adapted)  # peft's wrapper forwards all attributes to the model
 
 
 def _is_linear(module: object) -> bool:

@@ -1,14 +1,14 @@
-"""A small copy of a model's config: the same architecture, few narrow layers; and how much memory to give it.
+"""Make a small copy of a model's config (same architecture, few narrow layers) and choose how much memory it gets.
 
-It keeps what changes behaviour (architecture, grouped heads, tied weights, activation function, dropout, layer types)
-and shrinks what only costs time. Used where something must be tried on the user's architecture before the real model
+The copy keeps what changes behaviour (architecture, grouped heads, tied weights, activation function, dropout, layer
+types) and shrinks what only costs time. It serves to try something on the user's architecture before the real model
 exists: equality with plain training, packing.
 
 With ``strategies.offload`` a copy would fit into the real model's budget, and nothing of it would move. So ``moving``
 looks for options under which the plan of the copy moves what the real plan moves: weights that travel, each site of
-updates, both places where gradients wait. It plans the copy with several budgets, from the least that it can be
-trained with to the one that everything fits into. What no budget brings about is asked for by name, where the user left
-it open. The answer is as few sets of options as show everything; each is a run.
+updates, both homes of gradients that wait. It plans the copy with several budgets, from the least that it can be
+trained with to the one that everything fits into. For what no budget causes, it sets the option that asks for it, if
+the user left that at auto. The result is few sets of options that show everything; each is a run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from strategies.core.plan import Plan
 
 LENGTH = 32
-# What Hugging Face configs call the same thing, and the size it gets.
+# The names that Hugging Face configs have for these sizes, and the size in the copy.
 HIDDEN, HEADS, FFN, VOCAB = 64, 4, 128, 512
-LAYERS, MOVING_LAYERS = 2, 4  # with two, both are always in use or about to be, and neither can make room
+LAYERS, MOVING_LAYERS = 2, 4  # of two layers both are always in use or about to be, so neither could leave the device
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), HIDDEN),
@@ -54,7 +54,7 @@ PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
 def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, Any]:
-    """``model.config`` of the shrunk copy: the same architecture, ``layers`` small layers."""
+    """``model.config`` of the shrunk copy: the same architecture with ``layers`` small layers."""
     full = config.get_text_config().to_diff_dict()
     small = {"model_type": config.get_text_config().model_type, **full}
     for name, size in {**SIZES, **dict.fromkeys(DEPTHS, layers)}.items():
@@ -88,12 +88,12 @@ def layout_strategy(plan: Plan) -> str:
 
 
 def leaves(bucket: Bucket, layout: Layout) -> bool:
-    """Whether its weight is off the device at some step."""
+    """Whether the weight of ``bucket`` is off the device at some tick."""
     return not bucket.resident and sum(end - start for start, end in bucket.resident_ticks) < layout.num_ticks
 
 
 def features(layout: Layout) -> frozenset[str]:
-    """What a verification has to show of ``layout``, in words."""
+    """What a verification of ``layout`` has to show, in words."""
     trained = [bucket for bucket in layout.buckets if bucket.site is not Site.NONE]
     found = {UPDATES[bucket.site] for bucket in trained}
     found |= {f"gradients wait on the {bucket.grad_home.value}" for bucket in trained}
@@ -106,24 +106,24 @@ def moves(layout: Layout) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Options of ``strategies.offload`` for a run of the copy, and what it then shows."""
+class CopyRun:
+    """Options of ``strategies.offload`` for a run of the copy, and the features that it shows with them."""
 
     options: Mapping[str, Any]
     shows: frozenset[str]
 
 
-def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[Copy]:
-    """Options for runs of the copy that together show what ``real`` moves, and weights that travel where they may.
+def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[CopyRun]:
+    """Runs of the copy that together show what ``real`` moves, and weights that travel if possible.
 
-    Where ``real`` moves nothing, one run in which something moves; none, where nothing can.
+    If ``real`` moves nothing, this is one run in which something moves; empty if nothing can.
 
     Args:
         strategies: of the config.
-        copy: its facts.
+        copy: the facts of the copy.
     """
     assert real.layout is not None
-    search = _Search(strategies, layout_strategy(real), copy, block_bytes(real.facts))
+    search = _CopySearch(strategies, layout_strategy(real), copy, block_bytes(real.facts))
     if moves(real.layout):
         return search.cover(features(real.layout) | {TRAVEL})
     for alone in MOVING:
@@ -132,8 +132,8 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[
     return []
 
 
-class _Search:
-    """Plans of the copy under other options of offload."""
+class _CopySearch:
+    """Plans the copy with other options of offload."""
 
     def __init__(self, strategies: Mapping[str, Strategy], name: str, facts: Facts, real_block_bytes: int) -> None:
         self._strategies, self._name, self._facts = strategies, name, facts
@@ -144,14 +144,14 @@ class _Search:
             scaled = parse_bytes(size) * block_bytes(facts) // real_block_bytes
             self._always["bucket_size"] = str(max(2 * ALIGN_BYTES, scaled))
 
-    def cover(self, wanted: frozenset[str]) -> list[Copy]:
-        """As few runs as show what is ``wanted``: by budgets, and by name what no budget brings about."""
+    def cover(self, wanted: frozenset[str]) -> list[CopyRun]:
+        """Few runs that show what is ``wanted``: by budgets, and by explicit options for what no budget causes."""
         chosen, left = _fewest(list(self._by_budget()), wanted)
         if left:
-            chosen += _fewest(list(self._by_name()), left)[0]
+            chosen += _fewest(list(self._by_option()), left)[0]
         return chosen
 
-    def _by_budget(self) -> Iterator[Copy]:
+    def _by_budget(self) -> Iterator[CopyRun]:
         most = self._plan(AMPLE)
         if most is None or most.addresses is None:
             return
@@ -163,23 +163,23 @@ class _Search:
         for level in range(LEVELS):
             yield from self._copy(low + (high - low) * level // LEVELS)
 
-    def _by_name(self) -> Iterator[Copy]:
+    def _by_option(self) -> Iterator[CopyRun]:
         free = {name: (AUTO, *values) if self._given[name] == AUTO else (AUTO,) for name, values in OPEN.items()}
         for finer in ({}, {"prefetch": 0}, {"prefetch": 0, "bucket_size": AUTO}):
             for values in product(*free.values()):
                 asked = {name: value for name, value in zip(free, values, strict=True) if value != AUTO}
                 yield from self._copy(AMPLE, **asked, **finer)
 
-    def _copy(self, budget: int, **more: Any) -> Iterator[Copy]:
+    def _copy(self, budget: int, **more: Any) -> Iterator[CopyRun]:
         plan = self._plan(budget, **more)
         if plan is not None and plan.layout is not None:
-            yield Copy(self._options(budget, **more), features(plan.layout))
+            yield CopyRun(self._options(budget, **more), features(plan.layout))
 
     def _options(self, budget: int, **more: Any) -> dict[str, Any]:
         return {**self._always, "gpu_memory": written(budget), **more}
 
     def _plan(self, budget: int, **more: Any) -> Plan | None:
-        """None, where it is refused."""
+        """The plan with this budget; None if it is refused."""
         given = self._strategies[self._name]
         changed = type(given).model_validate({**self._given, **self._options(budget, **more)})
         try:
@@ -188,9 +188,9 @@ class _Search:
             return None
 
 
-def _fewest(copies: Sequence[Copy], wanted: frozenset[str]) -> tuple[list[Copy], frozenset[str]]:
-    """Runs that show ``wanted``, the one that shows the most first; and what none shows."""
-    chosen = list[Copy]()
+def _fewest(copies: Sequence[CopyRun], wanted: frozenset[str]) -> tuple[list[CopyRun], frozenset[str]]:
+    """Greedily chosen runs that show ``wanted``, and what none of ``copies`` shows."""
+    chosen = list[CopyRun]()
     while copies and wanted:
         best = max(copies, key=lambda copy: len(copy.shows & wanted))
         if not best.shows & wanted:

@@ -1,4 +1,7 @@
-"""From a config to a plan: what ``launch/plan.py`` does and nothing else, so that planning loads no trainer."""
+"""Make the plan of a config: everything that ``launch/plan.py`` does. Planning imports no trainer.
+
+Refused: strategies that conflict, plans that do not fit, compiled models whose weights travel, unusable run folders.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ def plan_of(
 ) -> Plan:
     """The plan of a run.
 
-    Block times that an earlier run in the same folder measured are used, on one machine; a run that ``resumes`` is
-    planned with those it began with.
+    On a single machine it uses the block times that an earlier run in the same folder measured; a run that ``resumes``
+    uses those that it started with.
 
     Args:
-        tune: measure the products of linear layers, where a strategy wants to know and nobody has measured them yet.
+        tune: measure the matrix products of linear layers, if a strategy needs that and it has not been done yet.
 
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts.
@@ -79,10 +82,9 @@ def check_installed(config: RunConfig) -> None:
 
 
 def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
-    """A compiled graph keeps the shapes and strides of the weights that it met; one that is away has none of its own.
+    """Raise ConfigError if the model is to be compiled and weights travel.
 
-    Raises:
-        ConfigError: weights travel, and the model is to be compiled.
+    A compiled graph is specialised on the shapes and strides of weights, which change while a weight is off the device.
     """
     keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
     key = next((key for key in keys if getattr(config.training, key)), None)
@@ -96,18 +98,21 @@ def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
 
 
 def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[str], None]) -> Iterator[str]:
-    """Time a few blocks of the configured model on this machine and keep that in the run folder; lines for people.
+    """Time a few blocks of the configured model on this machine and store the times in the run folder.
+
+    Yields:
+        Lines to print.
 
     Raises:
-        ConfigError: there is no plan that would use it, the folder cannot be written, the model cannot be built, or
-            nothing could be measured.
+        ConfigError: no plan would use the times, the folder cannot be written, the model cannot be built, or nothing
+            could be measured.
     """
     if Need.BLOCK_TIMES not in needs_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload, which is not on")
-    plan_of(config, ranks, machine)  # what cannot be planned need not be measured
+    known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
     folder = Path(config.training.output_dir)
     refuse_folder(config)
-    known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    known = replace(known, unit_times=block_timing.read(folder, known, "unit_times"))  # for a run that is resumed
 
     def make(blocks: int) -> Any:
         section = config.model
@@ -117,23 +122,23 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         for name in PER_LAYER:
             if getattr(text, name, None):
                 setattr(text, name, getattr(text, name)[:blocks])
-        # Of the same shape, without its weights.
+        # The same shape, with random weights.
         fresh = section.model_copy(update={"name_or_path": None, "config": {"model_type": hf_config.model_type}})
         return build.build(fresh, hf_config, seed=config.training.seed, partitioned=False)
 
     found = block_timing.measure(make, known, machine.device_kind, say)
     if found is None:
-        raise ConfigError("--measure: backward did not pass through the blocks; is anything trained?")
+        raise ConfigError("--measure: backward did not run through any block; is any parameter trained?")
     block_timing.store(folder, known, found)
     yield f"measured, and kept in {folder / block_timing.FILE}:"
     yield from block_timing.lines(known, found)
 
 
 def refuse_folder(config: RunConfig) -> None:
-    """Check that the run folder is there or can be made. It is not made: a run may still be refused.
+    """Raise ConfigError unless the run folder exists or can be made. It is not made yet: the run may still be refused.
 
     Raises:
-        ConfigError: it is a file, or lies in one, or may not be written.
+        ConfigError: the path or a parent is a file, or is not writable.
     """
     folder = Path(config.training.output_dir)
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -144,22 +149,25 @@ def refuse_folder(config: RunConfig) -> None:
 
 
 def refuse_impossible(plan: Plan) -> None:
-    """The training state is certain, and so are places on the host; what is saved on the device is an estimate. Only
-    what is certain ends a run.
+    """Refuse a plan whose training state, or reserved host memory, alone is larger than the memory there is.
+
+    Both are exact. What forward saves on the device is an estimate, so it does not refuse a run.
 
     Raises:
-        ConfigError: that alone is larger than the memory there is.
+        ConfigError: it does not fit.
     """
     machine = plan.facts.machine
     for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
-        waiting = plan.hosted_bytes() if home is Home.HOST else 0  # reserved; in the arena where there is one
+        waiting = (
+            plan.hosted_bytes() if home is Home.HOST else 0
+        )  # reserved for saved tensors; in the arena if there is one
         needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home) - waiting
         if needs + waiting > has:
             split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
             cures = f"use {split}training.bf16, or model.lora"
             who = "the training state needs"
             if waiting:
-                who = "the training state and what waits for backward need"
+                who = "the training state and the tensors saved for backward need"
                 cures = "write strategies.recompute.activation_offloading: false" if needs <= has else cures
             needs += waiting
             raise ConfigError(

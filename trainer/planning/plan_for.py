@@ -190,7 +190,7 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
     except Exception as error:  # a forward may fail in any way, here only or everywhere
         raise CountingError(
             f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
-            f"otherwise, leave out batch=: what backward keeps then counts as nothing"
+            f"otherwise, leave out batch=: tensors saved for backward then count as nothing"
         ) from error
     return counter
 

@@ -1,13 +1,12 @@
-"""Where two runs differ by bits, and whether plain training repeats itself, without which no comparison says anything.
+"""Compare two runs by bits, and make sure first that plain training repeats itself.
 
 On an accelerator some sums are made in any order, so that two plain runs differ from each other. Processes that are
-compared ask for one order first (``repeat_sums``), and plain training is compared with itself before anything is
-compared with it.
+compared first ask for deterministic kernels (``repeat_sums``), and plain training is compared with itself before
+anything else is compared with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,21 +20,12 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not equal. ``relative``: largest difference over the largest weight of the tensor."""
+    """A tensor that is not equal. ``relative``: its largest difference over its largest weight."""
 
     name: str
     relative: float
     num_different: int
     num_elements: int
-
-
-def digest(weights: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names and bytes: equal digests are equal bits."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(name.encode())
-        digest.update(weights[name].contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[Difference]:
@@ -59,15 +49,14 @@ def _differences(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
         yield Difference(name, relative, int((expected != found).sum()), expected.numel())
 
 
-def repeatable(train: Callable[[], dict[str, Any]], *, twice: bool | None = None) -> dict[str, Any]:
-    """What plain training leaves; on an accelerator, where sums may be made in any order, it runs twice.
+def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of plain training; on an accelerator, where sums may be made in any order, it runs twice.
 
     Raises:
-        UserError: the two differ, so that no comparison with them would say anything.
+        UserError: the two runs differ, so that a comparison with them would prove nothing.
     """
     found = train()
-    again = accelerator.kind() is not None if twice is None else twice
-    noise = compare(found["weights"], train()["weights"]) if again else []
+    noise = compare(found["weights"], train()["weights"]) if accelerator.kind() is not None else []
     if noise:
         raise UserError(
             f"plain training does not repeat itself here: {len(noise)} tensors differ between two runs, "
@@ -77,10 +66,10 @@ def repeatable(train: Callable[[], dict[str, Any]], *, twice: bool | None = None
 
 
 def repeat_sums() -> None:
-    """Kernels whose sums have one order, in this process.
+    """Select kernels whose sums have one order, in this process.
 
-    Not Hugging Face's ``full_determinism``: that makes each kernel wait for the one before, and a forgotten wait of the
-    engine would not show.
+    Not by Hugging Face's ``full_determinism``: that makes each kernel wait for the one before, which would hide a wait
+    that the engine forgot.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
     torch.use_deterministic_algorithms(mode=True)

@@ -1,21 +1,22 @@
-"""Does training with these strategies equal plain training? Trained twice on a shrunk copy, compared by bits.
+"""Does training with these strategies equal plain training? Train a shrunk copy both ways and compare the bits.
 
 The copy keeps what could break equality (architecture, grouped heads, tied weights, activation function, dropout,
 optimizer, clipping, accumulation, precision) and shrinks what only costs time (layers, widths, vocabulary). Both runs
-go through the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens.
-
-``plain`` means: the same ranks, no strategies, torch's own data parallelism.
+use the same code as ``launch/train.py``, on real ranks, with the same seed and the same random tokens. *Plain* training
+means the same ranks and torch's own data parallelism, without strategies.
 
 With ``strategies.offload`` the copy gets less memory than it needs, so that it moves what the plan of the real run
-moves (``trainer/model/shrink.py``); every run says what it moved. In bf16 plain training rounds elsewhere than the
-engine. Then the engine is also compared with itself, everything on the device against what moves, which must be equal
-to the last bit with the configured optimizer, its state included. Copies run with ``strategies.buffers.debug``.
+moves (``trainer/model/shrink.py``); every run reports what it moved. In bf16 plain training rounds at other places than
+the engine, so the engine is also compared with itself: everything on the device against the copy that moves. These must
+be equal to the last bit with the configured optimizer, its state included. Copies run with
+``strategies.buffers.debug``.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from trainer.model.shrink import (
     MOVING_LAYERS,
     UPDATES,
     VOCAB,
-    Copy,
+    CopyRun,
     features,
     layout_strategy,
     leaves,
@@ -71,7 +72,7 @@ KEPT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a run moved: buckets and those whose weights left the device, what was shown, bytes over the link."""
+    """What a run moved: all buckets, those whose weights left the device, the features shown, bytes over the link."""
 
     num_buckets: int
     num_left: int
@@ -82,7 +83,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One comparison of a run under ``options`` of offload, and how far apart the two may be."""
+    """The comparison of a run under ``options`` of offload with ``against``, and the tolerance for it."""
 
     options: Mapping[str, Any]
     against: str
@@ -94,10 +95,10 @@ class Check:
 def shrink(
     config: RunConfig, folder: Path, steps: int, *, layers: int = LAYERS, keep_optimizer: bool = False
 ) -> RunConfig:
-    """The run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints.
+    """The config of a run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints.
 
     Args:
-        keep_optimizer: in mixed precision, too; for comparisons in which both sides round alike.
+        keep_optimizer: also in mixed precision; for comparisons in which both sides round alike.
     """
     from trainer.config.sections import RunConfig as Config
     from trainer.model.build import load_config
@@ -107,8 +108,8 @@ def shrink(
     small = shrink_model(load_config(config.model, VOCAB), layers)
     training = {key: value for key, value in tree["training"].items() if key in KEPT}
     if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
-        # Adam divides a gradient by its own size, so that the rounding of a tiny gradient becomes a step of full
-        # length, and a comparison would show Adam and not the strategy. SGD keeps a small difference small.
+        # Adam divides a gradient by its own size, which turns the rounding of a tiny gradient into a step of full
+        # length: a comparison would show Adam and not the strategy. SGD keeps a small difference small.
         training |= {"optim": "sgd", "learning_rate": 1.0}
     training |= {
         "output_dir": str(folder),
@@ -129,18 +130,17 @@ def shrink(
 
 
 def without_strategies(config: RunConfig) -> RunConfig:
-    """The same run, plain."""
+    """The config of the same run, plain."""
     return config.model_copy(update={"strategies": {}})
 
 
-def train_weights(ranks: Ranks, config: RunConfig) -> dict[str, torch.Tensor]:
-    """Train on random tokens and return every parameter, whole, as fp32 on the CPU (rank 0; others return {})."""
-    weights: dict[str, torch.Tensor] = train_watched(ranks, config)["weights"]
-    return weights
+def train(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
+    """Train on random tokens.
 
-
-def train_watched(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
-    """Train on random tokens: ``weights`` as above, and of a memory engine ``state`` and what it ``moved``."""
+    Returns:
+        On rank 0: ``weights``, every parameter, whole, as fp32 on the CPU; of a memory engine also its optimizer
+        ``state`` and what it ``moved``. Other ranks have no weights.
+    """
     from trainer.run import order
 
     if accelerator.kind() is not None:
@@ -149,19 +149,19 @@ def train_watched(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     trainer = order.make_trainer(run)
     try:
         trainer.train()
-        engine = _of_engine(trainer, run.plan) if trainer.stowed is not None and ranks.is_first else {}
-        return {"weights": full_weights(trainer, ranks), **engine}
+        report = _engine_report(trainer, run.plan) if trainer.stowed is not None and ranks.is_first else {}
+        return {"weights": full_weights(trainer, ranks), **report}
     finally:
         trainer.accelerator.free_memory()
 
 
-def _of_engine(trainer: Any, plan: Plan) -> dict[str, Any]:
-    """Optimizer state by parameter and torch's name for it, and what was moved."""
+def _engine_report(trainer: Any, plan: Plan) -> dict[str, Any]:
+    """Optimizer state by the names of parameter and state, and what was moved."""
     stowed, layout = trainer.stowed, plan.layout
     assert layout is not None
     stowed.drain()
-    transfer, gone = stowed.engine.transfer, sum(leaves(bucket, layout) for bucket in layout.buckets)
-    moved = Moved(len(layout.buckets), gone, sorted(features(layout)), transfer.bytes_up, transfer.bytes_down)
+    transfer, num_left = stowed.engine.transfer, sum(leaves(bucket, layout) for bucket in layout.buckets)
+    moved = Moved(len(layout.buckets), num_left, sorted(features(layout)), transfer.bytes_up, transfer.bytes_down)
     state = {
         f"{name} {key}": value.detach().float().cpu().clone()
         for name, parameter in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()
@@ -172,10 +172,9 @@ def _of_engine(trainer: Any, plan: Plan) -> dict[str, Any]:
 
 
 def train_or_refuse(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
-    """As ``train_watched``; an error of the user's comes back as its lines, where else each rank would show a
-    traceback."""
+    """Train; a ``UserError`` is returned as its ``lines`` and ``code``, so that no rank prints a traceback."""
     try:
-        return train_watched(ranks, config)
+        return train(ranks, config)
     except UserError as error:
         return {"lines": list(error.lines), "code": int(error.code)}
 
@@ -190,7 +189,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     from trainer.planning.from_config import plan_of
     from trainer.run import order
 
-    rows = load_config(config.model).get_text_config().vocab_size  # a small vocabulary is not shrunk further
+    rows = load_config(config.model).get_text_config().vocab_size  # may be smaller than VOCAB
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, min(VOCAB, rows), (ROWS, LENGTH), generator=generator).tolist()
     data = Dataset.from_dict({"input_ids": ids, "labels": ids})
@@ -201,7 +200,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
 
 
 def _tokenizer() -> Any:
-    """As much of a tokenizer as training on ready-made ids needs."""
+    """The least tokenizer that training on ready-made ids needs."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -211,33 +210,29 @@ def _tokenizer() -> Any:
 
 
 def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Parameters by name, gathered one by one where they are split. A collective."""
+    """Parameters by name on rank 0, gathered one by one if ZeRO has partitioned them. A collective."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    state = model.state_dict()  # has right values of weights that are away at the moment
+    state = model.state_dict()  # includes weights that are not on the device at the moment
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        with _gathered(parameter):
+        gathered: Any = nullcontext()
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            gathered = deepspeed.zero.GatheredParameters([parameter])
+        with gathered:
             if ranks.is_first:
                 weight = parameter if hasattr(parameter, "ds_id") else state[name]
                 found[name] = weight.detach().float().cpu().clone()
     return found
 
 
-def _gathered(parameter: torch.nn.Parameter) -> Any:
-    from contextlib import nullcontext
-
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter])
-
-
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
-    """Train the shrunk copy plainly and with the strategies of ``config``; the tensors that differ.
+    """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ.
 
     Raises:
-        UserError: a run was refused. WorldError: a run failed.
+        UserError: a run was refused.
+        WorldError: a run failed.
     """
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
@@ -246,7 +241,7 @@ def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
 
 
 def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:
-    """A run on real ranks.
+    """Train on real ranks; what rank 0 returns.
 
     Raises:
         UserError: it was refused.
@@ -261,15 +256,14 @@ def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:
 
 # --- offload ---------------------------------------------------------------------------------------------------------
 
-ALL_HERE = "the engine with all on the device"
 RESIDENT = {"gpu_memory": "auto", "site": "device", "weights": "resident", "gradients": "device"}
 
 
 def real_plan(config: RunConfig, num_ranks: int) -> Plan:
-    """The plan of the config as it is, on this machine.
+    """The plan of the config itself, not of the copy, on this machine.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the plan is refused.
     """
     from trainer.machine.probe import probe
     from trainer.planning.from_config import check_installed, plan_of
@@ -283,33 +277,33 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
 
 
 class Offloaded:
-    """Verification of a config with ``strategies.offload``: the copy under options with which something moves.
+    """Verification of a config with ``strategies.offload``, on copies that are given options under which they move.
 
     Args:
         real: the plan of ``config``.
-        tolerance: what the strategies declare for comparisons with plain training.
+        tolerance: declared by the strategies for comparisons with plain training.
     """
 
     def __init__(self, config: RunConfig, real: Plan, num_ranks: int, steps: int, tolerance: float) -> None:
         self._config, self._real, self._tolerance = config, real, tolerance
         self._num_ranks, self._steps = num_ranks, steps
-        self.mixed = bool(config.training.bf16)
         self.copies = self._copies(keep_optimizer=True)
 
     def checks(self) -> Iterator[Check]:
         """Train and compare, one run after the other.
 
         Raises:
-            UserError: a run was refused. WorldError: a run failed.
+            UserError: a run was refused.
+            WorldError: a run failed.
         """
-        if not self.mixed:
+        if not self._config.training.bf16:
             yield from self._against_plain(self.copies, "plain training", keep_optimizer=True)
             return
         yield from self._against_resident()
         first = self._copies(keep_optimizer=False)[:1]
         yield from self._against_plain(first, "plain training, sgd", keep_optimizer=False)
 
-    def _against_plain(self, copies: Sequence[Copy], against: str, *, keep_optimizer: bool) -> Iterator[Check]:
+    def _against_plain(self, copies: Sequence[CopyRun], against: str, *, keep_optimizer: bool) -> Iterator[Check]:
         plain = repeatable(lambda: self._run(None, keep_optimizer=keep_optimizer))["weights"]
         for copy in copies:
             found = self._run(copy.options, keep_optimizer=keep_optimizer)
@@ -317,7 +311,8 @@ class Offloaded:
             yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
 
     def _against_resident(self) -> Iterator[Check]:
-        """The same kernels on both sides, but where the CPU updates what else an accelerator does."""
+        """Both sides use the same kernels, unless the CPU updates what an accelerator updates on the other side."""
+        against = f"the engine with all on the device, {self._config.training.optim}"
         expected = self._run(RESIDENT, keep_optimizer=True)
         for copy in self.copies:
             found = self._run(copy.options, keep_optimizer=True)
@@ -325,9 +320,9 @@ class Offloaded:
             moved = Moved(**found["moved"])
             other_kernels = accelerator.kind() is not None and UPDATES[Site.HOST] in moved.shows
             tolerance = self._tolerance if other_kernels else 0.0
-            yield Check(copy.options, f"{ALL_HERE}, {self._config.training.optim}", moved, compare(*sides), tolerance)
+            yield Check(copy.options, against, moved, compare(*sides), tolerance)
 
-    def _copies(self, *, keep_optimizer: bool) -> list[Copy]:
+    def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         from trainer.machine.probe import probe
         from trainer.planning import facts
 
@@ -339,7 +334,7 @@ class Offloaded:
         return shrink(self._config, folder, self._steps, layers=MOVING_LAYERS, keep_optimizer=keep_optimizer)
 
     def _run(self, options: Mapping[str, Any] | None, *, keep_optimizer: bool) -> dict[str, Any]:
-        """The copy, trained under other ``options`` of offload; None: plainly."""
+        """Train the copy with other ``options`` of offload; None: plainly."""
         with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
             small = self._small(Path(name), keep_optimizer=keep_optimizer)
             if options is None:
