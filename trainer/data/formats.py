@@ -330,7 +330,7 @@ def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedToke
         if options.assistant_only_loss and not _GENERATION.search(template):
             marks = "{% generation %} ... {% endgeneration %}"
             cure = f"put {marks} around them in a copy and name it in data.chat_template_path"
-            raise DataError(f"data.assistant_only_loss: {template_name} does not mark what the assistant says; {cure}")
+            raise DataError(f"data.assistant_only_loss: {template_name} does not mark the assistant's turns; {cure}")
     return Encoder(
         format=format,
         columns=columns,
