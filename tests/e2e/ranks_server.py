@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 PRELOAD = [
     "torch", "setuptools", "deepspeed", "transformers.trainer", "transformers.models.llama", "datasets", "accelerate",
     "peft", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "torch.utils.tensorboard", "trainer.run.order", "trainer.data", "trainer.run.trainer",
+    "torch.utils.tensorboard", "trainer.run.order", "trainer.data.prepare", "trainer.run.trainer",
     "trainer.data.sample",
 ]  # fmt: skip
 
