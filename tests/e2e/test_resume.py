@@ -88,6 +88,8 @@ def test_killed_and_resumed(
     same_history(whole.parent / "run", killed.parent / "run")
     if "offload" in strategies:
         predicted_is_measured(whole.parent / "run")
+        applied = found.lines("stow: ")
+        assert applied and len(applied) == len(set(applied)), "every effect is logged once, by the first rank"
     assert digest(killed.parent / "run" / "export") == digest(whole.parent / "run" / "export")
 
 

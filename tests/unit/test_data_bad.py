@@ -194,7 +194,7 @@ CASES = [
     Case("template without marks",
         {"d.jsonl": jsonl(chat(("assistant", "a"))), "t.jinja": "{{ messages[0].content }}"},
         {"assistant_only_loss": True, "chat_template_path": "t.jinja"}, [
-        f"data.assistant_only_loss: t.jinja does not mark the assistant's words; put {MARKS} around them "
+        f"data.assistant_only_loss: t.jinja does not mark the assistant's turns; put {MARKS} around them "
         "in a copy and name it in data.chat_template_path",
     ]),
     Case("template with a syntax error",

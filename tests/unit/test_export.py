@@ -82,15 +82,15 @@ def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Mapping[str, A
     model = built({**base, "tie_word_embeddings": tied})
     receipt = export(loop(model), _tokenizer(), tmp_path / "export", merge=False)
     assert receipt is not None
-    assert (receipt.folder, receipt.largest_difference) == (tmp_path / "export", 0.0)
-    stored = load_file(receipt.folder / WEIGHTS)
+    assert receipt.largest_difference == 0.0
+    stored = load_file((tmp_path / "export") / WEIGHTS)
     assert len(stored) == len(model.state_dict()) - tied  # tied weights are stored once
     assert receipt.num_tensors == len(model.state_dict())
-    assert receipt.num_bytes == (receipt.folder / WEIGHTS).stat().st_size
+    assert receipt.num_bytes == ((tmp_path / "export") / WEIGHTS).stat().st_size
     assert sum(tensor.nbytes for tensor in stored.values()) == sum(4 * p.numel() for p in model.parameters())
-    again = AutoModelForCausalLM.from_pretrained(receipt.folder).state_dict()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
-    assert (receipt.folder / "tokenizer.json").is_file()
+    assert ((tmp_path / "export") / "tokenizer.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -105,7 +105,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     assert next(iter(train.model_wrapped.state_dict())).startswith("_orig_mod.")
     receipt = export(train, _tokenizer(), tmp_path / "export", merge=False)
     assert receipt is not None and receipt.num_tensors == len(model.state_dict())
-    again = AutoModelForCausalLM.from_pretrained(receipt.folder).state_dict()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -116,7 +116,7 @@ def test_merged_adapters(tmp_path: Path) -> None:
     logits = model.eval()(input_ids=ids).logits
     receipt = export(train, _tokenizer(), tmp_path / "export", merge=True)
     assert receipt is not None
-    again = AutoModelForCausalLM.from_pretrained(receipt.folder)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert not [name for name in again.state_dict() if "lora" in name]
     assert torch.allclose(again(input_ids=ids).logits, logits, atol=1e-5)
 
@@ -135,9 +135,9 @@ def test_adapters_of_a_named_base(tmp_path: Path) -> None:
     receipt = export(train, _tokenizer(), tmp_path / "export", merge=False)
     assert receipt is not None
     assert receipt.largest_difference < 1e-6
-    stored = load_file(receipt.folder / "adapter_model.safetensors")
+    stored = load_file((tmp_path / "export") / "adapter_model.safetensors")
     assert len(stored) == 2 * 2 * 2  # two matrices, at two layers, of two modules
-    assert not (receipt.folder / WEIGHTS).exists()
+    assert not ((tmp_path / "export") / WEIGHTS).exists()
 
 
 def base_name(name: str) -> str:
@@ -206,7 +206,7 @@ def test_the_cache_is_as_the_model_came(tmp_path: Path, base: Mapping[str, Any],
     receipt = export(loop(model), _tokenizer(), tmp_path / "export", merge=False)
     assert receipt is not None
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((receipt.folder / name).read_text()).get("use_cache") is own
+        assert json.loads(((tmp_path / "export") / name).read_text()).get("use_cache") is own
     assert model.config is config and config.to_dict() == values and model.training  # training may go on
 
 

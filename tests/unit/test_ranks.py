@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment, share_cores
+from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment
 from trainer.dist.spawn import run_world
 from trainer.errors import ExitCode
 
@@ -69,9 +69,9 @@ def test_ranks_of_a_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, local: int, threads: str
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    share_cores(Ranks(world_size=local, local_world_size=local), cores)
+    settle_environment(Ranks(world_size=local, local_world_size=local), cores)
     assert os.environ["OMP_NUM_THREADS"] == threads
-    share_cores(Ranks(), 1000)  # whoever has set it, stands
+    settle_environment(Ranks(), 1000)  # what is set stays
     assert os.environ["OMP_NUM_THREADS"] == threads
 
 

@@ -67,13 +67,7 @@ class Document(NamedTuple):
     num_cut: int = 0
 
 
-class Segment(NamedTuple):
-    """A string that is tokenised alone, and whether it is trained on."""
-
-    text: str
-    trained: bool
-
-
+Segment = tuple[str, bool]  # a string that is tokenised alone, and whether it is trained on
 # A row after each step: a Document, None for an empty text, or a line about what is wrong.
 Encoded = Document | str | None
 
@@ -178,11 +172,11 @@ class Encoder:
         if self.format.name == "input_ids":
             return [_ids_fault(row) or Document(row["input_ids"], row.get("labels", row["input_ids"])) for row in rows]
         segments = [_SEGMENTS[self.format.name](row, not self.completion_only) for row in rows]
-        texts = [segment.text for row in segments for segment in row]
+        texts = [text for row in segments for text, _ in row]
         if not texts:
             return [None for _ in rows]
         ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
-        return [self._join([(next(ids), segment.trained) for segment in row]) for row in segments]
+        return [self._join([(next(ids), trained) for _, trained in row]) for row in segments]
 
     def _join(self, parts: list[tuple[list[int], bool]]) -> Document | None:
         if not parts:
@@ -257,23 +251,24 @@ def _is_text(value: str) -> bool:
 
 
 def _text_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
-    text, segments = row["text"], []
+    segments: list[Segment] = []
+    text = row["text"]
     while text.strip() and len(text) > _SEGMENT_CHARACTERS:
         cut = text.rfind("\n", 0, _SEGMENT_CHARACTERS) + 1 or _SEGMENT_CHARACTERS
-        segments.append(Segment(text[:cut], True))
+        segments.append((text[:cut], True))
         text = text[cut:]
-    return [*segments, Segment(text, True)] if segments or text.strip() else []
+    return [*segments, (text, True)] if segments or text.strip() else []
 
 
 def _pair_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
-    return [Segment(row["prompt"], prompted), Segment(row["completion"], True)]
+    return [(row["prompt"], prompted), (row["completion"], True)]
 
 
 def _instruction_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
     given = row.get("input", "").strip()
     context = f"### Input\n{given}\n\n" if given else ""
     prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{context}### Response\n"
-    return [Segment(prompt, prompted), Segment(row["output"], True)]
+    return [(prompt, prompted), (row["output"], True)]
 
 
 _SEGMENTS: dict[str, Callable[[Mapping[str, str], bool], list[Segment]]] = {
@@ -335,7 +330,7 @@ def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedToke
         if options.assistant_only_loss and not _GENERATION.search(template):
             marks = "{% generation %} ... {% endgeneration %}"
             cure = f"put {marks} around them in a copy and name it in data.chat_template_path"
-            raise DataError(f"data.assistant_only_loss: {template_name} does not mark what the assistant says; {cure}")
+            raise DataError(f"data.assistant_only_loss: {template_name} does not mark the assistant's turns; {cure}")
     return Encoder(
         format=format,
         columns=columns,

@@ -5,8 +5,8 @@ trained on. Tokens are separated by ``|``; characters of several tokens stay tog
 break the line. Long stretches are cut in the middle, since masks begin at the ends.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
+from itertools import groupby, islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -41,22 +41,13 @@ def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 
 
 def _document(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
     parts = []
-    for start, stop in _runs([label == MASKED for label in labels]):
-        text = _text(list(ids[start:stop]), tokenizer)
-        masked = labels[start] == MASKED
+    for masked, run in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == MASKED):
+        text = _text([token for token, _ in run], tokenizer)
         if colour:
             parts.append(f"{_DIM if masked else _GREEN}{text}{_PLAIN}")
         else:
             parts.append(f"[masked: {text}]" if masked else text)
     return "".join(parts) if colour else " ".join(parts)
-
-
-def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for stop in range(1, len(flags) + 1):
-        if stop == len(flags) or flags[stop] != flags[start]:
-            yield start, stop
-            start = stop
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

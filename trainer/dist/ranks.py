@@ -81,25 +81,18 @@ def describe(ranks: Ranks) -> dict[str, str]:
     }
 
 
-def share_cores(ranks: Ranks, usable_cores: int) -> None:
-    """Give each rank of this machine its part of the cores, unless the user or the launcher has set it.
-
-    Two ranks that each start a thread per core run several times slower than two that share the cores.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
-
-
 def settle_environment(ranks: Ranks, usable_cores: int) -> None:
     """Set what libraries read from the environment when they are loaded; to be called before torch is imported.
 
-    * the cores are shared, see ``share_cores``;
+    * each rank gets its part of the machine's cores, unless the user or the launcher has set it: two ranks that each
+      start a thread per core run several times slower than two that share the cores;
     * torch's C++ logs errors only: in plain training it would warn that every parameter was used;
     * the settings of `accelerate launch` are dropped: only ranks come from the launcher, all else from the config
       (with `--cpu` Accelerate would wrap a model that ZeRO has already split);
     * programs that pip installed beside this interpreter come first: torch builds DeepSpeed's C++ with ``ninja``, and
       this version and the system's would each compile it anew.
     """
-    share_cores(ranks, usable_cores)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]

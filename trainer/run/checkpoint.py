@@ -24,20 +24,21 @@ FOLDER = re.compile(r"checkpoint-(\d+)")
 
 def mark_complete(output_dir: Path, step: int, *, is_first: bool) -> None:
     """Mark a checkpoint complete; to be called by every rank after it has written its part."""
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    _barrier()
     if is_first:
         replace_file(output_dir / f"checkpoint-{step}" / MARK, json.dumps({"step": step}))
 
 
 def unmark(output_dir: Path, step: int, *, is_first: bool) -> None:
     """Remove the mark of an earlier run; to be called by every rank before it writes into the folder."""
-    import torch.distributed
-
     if is_first:
         (output_dir / f"checkpoint-{step}" / MARK).unlink(missing_ok=True)
+    _barrier()
+
+
+def _barrier() -> None:
+    import torch.distributed
+
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 

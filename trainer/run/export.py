@@ -20,7 +20,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,6 @@ FP32_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
 class Receipt:
     """The result of the check. ``largest_difference`` is between logits, relative to the largest logit."""
 
-    folder: Path
     num_tensors: int
     num_bytes: int
     largest_difference: float
@@ -101,8 +100,7 @@ def export(
         if card is not None:
             card.save(draft / "README.md")
         with as_a_user(trainer):
-            receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
-    return replace(receipt, folder=folder)
+            return check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
 
 
 def plainly_named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -216,16 +214,16 @@ def check(
     wrong += _different_names(expected, shapes(model)) if expected else []
     wrong = wrong or _different_values(state, model.state_dict())
     if wrong:
-        raise ExportError(f"{folder}: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
+        raise ExportError(f"export: {len(wrong)} tensors differ after reloading: {'; '.join(sorted(wrong)[:5])}")
     model.eval()
     model.config.use_cache = False  # as it was for ``logits``
     with torch.no_grad():
         again = model(input_ids=probe).logits.float()
         difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-12))
     if not difference <= tolerance:
-        raise ExportError(f"{folder}: logits differ by {difference:.2e} of the largest after reloading")
+        raise ExportError(f"export: logits differ by {difference:.2e} of the largest after reloading")
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return Receipt(folder, len(model.state_dict()), num_bytes, difference)
+    return Receipt(len(model.state_dict()), num_bytes, difference)
 
 
 def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
@@ -243,7 +241,7 @@ def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, l
             folder, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=trust_remote_code
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
-        raise ExportError(f"{folder}: cannot be opened: {' '.join(str(error).split())}") from error
+        raise ExportError(f"export: cannot be opened: {' '.join(str(error).split())}") from error
     model, loading = loaded
     return model, [f"{name} is not in the file" for name in loading["missing_keys"]] + [
         f"{name} has shape {tuple(found)} in the file, not {tuple(wanted)}"
@@ -252,12 +250,10 @@ def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, l
 
 
 def _different_names(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
-    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    wrong += [f"{name} is new" for name in found.keys() - expected.keys()]
-    return wrong + [
-        f"{name} has shape {found[name]}, not {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
+    return [
+        f"{name} has shape {found.get(name, 'none')}, not {expected.get(name, 'none')}"
+        for name in expected.keys() | found.keys()
+        if found.get(name) != expected.get(name)
     ]
 
 

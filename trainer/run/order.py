@@ -183,7 +183,9 @@ def make_arguments(run: Run) -> TrainingArguments:
         **given,
         deepspeed=deepspeed.ds_config(run.plan) or None,
         logging_nan_inf_filter=False,  # a loss that is not finite is logged as it is
-        accelerator_config={"non_blocking": bool(given["dataloader_pin_memory"])},  # nobody waits for a batch's copy
+        accelerator_config={
+            "non_blocking": bool(given["dataloader_pin_memory"])
+        },  # copies of batches overlap with compute
         remove_unused_columns=False,  # the collator takes what it needs
         disable_tqdm=True,
         label_names=["labels"],
@@ -237,6 +239,8 @@ def make_trainer(run: Run) -> Trainer:
     prompt = sample_prompt(run)
     sample = [SampleText(prompt)] if prompt else []
     packing = run.config.data.packing
+    # Flash attention takes packed documents as one long row instead of a batch of rows.
+    flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
     plan_file = run.folder / "plan.json"
     recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
     plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
@@ -246,7 +250,7 @@ def make_trainer(run: Run) -> Trainer:
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,
-        data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=packing and uses_flash(run.config)),
+        data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=flatten),
         meter=meter,
         plan=run.plan,
         own_clipping=run.config.training.max_grad_norm if deepspeed.clips_itself(run.plan) else None,
@@ -262,11 +266,6 @@ def make_trainer(run: Run) -> Trainer:
     )
     trainer.remove_callback(PrinterCallback)  # our line says more
     return trainer
-
-
-def uses_flash(config: RunConfig) -> bool:
-    """Whether attention is flash attention, which takes packed documents as one long row instead of a batch of rows."""
-    return str(config.model.attn_implementation).startswith("flash_attention")
 
 
 def check_packing(config: RunConfig) -> None:

@@ -153,11 +153,11 @@ def finish(run: Run, trainer: Trainer) -> None:
     if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
         trainer.evaluate()
         history = [record for record in trainer.state.log_history if "eval_loss" in record]
-    section, hf_config = run.config.model, cast("PreTrainedModel", trainer.model).config
+    folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
     receipt = export(
         trainer,
         run.tokenizer,
-        run.folder / "export",
+        folder / "export",
         merge=section.lora is not None and section.name_or_path is None,
         trust_remote_code=section.trust_remote_code,
         card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
@@ -172,10 +172,9 @@ def finish(run: Run, trainer: Trainer) -> None:
         )
     assert receipt is not None
     write_line(
-        f"export: {receipt.folder} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "
+        f"export: {folder / 'export'} ({human(receipt.num_bytes)}), reloaded: {receipt.num_tensors} tensors, names and "
         f"shapes equal, largest difference of a logit {receipt.largest_difference:.1e}"
     )
-    folder = run.folder
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     write_line(f"curves:     tensorboard --logdir {folder}")
     following = NEXT_STEPS.get(str(folder))

@@ -101,7 +101,10 @@ class StowedTrainer:
             former.close()
         rule, groups = adopt(optimizer)
         self.plan = self.make_plan(groups, len(rule.names))
-        self._refuse_compiled(self.plan)
+        assert self.plan.layout is not None
+        if self.args.torch_compile and not all(bucket.resident for bucket in self.plan.layout.buckets):
+            # Compiled code does not fetch weights.
+            raise ValueError("torch_compile=True: weights travel in this plan; say weights='resident', or leave it out")
         made = stow(self.model, self.plan, groups, rule, device=self.args.device)
         if self.args.process_index == 0:
             for line in made.engine.arena.owners():
@@ -200,12 +203,6 @@ class StowedTrainer:
             )
         if "recompute" in self.stow_options and (args.gradient_checkpointing or args.activation_checkpointing):
             raise ValueError("recompute= cannot be combined with gradient_checkpointing=True: keep one of the two")
-
-    def _refuse_compiled(self, plan: Plan) -> None:
-        """Raise ValueError if the model is to be compiled and weights travel: compiled code does not fetch them."""
-        assert plan.layout is not None
-        if self.args.torch_compile and not all(bucket.resident for bucket in plan.layout.buckets):
-            raise ValueError("torch_compile=True: weights travel in this plan; say weights='resident', or leave it out")
 
     # --- what a Trainer does with model and optimizer ----------------------------------------------------------------
 

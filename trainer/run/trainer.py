@@ -41,7 +41,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
     Args:
         meter: counts tokens and time; fills each record.
         own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
-            ``trainer/run/accelerator.py``); ``args.max_grad_norm`` is then 0, so that nobody clips twice.
+            ``trainer/run/accelerator.py``); ``args.max_grad_norm`` is then 0, so that gradients are not clipped twice.
         plan: of the run; with a layout the memory engine trains.
         plan_check: compares the plan with the run; also one of ``callbacks``.
     """
