@@ -255,8 +255,13 @@ def test_only_adaptive_asks_for_timings_of_this_machine(
 
 
 def decided(ranks: Ranks) -> list[float]:
-    """On every rank: the seconds that it takes, though each would find others. Their sum shows whether all agree."""
-    (taken,) = gemm_cache.of_first_rank(lambda: (made(value=1.0 + ranks.rank),))
+    """The seconds that every rank takes, summed over ranks: only the first one looks for them."""
+
+    def find() -> tuple[Timed, ...]:
+        assert ranks.rank == 0
+        return (made(value=1.0),)
+
+    (taken,) = gemm_cache.of_first_rank(find)
     seconds = torch.tensor([taken.of(Gemm.FORWARD)[Route.NATIVE]])
     torch.distributed.all_reduce(seconds)
     return [float(seconds)]
