@@ -155,6 +155,13 @@ def test_a_broken_file_is_ignored_in_one_line_and_replaced(text: str, tmp_path: 
     assert load(path, PLACE) == ({name_of(SMALL): to_json(made())}, "")
 
 
+def test_a_file_of_another_format_is_ignored_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "linear.json"
+    save(path, PLACE, {name_of(SMALL): to_json(made())})
+    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    assert load(path, PLACE) == ({}, f"{path} is ignored: its format is 7, this is 1")
+
+
 def test_what_a_device_runs_on_is_part_of_the_place() -> None:
     settings = {
         kind: place_of(replace(probe(), device_kind=kind))["settings"] for kind in ("cpu", "cuda", "xpu", "hpu")
