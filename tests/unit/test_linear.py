@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home
@@ -18,6 +19,7 @@ from strategies.report import full_report
 from tests.helpers.fakes import facts, run_facts
 from tests.helpers.tiny import MODELS, run_config
 from trainer.machine.probe import probe
+from trainer.model.linear_layers import LinearCounter
 from trainer.planning.facts import gather
 
 OWN, BOTH, OTHER = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)
@@ -179,6 +181,16 @@ def test_shapes_that_were_not_reached_stay_native() -> None:
     assert "1 shape is not measured" in "\n".join(gemm_routes.lines(plan))
 
 
+def test_adaptive_keeps_no_copies_where_weights_are_split_or_travel() -> None:
+    timings = (timed(forward={"copy": 1.0}, wgrad={"left": 4.0}),)
+    assert gemm_routes.chosen(plan_of({}, known(timings=timings))) == {
+        "layers.0.mlp.up": Routes(forward=Route.COPY, wgrad=Route.LEFT)
+    }
+    plan = plan_of({}, known(timings=timings, no_copies="weights travel"))
+    assert gemm_routes.chosen(plan) == {"layers.0.mlp.up": Routes(wgrad=Route.LEFT)}
+    assert not plan.reserves(Home.DEVICE)
+
+
 def test_parity_is_declared_by_mode() -> None:
     assert find("linear").model_validate({"transpose": "native"}).parity(run_facts(accumulation=3)) == BITWISE
     assert find("linear").model_validate({}).parity(run_facts()).tolerance == 1e-4
@@ -229,6 +241,17 @@ def test_copies_are_out_where_weights_are_split_or_travel() -> None:
     assert gathered("llama", {"zero": {"stage": 2}}).no_copies == ""
     assert "stage 3" in gathered("llama", {"zero": {"stage": 3}}).no_copies
     assert "offload" in gathered("llama", {"offload": {}}).no_copies
+
+
+def test_the_input_of_a_reentrant_checkpoint_needs_a_gradient() -> None:
+    """Its first forward runs without gradients, which says nothing about its second."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    for enabled, expected in ((True, False), (False, True)):
+        counter = LinearCounter()
+        with counter.counting(model), torch.set_grad_enabled(enabled):
+            model(torch.zeros(3, 4))
+        (found,) = counter.listed([], None, recomputes=False)
+        assert found.passes_back is expected and found.shape.rows == 3
 
 
 def test_nothing_is_listed_without_the_strategy() -> None:

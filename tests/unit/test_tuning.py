@@ -155,6 +155,13 @@ def test_a_broken_file_is_ignored_in_one_line_and_replaced(text: str, tmp_path: 
     assert load(path, PLACE) == ({name_of(SMALL): to_json(made())}, "")
 
 
+def test_a_file_of_another_format_is_ignored_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "linear.json"
+    save(path, PLACE, {name_of(SMALL): to_json(made())})
+    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    assert load(path, PLACE) == ({}, f"{path} is ignored: its format is 7, this is 1")
+
+
 def test_what_a_device_runs_on_is_part_of_the_place() -> None:
     settings = {
         kind: place_of(replace(probe(), device_kind=kind))["settings"] for kind in ("cpu", "cuda", "xpu", "hpu")
@@ -255,8 +262,13 @@ def test_only_adaptive_asks_for_timings_of_this_machine(
 
 
 def decided(ranks: Ranks) -> list[float]:
-    """On every rank: the seconds that it takes, though each would find others. Their sum shows whether all agree."""
-    (taken,) = gemm_cache.of_first_rank(lambda: (made(value=1.0 + ranks.rank),))
+    """The seconds that every rank takes, summed over ranks: only the first one looks for them."""
+
+    def find() -> tuple[Timed, ...]:
+        assert ranks.rank == 0
+        return (made(value=1.0),)
+
+    (taken,) = gemm_cache.of_first_rank(find)
     seconds = torch.tensor([taken.of(Gemm.FORWARD)[Route.NATIVE]])
     torch.distributed.all_reduce(seconds)
     return [float(seconds)]
