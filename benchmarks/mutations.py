@@ -1,7 +1,8 @@
 """A mutation test of the engine's ordering: does some case fail when one wait is left out?
 
-    OMP_NUM_THREADS=1 python -m benchmarks.mutations --out FOLDER [--only N,...] [--without N,...] [--pairs] [--rehearse]
-    OMP_NUM_THREADS=1 python -m benchmarks.mutations --list
+    export OMP_NUM_THREADS=1
+    python -m benchmarks.mutations --out FOLDER [--only N,...] [--without N,...] [--pairs] [--rehearse]
+    python -m benchmarks.mutations --list
 
 Problem. Copies, kernels and the worker run concurrently, and only events order them. A wait whose removal no test
 notices is either unnecessary or untested, and a suite that has never failed says nothing about its own strength.
