@@ -1,5 +1,6 @@
 """A mutation test of the engine's ordering: does some case fail when one wait is left out?
 
+    export OMP_NUM_THREADS=1
     python -m benchmarks.mutations --out FOLDER [--only N,...] [--without N,...] [--pairs] [--rehearse]
     python -m benchmarks.mutations --list
 
@@ -190,7 +191,7 @@ Work = Callable[[Say], None]
 def fork(work: Work) -> tuple[int, Any]:
     """Start ``work`` in a process of its own, and the file of its notes. Threads do not survive a fork, so this
     process must have none."""
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "set OMP_NUM_THREADS=1"
     file = tempfile.TemporaryFile("w+")  # noqa: SIM115
     say = lambda **note: os.write(file.fileno(), json.dumps(note).encode() + b"\n")  # noqa: E731
     pid = os.fork()
