@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trainer.config.arguments import REFUSED, RENAMED, TrainingSection
-from trainer.config.conflicts import conflicts
 from trainer.config.doc import render
 from trainer.config.hints import known_keys
 from trainer.config.load import json_schema, load, merged
@@ -171,12 +170,22 @@ def test_frozen_and_checked_in_python_too(file: Path) -> None:
         RunConfig(model=config.model, data=config.data, training=training)
 
 
-def test_recompute_is_decided_once() -> None:
-    values = {"training.gradient_checkpointing": True, "training.activation_checkpointing": None}
-    assert [fault.key for fault in conflicts({**values, "strategies": {"recompute": {}}})] == [
-        ("training", "gradient_checkpointing")
-    ]
-    assert conflicts({**values, "strategies": {}}) == []
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [
+        ("recompute", "training.gradient_checkpointing"),
+        ("recompute", "training.activation_checkpointing"),
+        ("linear", "training.torch_compile"),
+    ],
+)
+def test_what_a_strategy_excludes(strategy: str, key: str, file: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(file, [f"{key}=true", f"strategies.{strategy}={{}}"])
+    (line,) = refused.value.lines
+    assert line.startswith(f"command line: {key} = true: strategies.{strategy} already decides ")
+    assert line.endswith("; keep one of the two")
+    load(file, [f"{key}=false", f"strategies.{strategy}={{}}"])
+    load(file, [f"{key}=true", "strategies.offload={}"])
 
 
 def test_dump_quotes_what_older_yaml_would_misread(file: Path) -> None:
