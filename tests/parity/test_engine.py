@@ -158,8 +158,8 @@ def test_a_schedule_that_steps_while_updates_are_pending(where: dict[str, Any], 
 
 @layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_updates_in_stretches(where: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter larger than a stretch is updated in several calls, and counted once."""
+def test_updates_in_chunks(where: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter larger than a chunk is updated in several calls, and counted once."""
     loop: dict[str, Any] = {"max_norm": 0.05, "groups": 2}
     batches = tokens("llama", STEPS)
     wanted = plain(build("llama", dtype=dtype), batches, **loop)
