@@ -71,7 +71,7 @@ class Program:
     def _absent(self, step: int) -> dict[int, float]:
         """Bytes that each choice takes away from ``step``."""
         return {
-            self.columns[index, issued]: float(self.problem.weights[self.gaps[index].item].num_bytes)
+            self.columns[index, issued]: float(self.problem.weights[self.gaps[index].weight].num_bytes)
             for index, issued in self.issues
             if any(self._leaves(index) < at < issued for at in (step, step - self.count))
         }

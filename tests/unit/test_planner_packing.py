@@ -34,7 +34,7 @@ def pieces(seed: int, number: int, steps: int = 100, most: int = 100) -> list[Pi
 def test_uniform_sizes_meet_the_bound() -> None:
     for seed in range(2000):
         random = Random(f"uniform {seed}")
-        them = [Piece(7, piece.spans) for piece in pieces(seed, random.randint(1, 40), ticks=random.randint(2, 60))]
+        them = [Piece(7, piece.spans) for piece in pieces(seed, random.randint(1, 40), steps=random.randint(2, 60))]
         made = pack(them)
         assert made.arena == made.bound == max_live(them)
         assert packing_errors(them, made.offsets, made.arena, align=7) == []
@@ -61,7 +61,7 @@ def test_the_bound_cannot_always_be_met() -> None:
 def test_against_all_packings() -> None:
     ratios = []
     for seed in range(200):
-        them = pieces(seed, 4 + seed % 5, ticks=8, most=9)
+        them = pieces(seed, 4 + seed % 5, steps=8, most=9)
         best = exact.pack(them)
         assert packing_errors(them, best.offsets, best.arena) == []
         ratios.append(pack(them).arena / best.arena)
@@ -72,7 +72,7 @@ def test_against_all_packings() -> None:
 def test_all_packings_by_brute_force() -> None:
     """The exact solver against every offset of three and four small pieces."""
     for seed in range(40):
-        them = pieces(seed, 3 + seed % 2, ticks=4, most=3)
+        them = pieces(seed, 3 + seed % 2, steps=4, most=3)
         assert exact.pack(them).arena == _brute(them, [], max_live(them)), seed
 
 
@@ -92,7 +92,7 @@ def _places(them: list[Piece], offsets: list[int], arena: int) -> bool:
 def test_the_exact_solver_needs_no_good_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a packing in which nothing shares bytes it finds what it finds from the heuristics' best."""
     for seed in range(60):
-        them = pieces(seed, 7, ticks=8, most=9)
+        them = pieces(seed, 7, steps=8, most=9)
         best = exact.pack(them).arena
         ends = list(accumulate(piece.num_bytes for piece in them))
         stacked = Packing(tuple(end - p.num_bytes for end, p in zip(ends, them, strict=True)), ends[-1], max_live(them))
@@ -131,7 +131,7 @@ def test_nothing_needs_nothing() -> None:
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_the_order_of_pieces_does_not_matter(seed: int, random: Random) -> None:
-    them = pieces(seed, 12, ticks=10, most=9)
+    them = pieces(seed, 12, steps=10, most=9)
     mixed = random.sample(them, len(them))
     assert pack(them).arena == pack(mixed).arena
 
