@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def only(mode: str) -> Iterator[None]:
     left_out = MODES[MODES.index(mode) + 1 :]
     with ExitStack() as stack:
         if "guards" in left_out:
-            stack.enter_context(mock.patch.object(ModuleHooks, "_guarded", lambda self, scope: None))
+            stack.enter_context(mock.patch.object(ModuleHooks, "_guarded", lambda self, scope: nullcontext()))
         if "views" in left_out:
             stack.enter_context(mock.patch.object(ParameterViews, "kind", PresentParameter))
         if "counts" in left_out:

@@ -39,12 +39,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
 from benchmarks.harness.record import QUIET
-from strategies.core.sizes import human
+from strategies.core.sizes import human, human_duration
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.errors import ExitCode
 from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
-from trainer.run.metrics import human_duration
 
 REPO = Path(__file__).resolve().parent.parent
 INSTALL = "make setup"

@@ -22,11 +22,11 @@ from typing import Any
 
 from benchmarks.harness import processes, record, work
 from strategies.core.linears import Gemm, Linear, Routes, Shape, Timed
+from strategies.core.sizes import human_duration
 from strategies.planner.gemm_routes import fastest, minimal, seconds
 from trainer.errors import ConfigError, ExitCode
 from trainer.machine.gemm_cache import to_json
 from trainer.machine.gemm_timing import timers_of, tune
-from trainer.run.metrics import human_duration
 
 Say = Callable[[str], None]
 Case = dict[str, Any]  # as in the record

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.work import Contender, Work
-from strategies.core.sizes import human
-from trainer.run.metrics import human_duration, human_number
+from strategies.core.sizes import human, human_duration
+from trainer.run.metrics import human_number
 
 REPO = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 1800

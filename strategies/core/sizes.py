@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 AUTO = "auto"
@@ -68,3 +69,19 @@ def written(num_bytes: int) -> str:
     """A size that can be written into a config and is not smaller than ``num_bytes``."""
     unit, name = (1 << 20, "MiB") if num_bytes >= 16 << 20 else (1 << 10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"
+
+
+def human_duration(seconds_s: float) -> str:
+    """``72`` -> ``'1m12s'``: the two largest units, seconds with a tenth below one second."""
+    if not math.isfinite(seconds_s):
+        return "?"
+    if 0 < seconds_s < 1:
+        return f"{seconds_s:.1f}s"
+    minutes, seconds = divmod(round(seconds_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"

@@ -181,7 +181,7 @@ class _Search:
                 shared = [one for one in self._placements.with_streaming(placement) if one.eighths]
                 others = map(self._windowed, shared if self._knows_rates else [])
                 return [layout, *(other for other in others if other is not None)]
-        return list(self._all_worked_out([self._candidate(self._all[-1])]))
+        return list(self._all_worked_out(map(self._candidate, (self._all[-1], self._all[0]))))
 
     def _windowed(self, placement: StatePlacement) -> Layout | None:
         """The layout with the blocks' weights on the device around their uses only; None if it does not fit."""

@@ -119,7 +119,7 @@ def test_gradients_can_be_read() -> None:
                 param.grad.norm()  # type: ignore[union-attr]
         model.zero_grad()
         assert all(param.grad is None for param in model.parameters())
-        with pytest.raises(RuntimeError, match="of an earlier step"):
+        with pytest.raises(RuntimeError, match="belongs to an earlier step"):
             kept.norm()  # type: ignore[union-attr]
 
 

@@ -5,6 +5,7 @@ lucky. Each model also goes through the real planner at the smallest budget that
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_a_change_of_structure_is_not_wrong(caplog: pytest.LogCaptureFixture) ->
 
 def test_what_backward_reads_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second net alone: no guard anywhere, and torch's own count of writes."""
-    monkeypatch.setattr(ModuleHooks, "_guarded", lambda self, scope: None)
+    monkeypatch.setattr(ModuleHooks, "_guarded", lambda self, scope: nullcontext())
     for form in ("late", "sealed", "in place"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             travelling(branches(form))

@@ -235,7 +235,6 @@ RETIRED = {
     "itinerary": "prefetch order",
     "stowage": "bucket table",
     "ledger": "plan check",
-    "homes": "residency",
 }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -135,8 +136,8 @@ def test_all_mean_the_same_modules(name: str) -> None:
     assert sum(unit.num_params for unit in counted) <= sum(p.numel() for p in model.parameters() if id(p) in inside)
     assert {unit.name for unit in counted} == set(units_by_name(model).values()) - {"embedding", "head"}
 
-    held: Any = {id(param): SimpleNamespace(index=index) for index, param in enumerate(model.parameters())}
-    assert [scope.module for scope in find_scopes(model, held) if scope.is_block] == blocks
+    of: Any = {id(param): (mock.Mock(index=index), 0) for index, param in enumerate(model.parameters())}
+    assert [scope.module for scope in find_scopes(model, of) if scope.is_block] == blocks
 
     clock = UnitClock(find_blocks(model), torch.device("cpu"))
     with clock.forward():

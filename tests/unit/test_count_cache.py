@@ -98,6 +98,6 @@ def test_the_second_plan_loads_no_torch(tmp_path: Path) -> None:
     ]
     assert "LOADED ['torch', 'transformers']" in outputs[0]
     assert "LOADED []" in outputs[1]
-    for words in ("address on the device", "simulated step:", "on the longest chain", "what would change it most"):
+    for words in ("address on the device", "simulated step:", "on the critical path", "what would change it most"):
         assert words in outputs[1], words
     assert outputs[0].replace("['torch', 'transformers']", "[]") == outputs[1]

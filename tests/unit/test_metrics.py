@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from strategies.core.sizes import human_duration
 from trainer.run import metrics
 
 
@@ -47,7 +48,7 @@ def test_perplexity_overflows_to_infinity() -> None:
     ],
 )
 def test_human_duration(seconds_s: float, text: str) -> None:
-    assert metrics.human_duration(seconds_s) == text
+    assert human_duration(seconds_s) == text
 
 
 @pytest.mark.parametrize(

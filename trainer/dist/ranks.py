@@ -15,10 +15,13 @@ DeepSpeed's own with ``deepspeed.comm.destroy_process_group``), and destroying t
 from __future__ import annotations
 
 import gc
+import importlib.util
 import io
+import logging
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -188,3 +191,22 @@ def _close() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     gc.collect()
+
+
+def quiet_libraries() -> None:
+    """Silence messages of libraries about themselves; warnings about the run stay.
+
+    DeepSpeed reports its choice of accelerator while it is imported; torch warns that DeepSpeed calls deprecated
+    functions, and Transformers that peft does.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
+    logging.disable(logging.WARNING)
+    from transformers.utils import logging as transformers_logging
+
+    if importlib.util.find_spec("deepspeed") is not None:
+        importlib.import_module("deepspeed")
+    logging.disable(logging.NOTSET)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("transformers.distributed.tensor_parallel").setLevel(logging.ERROR)  # nothing is sharded so here
+    transformers_logging.disable_progress_bar()

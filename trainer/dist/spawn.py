@@ -87,7 +87,7 @@ def _rank(ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args:
     os.environ.update({**describe(ranks), "MASTER_PORT": port})
     settle_environment(ranks, len(os.sched_getaffinity(0)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    from trainer.run.run import quiet_libraries
+    from trainer.dist.ranks import quiet_libraries
 
     quiet_libraries()
     with process_group(from_environment(), 120, single=True):

@@ -22,7 +22,7 @@ from itertools import cycle
 from typing import Any
 
 from strategies.core.linears import ELEMENT_BYTES, LEGAL, Gemm, Route, Routes, Shape, Timed
-from trainer.run.metrics import human_duration
+from strategies.core.sizes import human_duration
 
 Product = tuple[Gemm, Route] | str
 Operands = dict[str, Any]

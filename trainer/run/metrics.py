@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from strategies.core.sizes import human
+from strategies.core.sizes import human, human_duration
 
 
 def tokens_per_second(num_tokens: int, seconds_s: float) -> float | None:
@@ -53,22 +53,6 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def human_duration(seconds_s: float) -> str:
-    """``72`` -> ``'1m12s'``: the two largest units, seconds with a tenth below one second."""
-    if not math.isfinite(seconds_s):
-        return "?"
-    if 0 < seconds_s < 1:
-        return f"{seconds_s:.1f}s"
-    minutes, seconds = divmod(round(seconds_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02}h"
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
 def human_number(value: float, digits: int) -> str:

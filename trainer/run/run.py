@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-import logging
 import sys
 import time
 import traceback
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -19,7 +16,7 @@ from strategies.core.protocol import Need
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
 from trainer.dist import deepspeed_ops
-from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group
+from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.errors import ExitCode, UserError
 from trainer.planning.from_config import check_installed
 from trainer.run import oom, order
@@ -61,25 +58,6 @@ def run(config: RunConfig, ranks: Ranks) -> int:
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
     with shown, process_group(ranks, timeout_s, single=single, on_cpu=on_cpu):
         return _guarded(config, ranks)
-
-
-def quiet_libraries() -> None:
-    """Silence messages of libraries about themselves; warnings about the run stay.
-
-    DeepSpeed reports its choice of accelerator while it is imported; torch warns that DeepSpeed calls deprecated
-    functions, and Transformers that peft does.
-    """
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    warnings.filterwarnings("ignore", r"`\w+` is deprecated and will be removed in v6", FutureWarning)
-    logging.disable(logging.WARNING)
-    from transformers.utils import logging as transformers_logging
-
-    if importlib.util.find_spec("deepspeed") is not None:
-        importlib.import_module("deepspeed")
-    logging.disable(logging.NOTSET)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    logging.getLogger("transformers.distributed.tensor_parallel").setLevel(logging.ERROR)  # nothing is sharded so here
-    transformers_logging.disable_progress_bar()
 
 
 def _guarded(config: RunConfig, ranks: Ranks) -> int:
