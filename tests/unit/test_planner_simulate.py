@@ -161,8 +161,8 @@ def test_reloads_keep_the_order_of_need() -> None:
     assert found.period == reload_period(problem, plan) == 12.0
 
 
-def test_the_fast_half_is_the_whole_for_any_issues() -> None:
-    for seed in range(100):
+def test_the_fast_half_is_the_whole_for_any_issues(seeds: range) -> None:
+    for seed in seeds:
         random = Random(seed)
         problem = halved(uneven(seed, (3, 5)))
         gaps = [gap for gap in problem.gaps if random.random() < 0.6]
@@ -171,8 +171,8 @@ def test_the_fast_half_is_the_whole_for_any_issues() -> None:
         assert whole.period == pytest.approx(reload_period(problem, plan), rel=1e-4), seed
 
 
-def test_the_fast_half_is_the_whole() -> None:
-    for seed in range(200):
+def test_the_fast_half_is_the_whole(seeds: range) -> None:
+    for seed in seeds:
         problem = (uneven if seed % 2 else even)(seed, (3, 4, 6))
         chosen = [gap for index, gap in enumerate(problem.gaps) if (seed >> index % 5) & 1]
         loose = replace(problem, budget=max(memory(problem, at_need(chosen))) + seed % 7 * 100)
