@@ -46,6 +46,7 @@ OURS = [
     r"  +predicted +measured +error",
     r"  -{20,}",
     r"  (saved for backward|process, peak) .* %",
+    r"(zero|recompute|linear|offload): model\..* \(2\): .*",  # an effect, as it is applied
     r"eval at step \d: loss .*  perplexity .*",
     r"finished at step 4: mean loss .*",
     r"sample at step 4, the prompt in brackets:",

@@ -34,10 +34,10 @@ def test_a_copy_that_moves_as_the_real_plan_does(tmp_path: Path, capsys: pytest.
     """Of 6 MiB some state is on the host; two runs show that and weights that travel."""
     code, lines, err = run(config_with(tmp_path, {"gpu_memory": "6MiB"}), capsys, "--ranks", "2")
     assert (code, err, lines[-1]) == (0, "", "bitwise equal")
-    assert "updates on the device, updates on the host" in lines[0]
+    assert "updated by the CPU, updated on the device" in lines[0]
     travels, mixed = lines[2:-1]
     assert "weights of 6 of 8 buckets travelled" in travels and "weights travel" in travels
-    assert "weights of 0 of 8 buckets travelled" in mixed and "updates on the device, updates on the host" in mixed
+    assert "weights of 0 of 8 buckets travelled" in mixed and "updated by the CPU, updated on the device" in mixed
     for line in (travels, mixed):
         assert " up and " in line and " 0 B " not in line and line.endswith("against plain training: bitwise equal")
 
