@@ -23,7 +23,7 @@ finetune: $(READY) ## fine-tune what `make train` exported
 	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/finetune.yaml
 
 test: $(READY) ## all tests, in two processes; the twenty slowest of each part are named at its end
-	OMP_NUM_THREADS=1 python -m pytest tests/unit tests/parity tests/memory -n 2 --dist worksteal --durations=20
+	OMP_NUM_THREADS=1 python -m pytest tests/unit tests/parity tests/memory -n 2 --dist loadfile --durations=20
 	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 2 --durations=20
 	python -m pytest tests/e2e tests/faults -n 2 --dist loadfile --durations=20
 

@@ -68,7 +68,7 @@ def plain(case: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def alone() -> Iterator[Any]:
-    """Every example with two cases of each kind of parity that it declares; the next example with the next two."""
+    """Every example with a case of each kind of parity that it declares; the next example with the next case."""
     facts = {case: run_facts(config_of(case, {}, Path("unused")), RANKS) for case in CASES}
     examples = [(name, options) for name in available() for options in find(name).examples]
     for turn, (name, options) in enumerate(examples):
@@ -76,7 +76,7 @@ def alone() -> Iterator[Any]:
         kinds: dict[Parity, list[str]] = {}
         for case in CASES:
             kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
-        chosen = {cases[(2 * turn + step) % len(cases)] for cases in kinds.values() for step in range(2)}
+        chosen = {cases[turn % len(cases)] for cases in kinds.values()}
         marks = [needs_stage_3] if options == {"stage": 3} else []
         for case in sorted(chosen):
             yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}", marks=marks)
