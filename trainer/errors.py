@@ -6,7 +6,9 @@ nothing heavy, so that a bad config is refused before torch is loaded.
 """
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -49,6 +51,19 @@ class DataError(UserError):
     """The data cannot be trained on; the line names file, row and field."""
 
     code = ExitCode.DATA
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """``; did you mean 'x'?`` with the most similar of ``known``; empty if none is similar."""
+    close = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def nearest_file(path: Path) -> str:
+    """The same for a file that is missing: the most similar name in its folder."""
+    names = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, names, n=1)
+    return f"; did you mean '{path.with_name(close[0])}'?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -3,10 +3,10 @@
 Most of them would train for an hour and then fail (no evaluation data), or would run and mean something else (two ways
 of saying which tokens count).
 
-``CHECKS`` has one entry per conflict: the key to report, the condition, and what would work. Conflicts whose
-words depend on values are functions. A check reads what it needs with ``values[...]``. If one of those keys is itself
-wrong, it is missing from ``values``, and the KeyError skips this check only: one mistake is never reported twice, and
-independent ones are all reported.
+``PAIRS`` are two keys of which one may be given; ``CHECKS`` has the key to report, any other condition, and what would
+work. Conflicts whose words depend on values are functions. A check reads what it needs with ``values[...]``. If one of
+those keys is itself wrong, it is missing from ``values``, and the KeyError skips this check only: one mistake is never
+reported twice, and independent ones are all reported.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trainer.config.wording import MISSING, Fault
 
 Values = Mapping[str, Any]
 KEEP_ONE = "keep one of the two"
+UNSET = (None, False)  # and 0.0, which is equal to False
 EVALUATE = "write training.eval_strategy = steps or epoch"
 EVAL_DATA = "needs evaluation data; write data.eval_fraction, data.eval_split or data.eval_path"
 
@@ -28,6 +29,14 @@ def _has_eval_data(values: Values) -> bool:
     return bool(values["data.eval_fraction"] or values["data.eval_path"] or values["data.eval_split"])
 
 
+# The key to report, the key that it cannot go with, and what to do.
+PAIRS: tuple[tuple[str, str, str], ...] = (
+    ("model.config", "model.name_or_path", KEEP_ONE),
+    ("training.fp16", "training.bf16", KEEP_ONE),
+    ("data.eval_fraction", "data.streaming", "write data.eval_split or data.eval_path"),
+    ("data.num_proc", "data.streaming", "write training.dataloader_num_workers"),
+    ("data.assistant_only_loss", "data.completion_only_loss", KEEP_ONE),
+)
 CHECKS: tuple[tuple[str, Callable[[Values], object], str], ...] = (
     (
         "model.name_or_path",
@@ -35,19 +44,9 @@ CHECKS: tuple[tuple[str, Callable[[Values], object], str], ...] = (
         "missing; write a folder or hub name, or model.config for random weights",
     ),
     (
-        "model.config",
-        lambda v: v["model.name_or_path"] is not None and v["model.config"] is not None,
-        f"cannot go with model.name_or_path; {KEEP_ONE}",
-    ),
-    (
         "model.tokenizer",
         lambda v: v["model.config"] is not None and v["model.tokenizer"] is None,
         "missing; model.config brings none: write a name, a folder or {train: bpe, vocab_size: 4096}",
-    ),
-    (
-        "training.fp16",
-        lambda v: v["training.bf16"] and v["training.fp16"],
-        f"cannot go with training.bf16; {KEEP_ONE}",
     ),
     (
         "model.dtype",
@@ -80,21 +79,6 @@ CHECKS: tuple[tuple[str, Callable[[Values], object], str], ...] = (
         "a stream has no known length; write training.max_steps",
     ),
     (
-        "data.eval_fraction",
-        lambda v: v["data.streaming"] and v["data.eval_fraction"],
-        "cannot go with data.streaming; write data.eval_split or data.eval_path",
-    ),
-    (
-        "data.num_proc",
-        lambda v: v["data.streaming"] and v["data.num_proc"] is not None,
-        "cannot go with data.streaming; write training.dataloader_num_workers",
-    ),
-    (
-        "data.assistant_only_loss",
-        lambda v: v["data.assistant_only_loss"] and v["data.completion_only_loss"],
-        f"cannot go with data.completion_only_loss; {KEEP_ONE}",
-    ),
-    (
         "data.name",
         lambda v: v["data.path"] == "pydoc" and v["data.name"] not in (None, "text", "pairs"),
         "must be text or pairs, since data.path = pydoc",
@@ -115,6 +99,10 @@ CHECKS: tuple[tuple[str, Callable[[Values], object], str], ...] = (
 def conflicts(values: Values) -> list[Fault]:
     """Every conflict among ``values``; a key that is missing from them skips the checks that read it."""
     found: list[Fault] = []
+    for key, other, cure in PAIRS:
+        with suppress(KeyError):
+            both = values[key] not in UNSET and values[other] not in UNSET
+            found += [_fault(values, key, f"cannot go with {other}; {cure}")] if both else []
     for key, condition, what in CHECKS:
         with suppress(KeyError):
             found += [_fault(values, key, what)] if condition(values) else []

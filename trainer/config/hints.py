@@ -21,6 +21,7 @@ from trainer.config.arguments import REFUSED
 from trainer.config.sections import SECTIONS, RunConfig
 from trainer.config.wording import inner_model
 from trainer.config.yaml_file import Key
+from trainer.errors import nearest
 
 # Their key -> our key, with a remark after ";" if the meaning differs. An answer that does not start with one of our
 # sections is only a remark: there is no such key here. Keys are looked up with and without their section.
@@ -32,6 +33,7 @@ _ACTIVATIONS = "strategies.recompute.activation_offloading"
 _OFFLOAD, _ANSWERS = "strategies.offload", "data.completion_only_loss; with the opposite meaning"
 _PROCESSES = "the launcher decides that: deepspeed --num_gpus=N launch/train.py"
 _PRODUCT = "that follows from per_device_train_batch_size, gradient_accumulation_steps and the number of devices"
+_PLANNED = "the plan decides that; remove the line"
 _ENGINE = "DeepSpeed is the engine here; write the section strategies"
 
 FOREIGN: Mapping[str, Mapping[str, str]] = {
@@ -179,11 +181,11 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "zero_optimization.offload_param.device": _OFFLOAD,
         "offload_optimizer": _OFFLOAD,
         "offload_param": _OFFLOAD,
-        "zero_optimization.overlap_comm": "the plan decides that; remove the line",
-        "zero_optimization.reduce_bucket_size": "the plan decides that; remove the line",
-        "zero_optimization.allgather_bucket_size": "the plan decides that; remove the line",
-        "zero_optimization.contiguous_gradients": "the plan decides that; remove the line",
-        "zero_optimization.memory_efficient_linear": "the plan decides that; remove the line",
+        "zero_optimization.overlap_comm": _PLANNED,
+        "zero_optimization.reduce_bucket_size": _PLANNED,
+        "zero_optimization.allgather_bucket_size": _PLANNED,
+        "zero_optimization.contiguous_gradients": _PLANNED,
+        "zero_optimization.memory_efficient_linear": _PLANNED,
         "bf16.enabled": "training.bf16",
         "fp16.enabled": "training.fp16",
         "optimizer.type": "training.optim",
@@ -256,29 +258,20 @@ def foreign(key: Key) -> str | None:
     return None
 
 
-def _elsewhere(key: Key) -> str | None:
-    """A key of ours in another section that ends in ``key``, or in its last part."""
-    for ending in (".".join(key), key[-1]):
-        for known in known_keys():
-            if known.endswith(f".{ending}") and known != ".".join(key):
-                return known
-    return None
-
-
 def unknown_key(key: Key, siblings: Sequence[str]) -> str:
     """The error message for ``key``, whose section has the keys ``siblings``."""
     if words := foreign(key):
         return f"unknown key; {words}"
     if key[-1] in REFUSED:
         return f"unknown key; {REFUSED[key[-1]]}"
-    if known := _elsewhere(key):
-        return f"unknown key; write '{known}'"
-    near = difflib.get_close_matches(key[-1], siblings, n=1)
-    if not near:
-        leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
-        near = [leaves[name] for name in difflib.get_close_matches(key[-1], leaves, n=1, cutoff=0.75)]
-    if near:
-        return f"unknown key; did you mean '{near[0]}'?"
-    return (
-        f"unknown key; known here: {', '.join(siblings)}" if len(siblings) <= 20 else "unknown key; see docs/config.md"
-    )
+    others = [known for known in known_keys() if known != ".".join(key)]
+    for ending in (".".join(key), key[-1]):
+        if elsewhere := next((known for known in others if known.endswith(f".{ending}")), None):
+            return f"unknown key; write '{elsewhere}'"
+    if hint := nearest(key[-1], siblings):
+        return f"unknown key{hint}"
+    leaves = {known.rpartition(".")[2]: known for known in reversed(known_keys())}
+    if near := difflib.get_close_matches(key[-1], leaves, n=1, cutoff=0.75):
+        return f"unknown key; did you mean '{leaves[near[0]]}'?"
+    known = f"known here: {', '.join(siblings)}" if len(siblings) <= 20 else "see docs/config.md"
+    return f"unknown key; {known}"

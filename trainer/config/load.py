@@ -32,10 +32,10 @@ from trainer.config.sections import SECTIONS, RunConfig, flat
 from trainer.config.wording import MISSING, Fault, Unknown, faults
 from trainer.config.yaml_file import (
     COMMAND_LINE,
+    ConfigProblem,
     Document,
     Key,
     Location,
-    Problem,
     dotted,
     error_line,
     leaves,
@@ -45,7 +45,7 @@ from trainer.config.yaml_file import (
     read,
     shown,
 )
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest, nearest_file
 
 EXTENDS = "Path of one other config, relative to this file, whose keys apply where this file sets none."
 TOP = ("extends", *RunConfig.model_fields)
@@ -138,15 +138,12 @@ def _read(path: Path, location: Location | None = None, key: str = "") -> Docume
     try:
         return read(path)
     except FileNotFoundError:
-        folder = path.parent
-        names = [item.name for item in folder.iterdir()] if folder.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
-        what = "no such file" + (f"; did you mean '{folder / near[0]}'?" if near else "")
+        what = f"no such file{nearest_file(path)}"
     except (OSError, ValueError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or 'not a path'}"
     if location is None:
-        return Document(problems=[Problem(Location(printable(str(path))), what)])
-    return Document(problems=[Problem(location, f"extends = {shown((), key)}: {what}")])
+        return Document(problems=[ConfigProblem(Location(printable(str(path))), what)])
+    return Document(problems=[ConfigProblem(location, f"extends = {shown((), key)}: {what}")])
 
 
 def _base(path: Path, file: Document) -> Document:
@@ -156,17 +153,17 @@ def _base(path: Path, file: Document) -> Document:
     name, location = file.tree.pop("extends"), file.locations[("extends",)]
     if not isinstance(name, str) or not name:
         words = "must be the path of one config, relative to this file"
-        return Document(problems=[Problem(location, error_line(("extends",), name, words))])
+        return Document(problems=[ConfigProblem(location, error_line(("extends",), name, words))])
     base = _read(path.parent / name, location, name)
     if "extends" in base.tree:
         words = error_line(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
-        base.problems.append(Problem(base.locations[("extends",)], words))
+        base.problems.append(ConfigProblem(base.locations[("extends",)], words))
     return base
 
 
 def _overrides(arguments: Sequence[str]) -> Document:
     """Arguments such as ``a.b=value`` as one layer; the last one for a key wins."""
-    layer = Document()
+    layer = Document(COMMAND_LINE)
     location = Location(COMMAND_LINE)
     for argument in arguments:
         name, equals, text = argument.partition("=")
@@ -179,9 +176,9 @@ def _overrides(arguments: Sequence[str]) -> Document:
         elif key == ("extends",):
             words = error_line(key, text, "belongs into the file")
         if words:
-            layer.problems.append(Problem(location, words))
+            layer.report(0, words)
             continue
-        value, written = parse(text, COMMAND_LINE, key, numbered=False)
+        value, written = parse(text, COMMAND_LINE, key)
         layer.problems += written.problems
         layer.locations |= (
             written.locations | {key[:depth]: location for depth in range(2, len(key) + 1)} | {key: location}
@@ -242,9 +239,9 @@ def _strategies(section: object) -> Iterator[Fault]:
 
 
 def _not_a_strategy(key: Key) -> str:
-    near = difflib.get_close_matches(key[1], available(), n=1)
-    hint = f"did you mean '{near[0]}'?" if near else foreign(key)
-    return f"not a strategy; available: {', '.join(available())}" + (f"; {hint}" if hint else "")
+    hint = foreign(key)
+    more = nearest(key[1], available()) or (f"; {hint}" if hint else "")
+    return f"not a strategy; available: {', '.join(available())}{more}"
 
 
 def _explained(found: Iterable[Fault]) -> Iterator[Fault]:
@@ -268,9 +265,9 @@ def _unknown(key: Key, value: object, siblings: Sequence[str]) -> Iterator[Fault
         yield Fault(key, value, unknown_key(key, siblings))
 
 
-def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> Problem:
+def _problem(fault: Fault, locations: dict[Key, Location], file: str) -> ConfigProblem:
     """``fault`` at the line of its key, or of the nearest section around it."""
     location = location_of(fault.key, locations) or Location(file, 1)
     if fault.value is MISSING:
-        return Problem(location, f"{dotted(fault.key)}: {fault.what}")
-    return Problem(location, error_line(fault.key, fault.value, str(fault.what)))
+        return ConfigProblem(location, f"{dotted(fault.key)}: {fault.what}")
+    return ConfigProblem(location, error_line(fault.key, fault.value, str(fault.what)))

@@ -10,17 +10,17 @@ unknown or missing; its messages are not shown.
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
+from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.config.yaml_file import Key
+from trainer.errors import nearest
 
 MISSING = object()  # the value of a key that is not there
 
@@ -64,17 +64,15 @@ def allowed(annotation: Any, metadata: Iterable[object] = ()) -> str:
         return " or ".join(allowed(part) for part in inner if part is not type(None))
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
-    if origin in (list, tuple, set, frozenset):
-        return f"a list, each {allowed(inner[0])}" if inner else "a list"
+    if origin is list:
+        return f"a list, each {allowed(inner[0])}"
     if origin is dict:
         words = allowed(inner[1])
         return "a mapping" if words == PLAIN[Any] else f"a mapping, each {words}"
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return f"one of {', '.join(str(member.value) for member in annotation)}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with {', '.join(annotation.model_fields)}"
     if any(getattr(mark, "min_length", None) for mark in marks):
-        return f"non-empty {PLAIN.get(annotation, 'text')}"
+        return "non-empty text"
     kind = PLAIN.get(annotation, f"a {getattr(annotation, '__name__', 'value')}")
     limits = [(sign, getattr(mark, name, None)) for mark in marks for name, sign in BOUNDS]
     bounds = " and ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
@@ -103,20 +101,13 @@ def _must_be(field: FieldInfo, value: object) -> str:
         return f"{words}, and finite"
     if isinstance(value, str):
         names = [choice for choice in choices(field.annotation) if isinstance(choice, str)]
-        near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
-        if near:
-            return f"{words}; did you mean '{near[0]}'?"
-        if _is_number(value) and ("number" in words):
-            return f"{words}; write it plainly, without quotes or underscores"
+        if hint := nearest(value.lower(), names, cutoff=0.5):
+            return words + hint
+        if "number" in words:
+            with suppress(ValueError):
+                float(value)
+                return f"{words}; write it plainly, without quotes or underscores"
     return words
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _locate(
@@ -124,7 +115,7 @@ def _locate(
 ) -> tuple[Key, Any, object]:
     """Follow pydantic's location to our innermost field; returns its key, its value, and the field or Unknown."""
     current: type[BaseModel] | None = model
-    found: object = None
+    found: FieldInfo | None = None
     for step in map(str, location):
         if current is None:
             break
@@ -134,10 +125,9 @@ def _locate(
             continue  # the name of a union's member, not a key
         found = current.model_fields[step]
         at, data = (*at, step), data.get(step, MISSING)
-        current = inner_model(current.model_fields[step].annotation) if isinstance(data, dict) else None
-    if current is not None and found is not None and isinstance(data, dict):
-        found = None  # a member of a union that is not a mapping complains about a mapping; ignore it
-    return at, data, found
+        current = inner_model(found.annotation) if isinstance(data, dict) else None
+    # If a mapping is left, a member of a union that is not a mapping complains about it; ignore that.
+    return at, data, found if current is None else None
 
 
 def _from_pydantic(model: type[BaseModel], error: ValidationError, data: Any, at: Key) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ COMMAND_LINE = "command line"
 LONGEST_VALUE = 60  # characters of a value that an error line repeats
 LARGEST_INTEGER = 2**63
 
-SCHEMA: tuple[tuple[str, str, str], ...] = (
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
+# Tag, pattern, and the characters that such a scalar may begin with; "" stands for an empty one.
+SCHEMA: tuple[tuple[str, str, Sequence[str]], ...] = (
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("tag:yaml.org,2002:int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     (
@@ -68,7 +69,7 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """A complete error line. ``key`` is set if its value could not be read at all."""
 
     location: Location
@@ -83,9 +84,18 @@ class Problem:
 class Document:
     """A file as nested plain values, the location of every key, and the problems found while reading."""
 
+    file: str = ""
     tree: dict[str, Any] = field(default_factory=dict)
     locations: dict[Key, Location] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
+
+    def at(self, line: int) -> Location:
+        """A line of this file; the command line has none."""
+        return Location(self.file, 0 if self.file == COMMAND_LINE else line)
+
+    def report(self, line: int, text: str, key: Key = ()) -> None:
+        """Add a problem; ``key`` is the one whose value could not be read."""
+        self.problems.append(ConfigProblem(self.at(line), text, key))
 
 
 def printable(text: str) -> str:
@@ -119,19 +129,17 @@ def error_line(key: Key, value: object, what: str) -> str:
     return f"{dotted(key)} = {shown(key, value)}: {what}"
 
 
-class _Schema:
-    """Resolvers that turn plain scalars into numbers, booleans or null."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-
+# Resolvers of plain scalars by their first character, as PyYAML takes them.
+RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 for _tag, _pattern, _first in SCHEMA:
-    for _char in [*_first, ""] if _tag.endswith("null") else _first:
-        _Schema.yaml_implicit_resolvers.setdefault(_char, []).append((_tag, re.compile(f"(?:{_pattern})\\Z")))
+    for _char in _first:
+        RESOLVERS.setdefault(_char, []).append((_tag, re.compile(f"(?:{_pattern})\\Z")))
 
 
-class _Loader(_Schema, yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
     """Turns text into nodes; ``_Reading``, which knows the keys above a node, turns those into values."""
+
+    yaml_implicit_resolvers = RESOLVERS
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -143,8 +151,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that our loader or a YAML 1.1 reader would otherwise read as another type."""
 
     yaml_implicit_resolvers = {
-        first: [*_Schema.yaml_implicit_resolvers.get(first, []), *older]
-        for first, older in yaml.SafeDumper.yaml_implicit_resolvers.items()
+        first: [*RESOLVERS.get(first, []), *older] for first, older in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -179,9 +186,7 @@ CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 class _Reading:
     """Builds values from a tree of nodes and notes locations and problems in ``document``."""
 
-    file: str
     document: Document
-    numbered: bool = True  # the command line has no lines
 
     def build(self, node: yaml.Node, key: Key) -> Any:
         if node.tag not in (*SCALARS, *CONTAINERS):
@@ -203,29 +208,22 @@ class _Reading:
         for name_node, value_node in node.value:
             name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
             inner = (*key, name)
-            known = self.document.locations.get(inner)
-            location = self.location(name_node)
+            line = name_node.start_mark.line + 1
             if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
                 self.refuse(name_node, key, name, "a key must be text; put it in quotes")
                 continue
-            if name not in tree:
-                self.document.locations[inner] = location
+            first = self.document.locations.setdefault(inner, self.document.at(line))
             value = self.build(value_node, inner)
             if name in tree:
-                first = f", first on line {known.line}" if known else ""
-                self.document.problems.append(
-                    Problem(location, error_line(inner, value, f"duplicate key{first}; keep one"))
-                )
+                words = f"duplicate key, first on line {first.line}; keep one"
+                self.document.report(line, error_line(inner, value, words))
             else:
                 tree[name] = value
         return tree
 
-    def location(self, node: yaml.Node) -> Location:
-        return Location(self.file, node.start_mark.line + 1 if self.numbered else 0)
-
     def refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
         text = error_line(key, value, what) if key else f"{shown(key, value)}: {what}"
-        self.document.problems.append(Problem(self.location(node), text, key))
+        self.document.report(node.start_mark.line + 1, text, key)
 
 
 def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
@@ -238,21 +236,19 @@ def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
     return (mark.line + 1 if mark else 1), words
 
 
-def parse(text: str, file: str, key: Key = (), numbered: bool = True) -> tuple[Any, Document]:
+def parse(text: str, file: str, key: Key = ()) -> tuple[Any, Document]:
     """The value written in ``text`` (None if it is empty), with locations and problems. Never raises."""
-    document = Document()
+    document = Document(file)
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        value = None if node is None else _Reading(file, document, numbered).build(node, key)
+        node = _Loader(text).get_single_node()
+        value = None if node is None else _Reading(document).build(node, key)
     except yaml.YAMLError as error:
         line, words = _syntax(error, text)
     except RecursionError:
         line, words = 1, "nested too deeply"
     else:
         return value, document
-    words = error_line(key, text, words) if key else words
-    document.problems.append(Problem(Location(file, line if numbered else 0), words))
+    document.report(line, error_line(key, text, words) if key else words)
     return None, document
 
 
@@ -262,15 +258,15 @@ def read(path: Path) -> Document:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        return Document(problems=[Problem(Location(str(path), line), "not UTF-8; save the file as UTF-8")])
+        document = Document(str(path))
+        document.report(raw.count(b"\n", 0, error.start) + 1, "not UTF-8; save the file as UTF-8")
+        return document
     value, document = parse(text, str(path))
     if document.problems or isinstance(value, dict):
         document.tree = value if isinstance(value, dict) else {}
         return document
     what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
-    sections = "a config has the sections model, data, training, strategies"
-    document.problems.append(Problem(Location(str(path), 1), f"{what}; {sections}"))
+    document.report(1, f"{what}; a config has the sections model, data, training, strategies")
     return document
 
 
