@@ -19,7 +19,7 @@ from trainer.machine.rates import Effort, duplex_factor, fit_line
 from trainer.planning.facts import machine_facts
 
 SIZES = [1 << power for power in range(16, 29)]
-HERE = MachineKey(device="card", cpu="AMD EPYC 26 2", cores=16, torch="2.13.0+cu130")
+HERE: MachineKey = {"device": "card", "cpu": "AMD EPYC 26 2", "cores": 16, "torch": "2.13.0+cu130"}
 TINY = Effort(
     seconds=0.01, link_seconds=0.002, largest_bytes=1 << 20, num_params=1 << 12, shapes=((8, 16, 8), (16, 16, 16))
 )
@@ -141,13 +141,13 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_foreign_and_stale_files_are_ignored(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     path = stored_file(tmp_path)
-    found = profiles.load(path, replace(HERE, **changes))
+    found = profiles.load(path, {**HERE, **changes})
     assert found.rates is None
     assert found.ignored == f"{path} is ignored: {said} to measure again: {profiles.COMMAND}"
 
 
 def broken(**changes: Any) -> str:
-    content: dict[str, Any] = {"format": profiles.FORMAT, "date": "d", "others_share": 0.0, "key": asdict(HERE)}
+    content: dict[str, Any] = {"format": profiles.FORMAT, "date": "d", "others_share": 0.0, "key": HERE}
     return json.dumps({**content, "rates": asdict(some_rates()), **changes})
 
 
@@ -183,8 +183,8 @@ def test_the_key_tells_processors_apart(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     text = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t\t: 9\n"
     (tmp_path / "proc/cpuinfo").write_text(text)
-    assert profiles.key_of(probe(), tmp_path).cpu == "AMD EPYC 26 2"
-    assert profiles.key_of(probe(), tmp_path / "elsewhere").cpu == "unknown"
+    assert profiles.key_of(probe(), tmp_path)["cpu"] == "AMD EPYC 26 2"
+    assert profiles.key_of(probe(), tmp_path / "elsewhere")["cpu"] == "unknown"
 
 
 # --- what a plan sees --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ def place_of(machine: Machine, threads: int | None = None) -> Place:
         software = accelerator.row_of(torch.device(machine.device_kind)).software()
         settings += [software] if software else []
         threads = 0
-    return {"machine": asdict(key_of(machine)), "threads": threads, "settings": ", ".join(settings)}
+    return {"machine": key_of(machine), "threads": threads, "settings": ", ".join(settings)}
 
 
 def name_of(shape: Shape) -> str:

@@ -96,9 +96,6 @@ def peak_flops(device_name: str) -> PeakFlops | None:
     return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, device_name)), None)
 
 
-# --- probing -----------------------------------------------------------------------------------------------------
-
-
 class Memory(NamedTuple):
     """Total bytes, and those that a new program can have."""
 
@@ -106,19 +103,15 @@ class Memory(NamedTuple):
     available_bytes: int
 
 
-def probe(root: Path = ROOT) -> Machine:
-    """Probe this machine; with an accelerator this creates a context on the current device.
-
-    Args:
-        root: the folder with ``proc`` and ``sys``.
-    """
+def probe() -> Machine:
+    """Probe this machine; with an accelerator this creates a context on the current device."""
     import torch
 
     from strategies.engine.memory import accelerator
 
-    device, host = accelerator.current(), host_memory(root)
+    device, host = accelerator.current(), host_memory()
     name = "cpu" if device is None else accelerator.name_of(device)
-    physical, usable = cores(root)
+    physical, usable = cores()
     return Machine(
         name=name,
         origin="probed",

@@ -26,7 +26,6 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 
 from strategies.core.commit import replace_file
 from strategies.core.facts import Rates
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 from trainer.machine.probe import GIB, ROOT, Machine, peak_flops
 
 # --- named -------------------------------------------------------------------------------------------------------
@@ -52,7 +51,7 @@ class _Link(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """The machine that a card stands in; ``dram`` in bytes per second."""
+    """The machine that a card stands in: its memory in GiB, its cores, and the bytes per second of its ``dram``."""
 
     gib: int
     cores: int
@@ -66,6 +65,7 @@ def _pcie(gigatransfers: float, lanes: int = 16) -> float:
 
 _PCIE4 = _Link(_pcie(16), (24 + 12) / 2 / 25)
 _PCIE5 = _Link(_pcie(32), 28.5e9 / _pcie(32))
+_PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, lanes=8))
 _SERVER, _DDR5, _DDR4, _SLICE = 150e9, 60e9, 40e9, 50e9
 
 
@@ -120,35 +120,14 @@ PROFILES: dict[str, Machine] = {
         physical_cores=8,
         usable_cores=8,
     ),
-    "h100-pcie5": _card(
-        "NVIDIA H100 PCIe", 79.1, _PCIE5, _Host(gib=256, cores=32, dram=_SERVER), gemm=0.70, memory=2.0e12
-    ),
-    "h100-sxm-pcie5": _card(
-        "NVIDIA H100 80GB HBM3", 79.1, _PCIE5, _Host(gib=256, cores=24, dram=_SERVER), gemm=0.80, memory=3.35e12
-    ),
-    "a100-40g-pcie4": _card(
-        "NVIDIA A100-PCIE-40GB", 39.4, _PCIE4, _Host(gib=128, cores=16, dram=_SERVER), gemm=0.81, memory=1.555e12
-    ),
-    "a100-80g-pcie4": _card(
-        "NVIDIA A100 80GB PCIe", 79.3, _PCIE4, _Host(gib=256, cores=16, dram=_SERVER), gemm=0.81, memory=1.935e12
-    ),
-    "rtx5090-pcie5": _card(
-        "NVIDIA GeForce RTX 5090", 31.4, _PCIE5, _Host(gib=128, cores=16, dram=_DDR5), gemm=0.94, memory=1.792e12
-    ),
-    "rtx4090-pcie4": _card(
-        "NVIDIA GeForce RTX 4090", 23.6, _PCIE4, _Host(gib=128, cores=16, dram=_DDR5), gemm=0.94, memory=1.008e12
-    ),
-    "rtx3090-pcie4": _card(
-        "NVIDIA GeForce RTX 3090", 23.7, _PCIE4, _Host(gib=64, cores=12, dram=_DDR4), gemm=0.94, memory=0.936e12
-    ),
-    "l4-pcie4": _card(
-        "NVIDIA L4",
-        22.0,
-        _PCIE4._replace(bytes_per_s=_pcie(16, lanes=8)),
-        _Host(gib=48, cores=6, dram=_SLICE),
-        gemm=0.50,
-        memory=0.3e12,
-    ),
+    "h100-pcie5": _card("NVIDIA H100 PCIe", 79.1, _PCIE5, _Host(256, 32, _SERVER), gemm=0.70, memory=2.0e12),
+    "h100-sxm-pcie5": _card("NVIDIA H100 80GB HBM3", 79.1, _PCIE5, _Host(256, 24, _SERVER), gemm=0.80, memory=3.35e12),
+    "a100-40g-pcie4": _card("NVIDIA A100-PCIE-40GB", 39.4, _PCIE4, _Host(128, 16, _SERVER), gemm=0.81, memory=1.555e12),
+    "a100-80g-pcie4": _card("NVIDIA A100 80GB PCIe", 79.3, _PCIE4, _Host(256, 16, _SERVER), gemm=0.81, memory=1.935e12),
+    "rtx5090-pcie5": _card("NVIDIA GeForce RTX 5090", 31.4, _PCIE5, _Host(128, 16, _DDR5), gemm=0.94, memory=1.792e12),
+    "rtx4090-pcie4": _card("NVIDIA GeForce RTX 4090", 23.6, _PCIE4, _Host(128, 16, _DDR5), gemm=0.94, memory=1.008e12),
+    "rtx3090-pcie4": _card("NVIDIA GeForce RTX 3090", 23.7, _PCIE4, _Host(64, 12, _DDR4), gemm=0.94, memory=0.936e12),
+    "l4-pcie4": _card("NVIDIA L4", 22.0, _PCIE4_X8, _Host(48, 6, _SLICE), gemm=0.50, memory=0.3e12),
 }
 
 
@@ -160,8 +139,7 @@ def profile(name: str) -> Machine:
     """
     if name in PROFILES:
         return PROFILES[name]
-    near = difflib.get_close_matches(name.lower(), PROFILES, n=1, cutoff=0.3)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = nearest(name.lower(), PROFILES, cutoff=0.3)
     raise ConfigError(f"unknown machine profile {name!r}: known are {', '.join(PROFILES)}{hint}")
 
 
@@ -176,19 +154,7 @@ def stored_at() -> Path:
     return Path.home() / ".cache/deepstow/machine.json"
 
 
-@dataclass(frozen=True, slots=True)
-class MachineKey:
-    """What rates were measured on. They are valid for nothing else."""
-
-    device: str
-    cpu: str
-    cores: int
-    torch: str
-
-    def difference(self, here: MachineKey) -> str:
-        """The fields that differ on this machine, as a clause; empty if none does."""
-        pairs = zip(asdict(self).items(), asdict(here).values(), strict=True)
-        return ", ".join(f"{name} {was}, here {now}" for (name, was), now in pairs if was != now)
+MachineKey = dict[str, str | int]  # what rates were measured on; they are valid for nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +176,8 @@ def key_of(machine: Machine, root: Path = ROOT) -> MachineKey:
     """The key of ``machine``, which is this one. ``root`` is the folder with ``proc``."""
     import torch
 
-    return MachineKey(machine.name, _cpu_model(root), machine.usable_cores, str(torch.__version__))
+    cpu = _cpu_model(root)
+    return {"device": machine.name, "cpu": cpu, "cores": machine.usable_cores, "torch": str(torch.__version__)}
 
 
 def _cpu_model(root: Path) -> str:
@@ -232,7 +199,7 @@ def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {name: value for name, value in asdict(stored).items() if name != "ignored"}
-    content = {"format": FORMAT, "key": asdict(key), **found, "points": points}
+    content = {"format": FORMAT, "key": key, **found, "points": points}
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -242,8 +209,9 @@ def load(path: Path, here: MachineKey) -> StoredRates:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             return _ignored(path, f"its format is {content['format']!r}, this is {FORMAT}")
-        key, rates = MachineKey(**content["key"]), Rates(**content["rates"])
-        stored = StoredRates(rates, str(content["date"]), float(content["others_share"]))
+        key = content["key"]
+        differences = [f"{name} {key[name]}, here {now}" for name, now in here.items() if key[name] != now]
+        stored = StoredRates(Rates(**content["rates"]), str(content["date"]), float(content["others_share"]))
     except FileNotFoundError:
         return StoredRates()
     except OSError as error:
@@ -252,9 +220,7 @@ def load(path: Path, here: MachineKey) -> StoredRates:
         return _ignored(path, f"not a machine profile: {error} is missing")
     except (ValueError, TypeError) as error:  # no JSON, no object, an unknown field, a number that cannot be
         return _ignored(path, f"not a machine profile: {error}")
-    if difference := key.difference(here):
-        return _ignored(path, f"measured with {difference}")
-    return stored
+    return _ignored(path, f"measured with {', '.join(differences)}") if differences else stored
 
 
 def _ignored(path: Path, reason: str) -> StoredRates:

@@ -69,9 +69,6 @@ class Effort:
 FULL = Effort()
 
 
-# --- fits --------------------------------------------------------------------------------------------------------
-
-
 class LinkFit(NamedTuple):
     """A copy takes ``latency_s + bytes / bytes_per_s`` seconds."""
 
@@ -114,9 +111,6 @@ def duplex_factor(up_s: float, down_s: float, both_s: float) -> float:
     return min(1.0, first / shared) if shared > 0 else 1.0
 
 
-# --- clock -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Stopwatch:
     """Times work by repeating it for a share of the total time."""
@@ -149,9 +143,6 @@ class Stopwatch:
         return (time.perf_counter() - began_s) / times
 
 
-# --- device ------------------------------------------------------------------------------------------------------
-
-
 def measure_gemm(clock: Stopwatch, dtype: torch.dtype) -> Iterator[tuple[Shape, float]]:
     """Shape and flop/s of each product that does not take longer than ``LONGEST_GEMM_S``."""
     device = clock.device
@@ -170,9 +161,6 @@ def measure_gemm(clock: Stopwatch, dtype: torch.dtype) -> Iterator[tuple[Shape, 
 
         rate = flops / clock.seconds(work)
         yield (rows, summed, columns), rate
-
-
-# --- link --------------------------------------------------------------------------------------------------------
 
 
 class CopyBench:
@@ -241,9 +229,6 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
     return statistics.median(factors), points
 
 
-# --- update ------------------------------------------------------------------------------------------------------
-
-
 def measure_update(clock: Stopwatch, worker: Worker, *, mixed: bool) -> float:
     """Parameters per second of a clipped AdamW step on host memory, done as the engine's ``Updates`` does it.
 
@@ -272,9 +257,6 @@ def measure_update(clock: Stopwatch, worker: Worker, *, mixed: bool) -> float:
                 weights.copy_(master)
 
     return num_params / clock.seconds(lambda: worker.submit(0, update).result())
-
-
-# --- the whole ---------------------------------------------------------------------------------------------------
 
 
 def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> StoredRates:

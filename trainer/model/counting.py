@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from strategies.core.facts import Choices, Operator, Unit, UnitKind, Work
 from strategies.engine.blocks import find_blocks
@@ -130,9 +130,7 @@ class _Operators(TorchDispatchMode):
     def __init__(self, counter: Counter) -> None:
         super().__init__()
         self._counter = counter
-        self._flops = {**flop_registry}
-        for packet, formula in flop_formulas().items():
-            self._flops[packet] = _on_shapes(formula)
+        self._flops = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in flop_formulas().items()}}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -160,13 +158,6 @@ class _Operators(TorchDispatchMode):
         if is_view and not func._schema.is_mutable:
             return Work()
         return Work(touched_bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))
-
-
-def _on_shapes(formula: Callable[..., int]) -> Callable[..., int]:
-    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return formula(*(arg.shape if isinstance(arg, Tensor) else arg for arg in args))
-
-    return count
 
 
 def _is_dense(tensor: Tensor) -> bool:
