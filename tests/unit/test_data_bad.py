@@ -172,9 +172,6 @@ CASES = [
     Case("subset of a local path", {"d.jsonl": jsonl(OK)}, {"name": "en"}, [
         "data.name: 'en' is a hub subset, but d.jsonl is a local path; remove it",
     ]),
-    Case("unknown pydoc subset", {}, {"path": "pydoc", "name": "pear"}, [
-        "data.name: 'pear' is not in pydoc; allowed: text, pairs",
-    ]),
     Case("wrong role", {"d.jsonl": jsonl(chat(("user", "a"), ("assitant", "b")))}, {}, [
         "d.jsonl:1: field 'messages[1]' has role 'assitant'; "
         "allowed: system, user, assistant, tool, developer; did you mean 'assistant'?",
@@ -330,7 +327,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", refuse)
     with pytest.raises(DataError) as caught:
         sources.open_source("owner/name", None, "train", False)
-    line = "data.path: hub data set owner/name cannot be loaded: Couldn't reach the Hub"
+    line = "data.path: hub data set owner/name cannot be loaded: ConnectionError: Couldn't reach the Hub"
     assert caught.value.lines == (line,)
 
 

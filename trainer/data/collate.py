@@ -23,9 +23,8 @@ import torch
 
 from trainer.data.packing import MASKED
 
-_TOLERANCE = (
-    1e-3  # of the largest logit; rounding errors are a thousand times smaller, a leak is a hundred times larger
-)
+# Of the largest logit. Rounding errors are a thousand times smaller, a leak is a hundred times larger.
+_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ A bad row gives a line of text instead of an exception, so that several can be r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,8 +29,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.packing import MASKED
-from trainer.data.sources import Row, Source, kind, nearest
-from trainer.errors import DataError
+from trainer.data.sources import Row, Source, kind
+from trainer.errors import DataError, nearest, nearest_file
 
 if TYPE_CHECKING:
     from trainer.config.sections import DataSection
@@ -80,12 +80,17 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
     """
     first = source.tables[0]
     given: dict[str, str] = {str(name): column for name, column in options.columns.items()}
-    _check_columns(given, first.name, first.columns)
+    found = ", ".join(first.columns)
+    absent = {name: column for name, column in given.items() if column not in first.columns}
+    if absent:
+        line = "data.columns: {}: {!r} is not in {}; found: {}{}"
+        raise DataError(
+            line.format(*each, first.name, found, nearest(each[1], first.columns)) for each in absent.items()
+        )
     mapped = {name: name for name in FIELDS if name in first.columns} | given
     fits = [format for format in FORMATS if all(name in mapped for name in format.required)]
     if len(fits) > 1 and given:
         fits = [format for format in fits if any(name in given for name in format.required)]
-    found = ", ".join(first.columns)
     if not fits:
         known = ", ".join("+".join(format.required) for format in FORMATS)
         close = next((f"{f}: {c}" for c in first.columns for f in FIELDS if nearest(c, [f])), None)
@@ -105,18 +110,6 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
                 line = f"{table.name}: no column {columns[name]!r}, which {first.name} has; found: {others}"
                 raise DataError(f"{line}; every file of a folder must have the same fields")
     return format, columns
-
-
-def _check_columns(columns: Mapping[str, str], file: str, present: Sequence[str]) -> None:
-    lines = []
-    for name, column in columns.items():
-        if name not in FIELDS:
-            lines.append(f"data.columns: {name!r} is not a field; allowed: {', '.join(FIELDS)}{nearest(name, FIELDS)}")
-        elif column not in present:
-            found = ", ".join(present)
-            lines.append(f"data.columns: {name}: {column!r} is not in {file}; found: {found}{nearest(column, present)}")
-    if lines:
-        raise DataError(lines)
 
 
 @dataclass(frozen=True)
@@ -139,11 +132,9 @@ class Encoder:
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
         """One result per row. The strings of all rows are tokenised in one call, which uses all cores."""
         fields = [self._fields(row) for row in rows]
-        good = [index for index, values in enumerate(fields) if not isinstance(values, str)]
-        parts = self._tokenise([values for values in fields if not isinstance(values, str)])
-        results: list[Encoded] = [values if isinstance(values, str) else None for values in fields]
-        for index, part in zip(good, parts, strict=True):
-            results[index] = self._finish(part) if isinstance(part, Document) else part
+        parts = iter(self._tokenise([values for values in fields if not isinstance(values, str)]))
+        found = [values if isinstance(values, str) else next(parts) for values in fields]
+        results = [self._finish(part) if isinstance(part, Document) else part for part in found]
         return [f"{r.place}: {x}" if isinstance(x, str) else x for r, x in zip(rows, results, strict=True)]
 
     def _fields(self, row: Row) -> dict[str, Any] | str:
@@ -171,7 +162,7 @@ class Encoder:
             return [_message_fault(row["messages"]) or self._chat(row["messages"]) for row in rows]
         if self.format.name == "input_ids":
             return [_ids_fault(row) or Document(row["input_ids"], row.get("labels", row["input_ids"])) for row in rows]
-        segments = [_SEGMENTS[self.format.name](row, not self.completion_only) for row in rows]
+        segments = [_segments(self.format.name, row, not self.completion_only) for row in rows]
         texts = [text for row in segments for text, _ in row]
         if not texts:
             return [None for _ in rows]
@@ -181,17 +172,14 @@ class Encoder:
     def _join(self, parts: list[tuple[list[int], bool]]) -> Document | None:
         if not parts:
             return None
-        start, end = self._ends()
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        start = [bos] if bos is not None and self.tokenizer("")["input_ids"][:1] == [bos] else []
+        end = [] if eos is None else [eos]
         ids, labels = [*start], [MASKED for _ in start]
         for tokens, trained in [*parts, (end, True)]:
             ids += tokens
             labels += tokens if trained else [MASKED] * len(tokens)
         return Document(ids, labels)
-
-    def _ends(self) -> tuple[list[int], list[int]]:
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        starts = bos is not None and self.tokenizer("")["input_ids"][:1] == [bos]
-        return [bos] if starts else [], [] if eos is None else [eos]
 
     def _chat(self, messages: list[dict[str, Any]]) -> Document | str:
         try:
@@ -247,10 +235,15 @@ def _is_text(value: str) -> bool:
     return True
 
 
-# The functions from a row's fields to segments. ``prompted`` says whether prompts are trained on too.
-
-
-def _text_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
+def _segments(format: str, row: Mapping[str, str], prompted: bool) -> list[Segment]:
+    """The strings of a row; ``prompted`` says whether prompts are trained on too."""
+    if format == "prompt/completion":
+        return [(row["prompt"], prompted), (row["completion"], True)]
+    if format == "instruction":
+        given = row.get("input", "").strip()
+        context = f"### Input\n{given}\n\n" if given else ""
+        prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{context}### Response\n"
+        return [(prompt, prompted), (row["output"], True)]
     segments: list[Segment] = []
     text = row["text"]
     while text.strip() and len(text) > _SEGMENT_CHARACTERS:
@@ -258,24 +251,6 @@ def _text_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
         segments.append((text[:cut], True))
         text = text[cut:]
     return [*segments, (text, True)] if segments or text.strip() else []
-
-
-def _pair_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
-    return [(row["prompt"], prompted), (row["completion"], True)]
-
-
-def _instruction_segments(row: Mapping[str, str], prompted: bool) -> list[Segment]:
-    given = row.get("input", "").strip()
-    context = f"### Input\n{given}\n\n" if given else ""
-    prompt = f"### Instruction\n{row['instruction'].strip()}\n\n{context}### Response\n"
-    return [(prompt, prompted), (row["output"], True)]
-
-
-_SEGMENTS: dict[str, Callable[[Mapping[str, str], bool], list[Segment]]] = {
-    "text": _text_segments,
-    "prompt/completion": _pair_segments,
-    "instruction": _instruction_segments,
-}
 
 
 def _message_fault(messages: list[Any]) -> str | None:
@@ -348,8 +323,7 @@ def _template(options: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple
     if options.chat_template_path is not None:
         path = Path(options.chat_template_path).expanduser()
         if not path.is_file():
-            names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            hint = nearest(path.name, names)
+            hint = nearest_file(path)
             raise DataError(f"data.chat_template_path: {options.chat_template_path} does not exist{hint}")
         return path.read_text(encoding="utf-8"), str(path)
     try:

@@ -98,29 +98,27 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-def assemble(spans: Sequence[tuple[Tokens, Tokens]], positions: bool) -> dict[str, Tokens]:
-    """One row from the (ids, labels) of its spans: ``input_ids``, ``labels`` and, if asked, ``position_ids``."""
-    labels = np.concatenate([labels for _, labels in spans])  # a copy: the spans are views of a file
-    starts = np.cumsum([0, *(len(ids) for ids, _ in spans[:-1])])
-    labels[starts] = MASKED
-    row = {"input_ids": np.concatenate([ids for ids, _ in spans]), "labels": labels}
-    if positions:
-        row["position_ids"] = np.concatenate([np.arange(len(ids), dtype=np.int32) for ids, _ in spans])
-    return row
-
-
 def rows(
     spans: Sequence[Span],
     read: Callable[[int], tuple[Tokens, Tokens]],
     max_length: int,
     packing: bool,
 ) -> Iterator[dict[str, Tokens]]:
-    """The rows of a data set, packed or one span each; ``read(document)`` gives its (ids, labels)."""
+    """The rows of a data set, packed (then with ``position_ids``) or one span each.
+
+    Args:
+        read: gives the (ids, labels) of a document.
+    """
     lengths = [span.stop - span.start for span in spans]
     groups = pack(lengths, max_length) if packing else [[index] for index in range(len(spans))]
     for group in groups:
-        pieces = []
+        pieces: dict[str, list[Tokens]] = {"input_ids": [], "labels": [], "position_ids": []}
         for document, start, stop in (spans[index] for index in group):
             ids, labels = read(document)
-            pieces.append((ids[start:stop], labels[start:stop]))
-        yield assemble(pieces, positions=packing)
+            pieces["input_ids"].append(ids[start:stop])
+            pieces["labels"].append(labels[start:stop].copy())  # they are views of a file
+            pieces["labels"][-1][0] = MASKED
+            pieces["position_ids"].append(np.arange(stop - start, dtype=np.int32))
+        if not packing:
+            del pieces["position_ids"]
+        yield {name: np.concatenate(parts) for name, parts in pieces.items()}

@@ -131,8 +131,6 @@ def _open_eval(section: DataSection) -> Source | None:
         return open_source(section.eval_path, None, split, streaming=False, key="data.eval_")
     if section.eval_split is not None:
         return open_source(section.path, section.name, section.eval_split, streaming=False, key="data.eval_")
-    if section.eval_fraction and section.streaming:
-        raise DataError("data.eval_fraction: streamed data has no known size; use data.eval_path or eval_split")
     return None
 
 

@@ -35,7 +35,10 @@ def render(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, index: int = 
         if "position_ids" in row:
             lines.append(f"--- document at token {start}, positions 0 to {stop - start - 1}")
         lines.append(_document(ids[start:stop], labels[start:stop], tokenizer, colour))
-    lines.append(_legend(colour))
+    if colour:
+        lines.append(f"{_GREEN}trained on{_PLAIN}, {_DIM}masked{_PLAIN}; | ends a token")
+    else:
+        lines.append("outside brackets: trained on; [masked: ...]: read, not trained on; | ends a token")
     return "\n".join(lines)
 
 
@@ -71,9 +74,3 @@ def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
             pieces.append(text)
             pending = []
     return [*pieces, str(tokenizer.decode(pending))] if pending else pieces
-
-
-def _legend(colour: bool) -> str:
-    if colour:
-        return f"{_GREEN}trained on{_PLAIN}, {_DIM}masked{_PLAIN}; | ends a token"
-    return "outside brackets: trained on; [masked: ...]: read, not trained on; | ends a token"

@@ -16,9 +16,8 @@ import hashlib
 import json
 import keyword
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.errors import DataError
+from trainer.errors import DataError, first_line, nearest, nearest_file
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPLIT_WORD = re.compile(r"(?:^|/)(train|training|test|validation|valid|val|dev|eval)(?:[-_./0-9]|$)")
@@ -62,12 +61,6 @@ class Source(Protocol):
         """Lines that identify the content, whatever its path: by sha256 if ``exact``, else by size and mtime."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?``, or an empty string."""
-    close = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 # Readers: each yields (number, row), where a row is a mapping or a sentence about what is wrong with it.
 
 Numbered = Iterator[tuple[int, Mapping[str, Any] | str]]
@@ -87,33 +80,27 @@ def _read_txt(path: Path, wanted: Collection[str]) -> Numbered:
         yield 1, {"text": text}
 
 
-_TOO_DEEP = "broken JSON: nested too deeply"
-
-
-def _broken(error: json.JSONDecodeError) -> str:
+def _broken(error: json.JSONDecodeError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "broken JSON: nested too deeply"
     return f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
 
 
-def _object(text: str) -> Mapping[str, Any] | str:
-    try:
-        row = json.loads(text.rstrip())
-    except json.JSONDecodeError as error:
-        return _broken(error)
-    except RecursionError:
-        return _TOO_DEEP
-    return row if isinstance(row, dict) else f"a row must be a JSON object, not {kind(row)}"
+def _object(value: object) -> Mapping[str, Any] | str:
+    return value if isinstance(value, dict) else f"a row must be a JSON object, not {kind(value)}"
 
 
 def _read_jsonl(path: Path, wanted: Collection[str]) -> Numbered:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
+                if text:
+                    yield number, _object(json.loads(text))
             except UnicodeDecodeError as error:
                 yield number, f"byte 0x{raw[error.start]:02x} is not valid UTF-8"
-                continue
-            if text.strip():
-                yield number, _object(text)
+            except (json.JSONDecodeError, RecursionError) as error:
+                yield number, _broken(error)
 
 
 def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
@@ -124,27 +111,20 @@ def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
         return
     try:
         rows = json.loads(_utf8(path.read_bytes(), str(path)))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: {_broken(error)}") from None
-    except RecursionError:
-        raise DataError(f"{path}:1: {_TOO_DEEP}") from None
-    for number, row in enumerate(rows, start=1):
-        yield number, row if isinstance(row, dict) else f"a row must be a JSON object, not {kind(row)}"
-
-
-def _csv_lines(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            yield _utf8(raw, str(path), number)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {_broken(error)}") from None
+    yield from enumerate(map(_object, rows), start=1)
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB refuses ordinary documents
-    reader = csv.reader(_csv_lines(path), strict=True)
-    try:
-        yield from (row for row in reader if row)
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: broken CSV: {error}") from None
+    with path.open("rb") as file:
+        lines = (_utf8(raw, str(path), number) for number, raw in enumerate(file, start=1))
+        reader = csv.reader(lines, strict=True)
+        try:
+            yield from filter(None, reader)
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: broken CSV: {error}") from None
 
 
 def _read_csv(path: Path, wanted: Collection[str]) -> Numbered:
@@ -312,37 +292,25 @@ def open_source(path: str, name: str | None, split: str, streaming: bool, key: s
         DataError: nothing is there, or it cannot be read.
     """
     local = Path(path).expanduser()
+    suffix = local.suffix.lower()
     if path == "pydoc":
-        if name not in (None, "text", "pairs"):
-            raise DataError(f"{key}name: {name!r} is not in pydoc; allowed: text, pairs")
         return Pydoc(pairs=name == "pairs")
-    if not local.exists() and _is_hub_name(path):
+    # `corpus/train` is a misspelt path and not a hub name if there is a folder `corpus`.
+    if not (local.exists() or suffix in _READERS or Path(path).parent.is_dir()) and _HUB_NAME.fullmatch(path):
         return _hub(path, name, split, streaming, key)
     if name is not None and local.exists():
         raise DataError(f"{key}name: {name!r} is a hub subset, but {path} is a local path; remove it")
     if local.is_dir():
         return _folder(local, split, key)
     if not local.is_file():
-        raise DataError(_not_found(path, local, key))
-    if local.suffix.lower() not in _READERS:
-        hint = nearest(local.suffix.lower(), SUFFIXES)
-        allowed = ", ".join(SUFFIXES)
-        raise DataError(f"{path}: {local.suffix or 'no suffix'} is not a data format; allowed: {allowed}{hint}")
+        hint = nearest_file(local) or "; a hub name looks like owner/name"
+        raise DataError(f"{key}path: {path} does not exist{hint}")
+    if suffix not in _READERS:
+        allowed = ", ".join(SUFFIXES) + nearest(suffix, SUFFIXES)
+        raise DataError(f"{path}: {local.suffix or 'no suffix'} is not a data format; allowed: {allowed}")
     if split != "train":
         raise DataError(f"{key}split: {split!r}: {path} is one file and has no splits")
     return Files(local, (local,))
-
-
-def _is_hub_name(path: str) -> bool:
-    # `corpus/train` is a misspelt path and not a hub name if there is a folder `corpus`.
-    known = Path(path).suffix.lower() in _READERS or Path(path).parent.is_dir()
-    return not known and _HUB_NAME.fullmatch(path) is not None
-
-
-def _not_found(path: str, local: Path, key: str) -> str:
-    siblings = [p.name for p in local.parent.iterdir()] if local.parent.is_dir() else []
-    hint = nearest(local.name, siblings)
-    return f"{key}path: {path} does not exist{hint or '; a hub name looks like owner/name'}"
 
 
 def _folder(folder: Path, split: str, key: str) -> Source:
@@ -389,8 +357,7 @@ def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> 
     try:
         data = load_dataset(path, name, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises many unrelated types
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first}") from None
+        raise DataError(f"{key}path: hub data set {path} cannot be loaded: {first_line(error)}") from None
     # Download addresses contain the commit, so they identify the content.
     urls = sorted(map(str, getattr(data.info, "download_checksums", None) or ()))
     return Arrow(f"{path}[{split}]", data, (path, str(name), split, *urls))

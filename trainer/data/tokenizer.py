@@ -10,20 +10,24 @@ A tokenizer without a pad token gets eos as its pad token. That would mask eos i
 (``labels[ids == pad] = -100``); here the collator adds padding and masks only that.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from strategies.core.commit import added_folder
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, first_line
+
+if TYPE_CHECKING:
+    from trainer.config.sections import TrainTokenizer
 
 PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
-SMALLEST_VOCAB = 256 + 3  # every byte, and the special tokens
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -37,15 +41,8 @@ CHAT_TEMPLATE = (
 )
 
 
-class TrainSpec(Protocol):
-    """The number of tokens that a tokenizer is to be trained with."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
 def load(
-    spec: str | TrainSpec | None,
+    spec: str | TrainTokenizer | None,
     name_or_path: str | None,
     trust_remote_code: bool,
     folder: Path,
@@ -71,8 +68,7 @@ def load(
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # hub, file, format and remote-code errors have no common type
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ConfigError(f"model.tokenizer: {name} cannot be loaded: {first}") from None
+        raise ConfigError(f"model.tokenizer: {name} cannot be loaded: {first_line(error)}") from None
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(f"model.tokenizer: {name} has neither a pad nor an eos token; padding needs one")
@@ -85,8 +81,6 @@ def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTo
 
     Small data may have fewer merges than that; the tokenizer is smaller then.
     """
-    if vocab_size < SMALLEST_VOCAB:
-        raise ConfigError(f"model.tokenizer: vocab_size {vocab_size} must be at least {SMALLEST_VOCAB}")
     home = folder / "tokenizer"
     if _asked_for(home) != vocab_size:
         made = _train(vocab_size, texts)

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -96,16 +96,12 @@ def refuse_missing_folder(section: ModelSection) -> None:
 
 def _refused(section: ModelSection, error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    first = lines[0]
     if section.config is not None:
-        from difflib import get_close_matches
-
         from transformers import CONFIG_MAPPING
 
-        name = section.config.get("model_type")
+        name = section.config["model_type"]
         if name not in CONFIG_MAPPING:
-            near = get_close_matches(str(name), list(CONFIG_MAPPING.keys()), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = nearest(name, CONFIG_MAPPING.keys())
             return f"model.config.model_type = {name!r}: not a model type that Transformers knows{hint}"
         return f"model.config = {section.config!r}: {' '.join(lines)}"
     if "trust_remote_code" in str(error):
@@ -113,22 +109,15 @@ def _refused(section: ModelSection, error: Exception) -> str:
             f"model.name_or_path = {section.name_or_path!r}: this model brings its own Python code, which is not run "
             f"unless you set model.trust_remote_code: true"
         )
-    path = Path(str(section.name_or_path))
-    if path.exists():
-        return f"model.name_or_path = {section.name_or_path!r}: the folder holds no model ({first})"
+    if Path(str(section.name_or_path)).exists():
+        return f"model.name_or_path = {section.name_or_path!r}: the folder holds no model ({lines[0]})"
     return (
         f"model.name_or_path = {section.name_or_path!r}: there is no such folder here, and no such model on the "
-        f"Hugging Face hub can be reached ({first})"
+        f"Hugging Face hub can be reached ({lines[0]})"
     )
 
 
-def build(
-    section: ModelSection,
-    config: PretrainedConfig,
-    *,
-    seed: int,
-    partitioned: bool,
-) -> PreTrainedModel:
+def build(section: ModelSection, config: PretrainedConfig, *, seed: int, partitioned: bool) -> PreTrainedModel:
     """The model with its weights, in ``section.dtype``, on the CPU (or partitioned over the ranks).
 
     Args:
@@ -208,13 +197,9 @@ def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
     try:
         adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     except ValueError as error:
-        linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_linear(m)})
+        linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
         raise ConfigError(
             f"model.lora.target_modules = {section.target_modules!r}: {str(error).splitlines()[0]} "
-            f"The model's linear layers are: {', '.join(linear)}"
+            f"The model's linear layers are: {', '.join(sorted(linear))}"
         ) from None
     return cast("PreTrainedModel", adapted)  # peft's wrapper forwards all attributes to the model
-
-
-def _is_linear(module: object) -> bool:
-    return type(module).__name__ in ("Linear", "Conv1D")
