@@ -81,12 +81,13 @@ def detect(options: DataSection, source: Source) -> tuple[Format, dict[str, str]
     first = source.tables[0]
     given: dict[str, str] = {str(name): column for name, column in options.columns.items()}
     found = ", ".join(first.columns)
-    absent = {name: column for name, column in given.items() if column not in first.columns}
+    absent = [
+        f"data.columns: {name}: {column!r} is not in {first.name}; found: {found}{nearest(column, first.columns)}"
+        for name, column in given.items()
+        if column not in first.columns
+    ]
     if absent:
-        line = "data.columns: {}: {!r} is not in {}; found: {}{}"
-        raise DataError(
-            line.format(*each, first.name, found, nearest(each[1], first.columns)) for each in absent.items()
-        )
+        raise DataError(absent)
     mapped = {name: name for name in FIELDS if name in first.columns} | given
     fits = [format for format in FORMATS if all(name in mapped for name in format.required)]
     if len(fits) > 1 and given:

@@ -13,6 +13,7 @@ cent. Ties are broken by index, so the same lengths always give the same rows.
 
 import bisect
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -112,13 +113,12 @@ def rows(
     lengths = [span.stop - span.start for span in spans]
     groups = pack(lengths, max_length) if packing else [[index] for index in range(len(spans))]
     for group in groups:
-        pieces: dict[str, list[Tokens]] = {"input_ids": [], "labels": [], "position_ids": []}
+        pieces = defaultdict[str, list[Tokens]](list)
         for document, start, stop in (spans[index] for index in group):
             ids, labels = read(document)
             pieces["input_ids"].append(ids[start:stop])
             pieces["labels"].append(labels[start:stop].copy())  # they are views of a file
             pieces["labels"][-1][0] = MASKED
-            pieces["position_ids"].append(np.arange(stop - start, dtype=np.int32))
-        if not packing:
-            del pieces["position_ids"]
+            if packing:
+                pieces["position_ids"].append(np.arange(stop - start, dtype=np.int32))
         yield {name: np.concatenate(parts) for name, parts in pieces.items()}
