@@ -58,7 +58,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: with one line per problem, in the order of the file.
     """
     path = Path(path)
-    file = _read(path)
+    file = _read(path, Location(printable(str(path))))
     base = _base(path, file)
     command = _overrides(overrides)
     layers = (base, file, command)
@@ -133,17 +133,15 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _read(path: Path, location: Location | None = None, key: str = "") -> Document:
-    """The document at ``path``. If it cannot be read, that is a problem at ``location``, or else of the path itself."""
+def _read(path: Path, location: Location, lead: str = "") -> Document:
+    """The document at ``path``. If it cannot be read, that is a problem at ``location``, in words after ``lead``."""
     try:
         return read(path)
     except FileNotFoundError:
         what = f"no such file{nearest_file(path)}"
     except (OSError, ValueError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or 'not a path'}"
-    if location is None:
-        return Document(problems=[ConfigProblem(Location(printable(str(path))), what)])
-    return Document(problems=[ConfigProblem(location, f"extends = {shown((), key)}: {what}")])
+    return Document(problems=[ConfigProblem(location, lead + what)])
 
 
 def _base(path: Path, file: Document) -> Document:
@@ -154,7 +152,7 @@ def _base(path: Path, file: Document) -> Document:
     if not isinstance(name, str) or not name:
         words = "must be the path of one config, relative to this file"
         return Document(problems=[ConfigProblem(location, error_line(("extends",), name, words))])
-    base = _read(path.parent / name, location, name)
+    base = _read(path.parent / name, location, f"extends = {shown((), name)}: ")
     if "extends" in base.tree:
         words = error_line(("extends",), base.tree.pop("extends"), "a base extends nothing; one level only")
         base.problems.append(ConfigProblem(base.locations[("extends",)], words))

@@ -153,8 +153,8 @@ class Encoder:
                 return f"{label} is missing; found: {', '.join(row.values) or 'nothing'}"
             if not isinstance(value, wanted):
                 return f"{label} is {kind(value)}; every row needs {kind(wanted())}"
-            if isinstance(value, str) and not _is_text(value):
-                return f"{label} {_SURROGATE}"
+            if isinstance(value, str) and _SURROGATE.search(value):
+                return f"{label} {_NO_TEXT}"
             values[name] = value
         return values
 
@@ -224,16 +224,8 @@ class Encoder:
         return " (every label is -100)" if "labels" in self.columns else ""
 
 
-_SURROGATE = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-
-
-def _is_text(value: str) -> bool:
-    """Whether a string can be encoded. JSON can contain half a surrogate pair, which tokenizers refuse."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can contain half a pair of them, which tokenizers refuse
+_NO_TEXT = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
 
 
 def _segments(format: str, row: Mapping[str, str], prompted: bool) -> list[Segment]:
@@ -267,8 +259,8 @@ def _message_fault(messages: list[Any]) -> str | None:
             return f"{where} has role {message['role']!r}; allowed: {', '.join(ROLES)}{hint}"
         if not isinstance(message["content"], str) and not message.get("tool_calls"):
             return f"{where} has content that is {kind(message['content'])}; every message needs a string"
-        if isinstance(message["content"], str) and not _is_text(message["content"]):
-            return f"{where} {_SURROGATE}"
+        if isinstance(message["content"], str) and _SURROGATE.search(message["content"]):
+            return f"{where} {_NO_TEXT}"
     return None
 
 

@@ -12,9 +12,10 @@ A tokenizer without a pad token gets eos as its pad token. That would mask eos i
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,16 +104,11 @@ def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    num_texts = 0
-
-    def counted() -> Iterator[str]:
-        nonlocal num_texts
-        for num_texts, text in enumerate(texts, start=1):  # noqa: B007 - read after the loop
-            yield text
-
-    bpe.train_from_iterator(counted(), trainer)
-    if num_texts == 0:
+    rest = iter(texts)
+    first = next(rest, None)
+    if first is None:
         raise DataError("model.tokenizer: the data holds no text to train a tokenizer on; name a tokenizer")
+    bpe.train_from_iterator(itertools.chain([first], rest), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, eos_token=EOS)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

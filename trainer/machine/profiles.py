@@ -192,11 +192,7 @@ def _cpu_model(root: Path) -> str:
 
 
 def save(path: Path, key: MachineKey, stored: StoredRates, points: dict[str, Any]) -> None:
-    """Write a file that ``load`` reads, atomically. ``points`` are the measurements that the rates were fitted to.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file that ``load`` reads, atomically. ``points`` are the measurements that the rates were fitted to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {name: value for name, value in asdict(stored).items() if name != "ignored"}
     content = {"format": FORMAT, "key": key, **found, "points": points}

@@ -81,9 +81,6 @@ def refuse_missing_folder(section: ModelSection) -> None:
 
     Hub names are ``owner/name`` or ``name``. A name with more parts, with a leading dot, slash or tilde, or whose first
     part is a folder here, is a path.
-
-    Raises:
-        ConfigError: the folder does not exist.
     """
     name = section.name_or_path
     if name is None or Path(name).exists():

@@ -37,17 +37,12 @@ PACKAGES = ("torch", "transformers", "peft")
 TRAINING = ("per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 
 
-def stored_at() -> Path:
-    """The default folder of the cache."""
-    return Path.home() / ".cache/deepstow/counts"
-
-
 def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None) -> T:
     """The result of ``count`` for the configured model, from the file of an earlier call if there is one."""
     name = name_of(config)
     if name is None:
         return count()
-    file, adapter = (folder or stored_at()) / f"{name}.json", TypeAdapter(kind)
+    file, adapter = (folder or Path.home() / ".cache/deepstow/counts") / f"{name}.json", TypeAdapter(kind)
     with contextlib.suppress(OSError, ValueError):
         return adapter.validate_json(file.read_bytes())
     found = count()
@@ -67,20 +62,17 @@ def name_of(config: RunConfig) -> str | None:
             return None
     if config.model.trust_remote_code:
         return None
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
     known = {
         "model": model,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.packing],
         "needs": sorted(need.name for need in needs_of(config.strategies)),
         "repeats": any(strategy.repeats_products() for strategy in config.strategies.values()),
-        "versions": [_version(name) for name in PACKAGES],
+        "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

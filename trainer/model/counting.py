@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,11 +198,9 @@ class Counter:
     def __enter__(self) -> None:
         self._within = ExitStack()
         for name, block in self._blocks.items():
-            for hook in (
-                block.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                block.register_forward_hook(self._leave),
-            ):
-                self._within.callback(hook.remove)
+            entering = block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            self._within.callback(entering.remove)
+            self._within.callback(block.register_forward_hook(self._leave).remove)
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
         self._within.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward))
         self._within.enter_context(self.outside.watching())
@@ -226,19 +225,16 @@ class Counter:
             if run.last_saved and name not in self._repeated and not self._checkpointed
         }
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._running.append(name)
-            self._outer_unit = HEAD
-            if name in self._forwards:
-                self._repeated.add(name)
-            first = stream_in(args)
-            self._forwards[name] = BlockForward(Names(module), self._new([args, kwargs]), first)
-            hidden = first if args else kwargs.get("hidden_states")
-            if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
-                self._keep_input(hidden)
-
-        return enter
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running.append(name)
+        self._outer_unit = HEAD
+        if name in self._forwards:
+            self._repeated.add(name)
+        first = stream_in(args)
+        self._forwards[name] = BlockForward(Names(module), self._new([args, kwargs]), first)
+        hidden = first if args else kwargs.get("hidden_states")
+        if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
+            self._keep_input(hidden)
 
     def _leave(self, *_: object) -> None:
         self._running.pop()

@@ -27,14 +27,13 @@ import torch
 from trainer.errors import first_line
 
 T = TypeVar("T")
-SECONDS = 60.0
 
 
 class ForkError(RuntimeError):
     """The call failed in the fork; the message is the type and the first line of its exception."""
 
 
-def in_fork(work: Callable[[], T], seconds: float = SECONDS) -> T:
+def in_fork(work: Callable[[], T], seconds: float = 60.0) -> T:
     """The result of ``work()`` in a fork, which must be possible to pickle.
 
     Raises:
