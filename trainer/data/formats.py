@@ -120,13 +120,12 @@ class Encoder:
     ``template`` is the chat template, or None; ``template_name`` says where it comes from.
     """
 
+    options: DataSection
     format: Format
     columns: Mapping[str, str]
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     vocab_size: int
-    max_length: int
     completion_only: bool
-    assistant_only: bool
     template: str | None
     template_name: str
 
@@ -188,7 +187,7 @@ class Encoder:
                 messages,
                 chat_template=self.template,
                 return_dict=True,
-                return_assistant_tokens_mask=self.assistant_only,
+                return_assistant_tokens_mask=self.options.assistant_only_loss,
                 tokenizer_kwargs={"verbose": False},
             )
         except jinja2.TemplateSyntaxError as error:  # not an error of this row
@@ -196,7 +195,7 @@ class Encoder:
         except Exception as error:  # a template can raise anything
             return f"field 'messages': the chat template refuses it: {error}"
         ids = list(out["input_ids"])
-        if not self.assistant_only:
+        if not self.options.assistant_only_loss:
             return Document(ids, list(ids))
         marks = zip(ids, out["assistant_masks"], strict=True)
         return Document(ids, [token if mark else MASKED for token, mark in marks])
@@ -211,16 +210,20 @@ class Encoder:
         first = next((index for index, label in enumerate(labels) if label != MASKED), None)
         if first is None:
             return f"every token is masked: nothing to train on in {len(ids)} tokens{self._masked_by()}"
-        if self.format.name == "text" or len(ids) <= self.max_length:
+        if self.format.name == "text" or len(ids) <= self.options.max_length:
             return Document(ids, labels)
-        if first >= self.max_length:
-            line = f"the first trained token is number {first + 1}, cut off by data.max_length {self.max_length}"
+        if first >= self.options.max_length:
+            line = (
+                f"the first trained token is number {first + 1}, cut off by data.max_length {self.options.max_length}"
+            )
             return f"{line}; raise data.max_length (the whole row has {len(ids)} tokens)"
-        return Document(ids[: self.max_length], labels[: self.max_length], len(ids) - self.max_length)
+        return Document(
+            ids[: self.options.max_length], labels[: self.options.max_length], len(ids) - self.options.max_length
+        )
 
     def _masked_by(self) -> str:
         if self.format.name == "messages":
-            return " (no assistant turn)" if self.assistant_only else ""
+            return " (no assistant turn)" if self.options.assistant_only_loss else ""
         return " (every label is -100)" if "labels" in self.columns else ""
 
 
@@ -300,13 +303,12 @@ def make_encoder(options: DataSection, source: Source, tokenizer: PreTrainedToke
             cure = f"put {marks} around them in a copy and name it in data.chat_template_path"
             raise DataError(f"data.assistant_only_loss: {template_name} does not mark the assistant's turns; {cure}")
     return Encoder(
+        options=options,
         format=format,
         columns=columns,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        max_length=options.max_length,
         completion_only=prompted and options.completion_only_loss is not False,
-        assistant_only=options.assistant_only_loss,
         template=template,
         template_name=template_name,
     )

@@ -87,19 +87,21 @@ def prepare(
     train, held_out = open_train(section), _open_eval(section)
     encoder = make_encoder(section, train, tokenizer, vocab_size)
     eval_encoder = make_encoder(section, held_out, tokenizer, vocab_size) if held_out else None
-    key = fingerprint(section, encoder, seed, [train, held_out] if held_out else [train])
+    key = fingerprint(encoder, seed, [train, held_out] if held_out else [train])
     if (folder / key).is_dir():
         say(f"data: {train.name} is prepared already ({key})")
     elif held_out or not section.streaming:
         with added_folder(folder / key) as draft:
-            job = _Job(section, draft, say)
-            num_held = job.evaluation(held_out, eval_encoder) if held_out and eval_encoder else 0
+            num_held = 0
+            if held_out and eval_encoder:
+                documents = _Documents(held_out, eval_encoder, draft, say)
+                num_held = documents.write("eval", documents.spans).rows
             if not section.streaming:
-                job.train(train, encoder, seed, num_held)
+                _Documents(train, encoder, draft, say).write_train(seed, num_held)
     if not section.streaming:
         return open_prepared(folder, key)
     evaluation = _open(folder / key / "eval.arrow") if held_out else None
-    return Prepared(_stream(section, train, encoder), evaluation, key, encoder.format.name)
+    return Prepared(_stream(train, encoder), evaluation, key, encoder.format.name)
 
 
 def open_prepared(folder: Path, key: str) -> Prepared:
@@ -147,16 +149,16 @@ def texts(section: DataSection) -> Iterator[str]:
                     yield text
 
 
-def fingerprint(section: DataSection, encoder: Encoder, seed: int, sources: Sequence[Source]) -> str:
+def fingerprint(encoder: Encoder, seed: int, sources: Sequence[Source]) -> str:
     """16 hex digits that differ for different rows. Streamed files count by size and mtime, not by content."""
     content = {
         "layout": _LAYOUT,
-        "options": {k: v for k, v in section.model_dump(mode="json").items() if k not in _NOT_CONTENT},
+        "options": {k: v for k, v in encoder.options.model_dump(mode="json").items() if k not in _NOT_CONTENT},
         "template": encoder.template,
         "tokenizer": _tokenizer_content(encoder.tokenizer),
         "vocab_size": encoder.vocab_size,
         "seed": seed,
-        "sources": [source.identity(exact=not section.streaming) for source in sources],
+        "sources": [source.identity(exact=not encoder.options.streaming) for source in sources],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -170,68 +172,52 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 class _Documents:
-    """Tokenised documents in an Arrow file, mapped into memory."""
+    """Every row of one source, tokenised, in an Arrow file that is deleted and exists as long as it is mapped.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        draft: the folder for this file and for those that ``write`` makes.
+    """
+
+    def __init__(self, source: Source, encoder: Encoder, draft: Path, say: Say) -> None:
+        self._source, self._encoder, self._draft, self._say = source, encoder, draft, say
+        path = draft / "documents.arrow"
+        good = _good(_encode(encoder, source, encoder.options.num_proc), source, say)
+        _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
         table = _open(path).data
+        path.unlink()
         self._ids, self._labels = table.column("input_ids"), table.column("labels")
         self.spans = packing.whole(pa.compute.list_value_length(self._ids).to_pylist())
 
-    def read(self, document: int) -> tuple[Tokens, Tokens]:
+    def _read(self, document: int) -> tuple[Tokens, Tokens]:
         return self._ids[document].values.to_numpy(), self._labels[document].values.to_numpy()
 
-
-@dataclass(frozen=True)
-class _Job:
-    """One preparation: writes train.arrow, eval.arrow and facts.json into ``draft``."""
-
-    section: DataSection
-    draft: Path
-    say: Say
-
-    def documents(self, source: Source, encoder: Encoder) -> _Documents:
-        """Tokenise every row of a source into a file, which is deleted and exists as long as it is mapped."""
-        path = self.draft / "documents.arrow"
-        good = _good(_encode(encoder, source, self.section.num_proc), source, self.say)
-        _save(path, ({"input_ids": document.ids, "labels": document.labels} for document in good))
-        documents = _Documents(path)
-        path.unlink()
-        return documents
-
-    def rows(self, side: str, documents: _Documents, spans: list[Span], encoder: Encoder) -> _Counts:
+    def write(self, side: str, spans: list[Span]) -> _Counts:
         """Cut and pack spans into the rows of ``side``.arrow."""
-        limit = self.section.max_length
-        rows = _rows(self.section, encoder, spans, documents.read)
-        counts = _save(self.draft / f"{side}.arrow", rows)
-        share = f"{counts.trained:,} of {counts.tokens:,} tokens trained on"
-        self.say(f"data: {side}: {counts.rows:,} rows of up to {limit:,} tokens; {share}")
+        counts = _save(self._draft / f"{side}.arrow", _rows(self._encoder, spans, self._read))
+        limit, share = self._encoder.options.max_length, f"{counts.trained:,} of {counts.tokens:,} tokens trained on"
+        self._say(f"data: {side}: {counts.rows:,} rows of up to {limit:,} tokens; {share}")
         return counts
 
-    def evaluation(self, source: Source, encoder: Encoder) -> int:
-        documents = self.documents(source, encoder)
-        return self.rows("eval", documents, documents.spans, encoder).rows
-
-    def train(self, source: Source, encoder: Encoder, seed: int, num_held: int) -> None:
+    def write_train(self, seed: int, num_held: int) -> None:
         """Write the training rows; also evaluation rows, if ``eval_fraction`` asks for them and there are none yet."""
-        documents = self.documents(source, encoder)
-        spans = documents.spans
-        if self.section.eval_fraction and not num_held:
-            if len(spans) == 1 and (encoder.format.name != "text" or spans[0].stop < 4):
-                raise DataError(f"data.eval_fraction: {source.name} has one row; use data.eval_path")
-            spans, held = packing.split(spans, self.section.eval_fraction, seed)
-            num_held = self.rows("eval", documents, held, encoder).rows
-        counts = self.rows("train", documents, spans, encoder)
-        facts = {"format": encoder.format.name, "eval_rows": num_held, **counts._asdict()}
-        (self.draft / "facts.json").write_text(json.dumps(facts))
+        spans, format, fraction = self.spans, self._encoder.format.name, self._encoder.options.eval_fraction
+        if fraction and not num_held:
+            if len(spans) == 1 and (format != "text" or spans[0].stop < 4):
+                raise DataError(f"data.eval_fraction: {self._source.name} has one row; use data.eval_path")
+            spans, held = packing.split(spans, fraction, seed)
+            num_held = self.write("eval", held).rows
+        counts = self.write("train", spans)
+        facts = {"format": format, "eval_rows": num_held, **counts._asdict()}
+        (self._draft / "facts.json").write_text(json.dumps(facts))
 
 
 def _rows(
-    section: DataSection, encoder: Encoder, spans: list[Span], read: Callable[[int], tuple[Tokens, Tokens]]
+    encoder: Encoder, spans: list[Span], read: Callable[[int], tuple[Tokens, Tokens]]
 ) -> Iterator[dict[str, Tokens]]:
     """The rows of some spans. Only text is cut into several: half an answer is not a sample."""
     if encoder.format.name == "text":
-        spans = packing.chunk(spans, section.max_length)
-    return packing.rows(spans, read, section.max_length, section.packing)
+        spans = packing.chunk(spans, encoder.options.max_length)
+    return packing.rows(spans, read, encoder.options.max_length, encoder.options.packing)
 
 
 _TOKENS = pa.list_(pa.int32())
@@ -318,19 +304,19 @@ def _good(results: Iterable[Encoded], source: Source, say: Say) -> Iterator[Docu
     say("; ".join([f"data: {source.name}: {num_good:,} rows tokenised", *notes]))
 
 
-def _stream(section: DataSection, source: Source, encoder: Encoder) -> IterableDataset:
-    names = ["input_ids", "labels", "position_ids"] if section.packing else ["input_ids", "labels"]
+def _stream(source: Source, encoder: Encoder) -> IterableDataset:
+    names = ["input_ids", "labels", "position_ids"] if encoder.options.packing else ["input_ids", "labels"]
     features = Features({name: List(Value("int32")) for name in names})
-    arguments = {"section": section, "source": source, "encoder": encoder}
+    arguments = {"source": source, "encoder": encoder}
     return IterableDataset.from_generator(_stream_rows, features=features, gen_kwargs=arguments)
 
 
-def _stream_rows(section: DataSection, source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:
+def _stream_rows(source: Source, encoder: Encoder) -> Iterator[dict[str, Tokens]]:
     """Rows one by one; documents of one window may be packed together."""
-    for window in _batched(_stream_documents(source, encoder), _WINDOW if section.packing else 1):
+    for window in _batched(_stream_documents(source, encoder), _WINDOW if encoder.options.packing else 1):
         arrays = [(np.array(d.ids, np.int32), np.array(d.labels, np.int32)) for d in window]
         spans = packing.whole([len(ids) for ids, _ in arrays])
-        yield from _rows(section, encoder, spans, arrays.__getitem__)
+        yield from _rows(encoder, spans, arrays.__getitem__)
 
 
 def _stream_documents(source: Source, encoder: Encoder) -> Iterator[Document]:

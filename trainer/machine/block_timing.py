@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,17 +63,14 @@ class UnitClock:
     def forward(self) -> Iterator[None]:
         """Context manager around the forward of one micro-batch; its backward runs later, outside."""
         self.marks.clear()
-        handles = []
-        for name, block in self.blocks.items():
-            handles.append(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-            handles.append(block.register_forward_hook(partial(self._leave, name)))
-        self.mark("start")
-        try:
+        with ExitStack() as hooks:
+            for name, block in self.blocks.items():
+                entering = block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+                hooks.callback(entering.remove)
+                hooks.callback(block.register_forward_hook(partial(self._leave, name)).remove)
+            hooks.callback(self.mark, "end")  # before the hooks are removed
+            self.mark("start")
             yield
-        finally:
-            self.mark("end")
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         from strategies.engine.tensors.nested import tensors_in
