@@ -202,7 +202,7 @@ class Encoder:
 
     def _finish(self, document: Document) -> Document | str:
         """Truncate; refuse a row without trained tokens, or with a token that the model has no embedding for."""
-        ids, labels = document.ids, [MASKED, *document.labels[1:]]
+        ids, labels, limit = document.ids, [MASKED, *document.labels[1:]], self.options.max_length
         if max(ids, default=0) >= self.vocab_size:
             worst = max(ids)
             line = f"token id {worst} is beyond the model's vocabulary of {self.vocab_size}"
@@ -210,16 +210,12 @@ class Encoder:
         first = next((index for index, label in enumerate(labels) if label != MASKED), None)
         if first is None:
             return f"every token is masked: nothing to train on in {len(ids)} tokens{self._masked_by()}"
-        if self.format.name == "text" or len(ids) <= self.options.max_length:
+        if self.format.name == "text" or len(ids) <= limit:
             return Document(ids, labels)
-        if first >= self.options.max_length:
-            line = (
-                f"the first trained token is number {first + 1}, cut off by data.max_length {self.options.max_length}"
-            )
+        if first >= limit:
+            line = f"the first trained token is number {first + 1}, cut off by data.max_length {limit}"
             return f"{line}; raise data.max_length (the whole row has {len(ids)} tokens)"
-        return Document(
-            ids[: self.options.max_length], labels[: self.options.max_length], len(ids) - self.options.max_length
-        )
+        return Document(ids[:limit], labels[:limit], len(ids) - limit)
 
     def _masked_by(self) -> str:
         if self.format.name == "messages":
