@@ -30,7 +30,6 @@ PLAIN: Mapping[Any, str] = {
     float: "a number",
     str: "text",
     Any: "anything",
-    type(None): "null",
 }
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 

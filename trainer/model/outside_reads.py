@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from strategies.engine.blocks import find_blocks
+from trainer.model.params import EMBEDDING, HEAD, units_by_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,19 +31,15 @@ class OutsideReads:
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         self.found: set[str] = set()
         self._model = model
-        self._blocks = set(find_blocks(model))
         self._running: Counter[str] = Counter()
         self._owners: dict[int, set[str]] = {}  # the modules in which a storage may be read
         self._names: dict[int, str] = {}
+        units = units_by_name(model)
         for name, param in model.named_parameters(remove_duplicate=False):
             storage = (weights or {}).get(name, param).untyped_storage()._cdata
             self._names.setdefault(storage, name)
-            self._owners.setdefault(storage, set()).add(self._owner(name))
-
-    def _owner(self, param: str) -> str:
-        parts = param.split(".")[:-1]
-        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
-        return next((path for path in paths if path in self._blocks), ".".join(parts))
+            owner = name.rpartition(".")[0] if units[name] in (EMBEDDING, HEAD) else units[name]
+            self._owners.setdefault(storage, set()).add(owner)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
