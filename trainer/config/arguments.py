@@ -37,14 +37,11 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Ratio = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Steps = Annotated[Count | Fraction, Allowed("a whole number >= 1, or a share of all steps > 0 and < 1")]
-Warmup = Annotated[
-    Natural | Annotated[float, Field(ge=0, lt=1)],
-    Allowed("a whole number >= 0, or a share of all steps < 1"),
-]
+Warmup = Annotated[Natural | Ratio, Allowed("a whole number >= 0, or a share of all steps < 1")]
 MaxSteps = Annotated[Literal[-1] | Count, Allowed("a whole number >= 1, or -1 for no limit")]
 Interval = Literal["no", "steps", "epoch"]
 Reporter = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "none"]
@@ -140,8 +137,8 @@ class TrainingSection(Section):
     )
     optim: Optimizer = Field(default="adamw_torch_fused", description="Optimizer; those that need no further package.")
     weight_decay: NonNegative | None = unset("Weight decay; not applied to biases and norms.")
-    adam_beta1: Beta | None = unset("Decay of Adam's first moment.")
-    adam_beta2: Beta | None = unset("Decay of Adam's second moment.")
+    adam_beta1: Ratio | None = unset("Decay of Adam's first moment.")
+    adam_beta2: Ratio | None = unset("Decay of Adam's second moment.")
     adam_epsilon: Positive | None = unset("Added to Adam's denominator.")
     lr_scheduler_type: Scheduler | None = unset("Course of the learning rate.")
     lr_scheduler_kwargs: dict[str, Any] | None = unset("Options of the scheduler, e.g. num_cycles.")
@@ -154,7 +151,7 @@ class TrainingSection(Section):
     tf32: bool | None = unset("Allow TF32 in fp32 matrix products.")
     use_cpu: bool | None = unset("Train on the CPU although an accelerator is present.")
     average_tokens_across_devices: bool | None = unset("Loss is the mean over the tokens of all devices.")
-    label_smoothing_factor: Beta | None = unset("Share of the target taken from the true token and spread over all.")
+    label_smoothing_factor: Ratio | None = unset("Share of the target taken from the true token and spread over all.")
     neftune_noise_alpha: Positive | None = unset("Strength of NEFTune's noise on the embeddings.")
     gradient_checkpointing: bool | None = unset("Recompute activations block by block.")
     gradient_checkpointing_kwargs: dict[str, Any] | None = unset("Options of gradient_checkpointing.")

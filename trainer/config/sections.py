@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 
 from strategies.core.protocol import Strategy
-from trainer.config.arguments import Count, NonEmpty, Section, TrainingSection, unset
+from trainer.config.arguments import Count, NonEmpty, Ratio, Section, TrainingSection, unset
 from trainer.config.conflicts import conflicts
 from trainer.config.wording import MISSING, Allowed
 from trainer.config.yaml_file import Key, Location, dotted, error_line, location_of, write
@@ -38,7 +38,7 @@ class LoraSection(Section):
 
     r: Count = Field(default=8, description="Rank of the adapters.")
     lora_alpha: Count = Field(default=16, description="Scale of the adapters; they are multiplied by lora_alpha / r.")
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout before the adapters.")
+    lora_dropout: Ratio = Field(default=0.0, description="Dropout before the adapters.")
     target_modules: Annotated[
         list[NonEmpty] | NonEmpty | None, Allowed("a list of module names, or a pattern, or all-linear")
     ] = unset("Modules that get adapters; not set means peft's choice for the model.")

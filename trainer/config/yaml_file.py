@@ -80,24 +80,6 @@ class ConfigProblem:
         return f"{self.location}: {self.text}"
 
 
-@dataclass
-class Document:
-    """A file as nested plain values, the location of every key, and the problems found while reading."""
-
-    file: str = ""
-    tree: dict[str, Any] = field(default_factory=dict)
-    locations: dict[Key, Location] = field(default_factory=dict)
-    problems: list[ConfigProblem] = field(default_factory=list)
-
-    def at(self, line: int) -> Location:
-        """A line of this file; the command line has none."""
-        return Location(self.file, 0 if self.file == COMMAND_LINE else line)
-
-    def report(self, line: int, text: str, key: Key = ()) -> None:
-        """Add a problem; ``key`` is the one whose value could not be read."""
-        self.problems.append(ConfigProblem(self.at(line), text, key))
-
-
 def printable(text: str) -> str:
     """``text`` on one line, with control characters escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -137,7 +119,7 @@ for _tag, _pattern, _first in SCHEMA:
 
 
 class _Loader(yaml.SafeLoader):
-    """Turns text into nodes; ``_Reading``, which knows the keys above a node, turns those into values."""
+    """Turns text into nodes; ``Document``, which knows the keys above a node, turns those into values."""
 
     yaml_implicit_resolvers = RESOLVERS
 
@@ -183,47 +165,59 @@ CONTAINERS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 @dataclass
-class _Reading:
-    """Builds values from a tree of nodes and notes locations and problems in ``document``."""
+class Document:
+    """A file as nested plain values, the location of every key, and the problems found while reading."""
 
-    document: Document
+    file: str = ""
+    tree: dict[str, Any] = field(default_factory=dict)
+    locations: dict[Key, Location] = field(default_factory=dict)
+    problems: list[ConfigProblem] = field(default_factory=list)
 
-    def build(self, node: yaml.Node, key: Key) -> Any:
+    def at(self, line: int) -> Location:
+        """A line of this file; the command line has none."""
+        return Location(self.file, 0 if self.file == COMMAND_LINE else line)
+
+    def report(self, line: int, text: str, key: Key = ()) -> None:
+        """Add a problem; ``key`` is the one whose value could not be read."""
+        self.problems.append(ConfigProblem(self.at(line), text, key))
+
+    def value_of(self, node: yaml.Node, key: Key) -> Any:
+        """The value of a node; the locations of keys in it and the problems are added to those of the document."""
         if node.tag not in (*SCALARS, *CONTAINERS):
-            return self.refuse(node, key, node.tag, "tags (!name) are not read; write a plain value")
+            return self._refuse(node, key, node.tag, "tags (!name) are not read; write a plain value")
         if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, key)
+            return self._mapping(node, key)
         if isinstance(node, yaml.SequenceNode):
-            return [self.build(item, (*key, str(index))) for index, item in enumerate(node.value)]
+            return [self.value_of(item, (*key, str(index))) for index, item in enumerate(node.value)]
         try:
             value = SCALARS[node.tag](node.value)
         except (ValueError, KeyError):
-            return self.refuse(node, key, node.value, "not a number that fits into 64 bits")
+            return self._refuse(node, key, node.value, "not a number that fits into 64 bits")
         if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-            return self.refuse(node, key, value, "half of a character; write the character itself")
+            return self._refuse(node, key, value, "half of a character; write the character itself")
         return value
 
-    def mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for name_node, value_node in node.value:
             name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "?"
             inner = (*key, name)
             line = name_node.start_mark.line + 1
             if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
-                self.refuse(name_node, key, name, "a key must be text; put it in quotes")
+                self._refuse(name_node, key, name, "a key must be text; put it in quotes")
                 continue
-            first = self.document.locations.setdefault(inner, self.document.at(line))
-            value = self.build(value_node, inner)
+            first = self.locations.setdefault(inner, self.at(line))
+            value = self.value_of(value_node, inner)
             if name in tree:
                 words = f"duplicate key, first on line {first.line}; keep one"
-                self.document.report(line, error_line(inner, value, words))
+                self.report(line, error_line(inner, value, words))
             else:
                 tree[name] = value
         return tree
 
-    def refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
+    def _refuse(self, node: yaml.Node, key: Key, value: object, what: str) -> None:
         text = error_line(key, value, what) if key else f"{shown(key, value)}: {what}"
-        self.document.report(node.start_mark.line + 1, text, key)
+        self.report(node.start_mark.line + 1, text, key)
 
 
 def _syntax(error: yaml.YAMLError, text: str) -> tuple[int, str]:
@@ -241,7 +235,7 @@ def parse(text: str, file: str, key: Key = ()) -> tuple[Any, Document]:
     document = Document(file)
     try:
         node = _Loader(text).get_single_node()
-        value = None if node is None else _Reading(document).build(node, key)
+        value = None if node is None else document.value_of(node, key)
     except yaml.YAMLError as error:
         line, words = _syntax(error, text)
     except RecursionError:

@@ -67,14 +67,13 @@ def packing_supported(model: torch.nn.Module) -> str | None:
     """Why the model cannot be trained on packed rows, or None if it can.
 
     Runs a float32 copy on two packed rows and on their four documents one by one, and compares the logits. To be
-    called with a small model of the same architecture.
+    called with a small model of the same architecture, on the CPU.
     """
     name = type(model).__name__
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no position_ids"
     probe = copy.deepcopy(model).float().eval()
     vocab_size = int(probe.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    device = next(probe.parameters()).device
     generator = torch.Generator().manual_seed(0)
     lengths = [(5, 7), (8, 3)]
     documents = [[torch.randint(vocab_size, (n,), generator=generator) for n in row] for row in lengths]
@@ -86,13 +85,12 @@ def packing_supported(model: torch.nn.Module) -> str | None:
         }
         for row in documents
     ]
-    batch = {name: tensor.to(device) for name, tensor in Collator(0, packing=True)(rows).items()}
     try:
         with torch.no_grad():
-            packed = probe(**batch, use_cache=False).logits
+            packed = probe(**Collator(0, packing=True)(rows), use_cache=False).logits
             for index, row in enumerate(documents):
                 used = sum(map(len, row))
-                alone = torch.cat([probe(d[None].to(device), use_cache=False).logits[0] for d in row])
+                alone = torch.cat([probe(d[None], use_cache=False).logits[0] for d in row])
                 error = (packed[index, :used] - alone).abs().max() / alone.abs().max()
                 if not error <= _TOLERANCE:
                     return f"{name} lets packed documents see each other (logits differ by {float(error):.1%})"
