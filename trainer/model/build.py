@@ -155,12 +155,8 @@ def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTraine
     versions = {name: tensor._version for name, tensor in _tensors(model)}
     torch.manual_seed(seed)
     # Modules were marked as initialised on the meta device, where nothing was drawn.
-    for module in model.modules():
-        if hasattr(module, "_is_hf_initialized"):
-            del module._is_hf_initialized
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if hasattr(tensor, "_is_hf_initialized"):
-            del tensor._is_hf_initialized
+    for marked in (*model.modules(), *model.parameters(), *model.buffers()):
+        vars(marked).pop("_is_hf_initialized", None)
     # to_empty gave tied parameters storage of their own. They are tied after initialisation, as Transformers does it,
     # so that the embedding keeps its own draw (with a zero row for padding) and not the head's.
     model.initialize_weights()
