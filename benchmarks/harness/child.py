@@ -94,10 +94,14 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
     device = accelerator.current() or torch.device("cpu")
     batches = tokens(work, device)
     before_bytes = status_bytes("VmRSS")
-    trained: Trained = getattr(imported, name)(work, llama(work), device, **options)
+    began_s = time.perf_counter()
+    model = llama(work)
+    built_s = time.perf_counter() - began_s
+    trained: Trained = getattr(imported, name)(work, model, device, **options)
+    result: dict[str, Any] = {"settings": dict(trained.settings), "notes": list(trained.notes)}
+    result |= {"built_s": built_s, "setup_s": time.perf_counter() - began_s}
     gc.collect()
     trained.model.train()
-    result: dict[str, Any] = {"settings": dict(trained.settings), "notes": list(trained.notes)}
     if device.type != "cpu":
         result["setup_device_peak_bytes"] = torch.accelerator.max_memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
@@ -106,7 +110,12 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
     planned = trained.planned_device_bytes()
     result["planned_device_bytes"] = planned
     if device.type != "cpu":
-        result["device_peak_bytes"] = torch.accelerator.max_memory_allocated()
+        free, total = torch.accelerator.get_memory_info()
+        result |= {
+            "device_peak_bytes": torch.accelerator.max_memory_allocated(),
+            "reserved_peak_bytes": torch.accelerator.max_memory_reserved(),
+            "context_bytes": total - free - torch.accelerator.memory_reserved(),
+        }
     elif planned is not None:
         result["saved_bytes"] = saved_bytes(trained, batches[0][0])
         result["device_peak_bytes"] = planned + result["saved_bytes"]

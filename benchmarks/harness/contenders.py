@@ -95,17 +95,25 @@ class Ours(Trained):
     """The memory engine with a plan for this model, batch and budget. Updates may overlap the next forward."""
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device, **options: Any) -> None:
+        from strategies.core.facts import Home
         from strategies.engine import AdamW, stow
+        from strategies.planner.step_cost import plan_cost
         from strategies.report.plan_table import table
         from trainer.planning.plan_for import plan_for
 
         super().__init__(work, device)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
-        self.plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
-        print(table(self.plan), flush=True)
-        self.optimizer = stow(model, self.plan, rule=AdamW(**work.adamw), device=device)
-        self.settings = options
+        plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
+        print(table(plan), flush=True)
+        self.optimizer = stow(model, plan, rule=AdamW(**work.adamw), device=device)
+        cost = plan_cost(plan)
+        self.settings = {
+            **options,
+            "predicted_step_s": cost.seconds if cost else None,
+            "predicted_device_bytes": plan.peak(Home.DEVICE),
+            "predicted_host_bytes": plan.peak(Home.HOST),
+        }
 
     def update(self) -> None:
         """The engine's optimizer clips, because it alone knows where gradients are."""
