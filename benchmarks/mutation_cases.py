@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from benchmarks.mutation_scripts import LAYOUTS, SCRIPTS, on_and_off
-from benchmarks.slow_lanes import DEVICE, LANES, Slow, quickly, slowly
+from benchmarks.slow_lanes import DEVICE, LANES, Slow, slowly
 from strategies.engine import AdamW, stow
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Lane
@@ -180,7 +180,6 @@ class Case:
             detectors.append(RaceDetector())
             return detectors[-1]
 
-        quickly()
         slowly(self.lane or "all", self.times, self.also)
         sides.ground.device = torch.device("cpu" if self.lane is None else DEVICE)
         sides.ground.transfer = watched if self.lane is None else Slow

@@ -7,6 +7,7 @@ Unlike those of the tests it has its batches on the device and reads no loss, so
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -106,12 +107,13 @@ def infinite(model: nn.Module, optimizer: Any, drains: bool = False) -> Seen:
     return found
 
 
-def fewer(model: nn.Module, optimizer: Any) -> Seen:
-    """Fewer micro-batches than planned; the gradients of some are discarded (negative counts)."""
+def trains(model: nn.Module, optimizer: Any, counts: Sequence[int] = (3, 3, 3, 3)) -> Seen:
+    """Train without reading anything before the end, by micro-batches per step; where negative, their gradients are
+    discarded."""
     found: Seen = []
-    left = iter(batches(14))
-    for count in (3, 1, 2, -2, 3, -1, 2):
-        for batch in (next(left) for _ in range(abs(count))):
+    left = iter(batches(sum(map(abs, counts))))
+    for count in counts:
+        for batch in itertools.islice(left, abs(count)):
             found.append(model(**batch).loss)
             found[-1].backward()
         if count > 0:
@@ -126,7 +128,7 @@ def gradients(model: nn.Module, optimizer: Any) -> Seen:
     params = list(model.parameters())
     left = iter(batches(12))
     for _ in range(4):
-        for batch in (next(left) for _ in range(3)):
+        for batch in itertools.islice(left, 3):
             model(**batch).loss.backward()
             found += [param.grad.clone() for param in params[2:9] if param.grad is not None]
         params[5].grad = None
@@ -159,17 +161,6 @@ def on_and_off(model: nn.Module, optimizer: Any) -> Seen:
         model.spec = replace(spec, calls=tuple(i for i in range(6) if (i + number) % 3))
         found.append(step(model, optimizer, batch))
     model.spec = spec
-    return found
-
-
-def trains(model: nn.Module, optimizer: Any, count: int = 12, accumulation: int = 3) -> Seen:
-    """Train without reading anything before the end."""
-    found: Seen = []
-    for number, batch in enumerate(batches(count), start=1):
-        found.append(model(**batch).loss)
-        found[-1].backward()
-        if number % accumulation == 0:
-            finish(optimizer)
     return found
 
 
@@ -248,7 +239,7 @@ SCRIPTS: Mapping[str, Callable[[Sequence[sides.Layout]], None]] = {
     "infinite": partial(both, infinite, max_norm=0.5),
     "infinite, unclipped": partial(both, infinite),
     "infinite, unfused": partial(both, infinite, max_norm=0.5, fused=False),  # its kernel has no flag to skip a step
-    "fewer": partial(both, fewer, accumulation=3, max_norm=0.5),
+    "fewer": partial(both, partial(trains, counts=(3, 1, 2, -2, 3, -1, 2)), accumulation=3, max_norm=0.5),
     "gradients": partial(both, gradients, accumulation=3),
     "evaluates": partial(both, evaluates, max_norm=0.5),
     "on and off": partial(both, on_and_off, max_norm=0.5),
@@ -256,7 +247,7 @@ SCRIPTS: Mapping[str, Callable[[Sequence[sides.Layout]], None]] = {
     "writes late": partial(both, writes_late),
     "skips": partial(both, partial(infinite, drains=True), kind="few"),
     "closes": closes,
-    "trains at once, two": partial(both, partial(trains, count=8, accumulation=1), kind="two", bucket="several"),
+    "trains at once, two": partial(both, partial(trains, counts=[1] * 8), kind="two", bucket="several"),
     "trains": _trains,
     "trains, few": partial(_trains, kind="few", bucket="several"),
     "trains, few, half": partial(_trains, kind="few", bucket="half"),

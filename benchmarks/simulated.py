@@ -43,7 +43,6 @@ MODELS = {
 ROWS = (1, 2, 4, 8, 16)  # of 2,048 tokens
 BUDGETS = (16, 24, 40, 80)
 POLICIES = ("ZeRO-Offload, serial", "all on the CPU, on demand", "whole buckets", "Twin-Flow, best ratio")
-RATIOS = [part / 10 for part in range(11)]
 Entry = tuple[list[str], dict[str, Any]]  # one case: its row of the table, and its part of the record
 
 
@@ -86,20 +85,20 @@ def policies(known: Facts, budget: int) -> dict[str, float | None]:
         host=1 / (2 * rates.update_bf16_params_per_s), device=TOUCHED_BYTES / 2 / rates.device_bytes_per_s
     )
     on_host = peer_models.placed(problem, costs, lambda _: Site.HOST)
-    flows = [seconds(lambda ratio=ratio: peer_models.twin_flow(problem, costs, ratio)) for ratio in RATIOS]
+    flows = [seconds(peer_models.twin_flow, problem, costs, part / 10) for part in range(11)]
     found = (
-        seconds(lambda: peer_models.zero_offload(problem, costs)),
-        seconds(lambda: peer_models.on_demand(problem, costs)),
-        seconds(lambda: peer_models.whole_bucket(on_host, peer_models.SerialUpdates)),
+        seconds(peer_models.zero_offload, problem, costs),
+        seconds(peer_models.on_demand, problem, costs),
+        seconds(peer_models.whole_bucket, on_host, peer_models.SerialUpdates),
         min((s for s in flows if s is not None), default=None),
     )
     return dict(zip(POLICIES, found, strict=True))
 
 
-def seconds(make: Callable[[], peer_models.Policy]) -> float | None:
-    """Of a policy's model."""
+def seconds(make: Callable[..., peer_models.Policy], *given: Any) -> float | None:
+    """Of a policy's model; None if it does not fit."""
     try:
-        policy = make()
+        policy = make(*given)
     except DoesNotFit:
         return None
     return policy.outcome().period if policy.fits else None

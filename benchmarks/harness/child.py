@@ -107,8 +107,7 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
         torch.accelerator.reset_peak_memory_stats()
     result |= timed(work, trained, batches, device)
     result |= {"host_peak_bytes": status_bytes("VmHWM"), "host_before_bytes": before_bytes}
-    planned = trained.planned_device_bytes()
-    result["planned_device_bytes"] = planned
+    planned = result["planned_device_bytes"] = trained.planned_device_bytes
     if device.type != "cpu":
         free, total = torch.accelerator.get_memory_info()
         result |= {

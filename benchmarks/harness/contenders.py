@@ -27,6 +27,7 @@ class Trained:
 
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
+    planned_device_bytes: int | None = None  # of a contender that plans
     model: nn.Module
     optimizer: Any
 
@@ -54,10 +55,6 @@ class Trained:
     def discard(self, batch: Batch) -> None:
         """Discard gradients that no update followed. A contender that cannot trains on ``batch`` until it updates."""
         self.model.zero_grad()
-
-    def planned_device_bytes(self) -> int | None:
-        """Bytes that the contender planned on the device, if it plans."""
-        return None
 
     def close(self) -> None:
         """Release threads and process groups."""
@@ -107,6 +104,7 @@ class Ours(Trained):
         plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
         print(table(plan), flush=True)
         self.optimizer = stow(model, plan, rule=AdamW(**work.adamw), device=device)
+        self.planned_device_bytes = self.optimizer.device_bytes
         cost = plan_cost(plan)
         self.settings = {
             **options,
@@ -133,7 +131,3 @@ class Ours(Trained):
     def discard(self, batch: Batch) -> None:
         """Discard the gradients, which the engine keeps."""
         self.optimizer.zero_grad()
-
-    def planned_device_bytes(self) -> int | None:
-        """Bytes of the arena on the device."""
-        return int(self.optimizer.device_bytes)
