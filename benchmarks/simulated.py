@@ -46,13 +46,6 @@ POLICIES = ("ZeRO-Offload, serial", "all on the CPU, on demand", "whole buckets"
 Entry = tuple[list[str], dict[str, Any]]  # one case: its row of the table, and its part of the record
 
 
-def facts_of(model: str, rows: int, machine: Any) -> tuple[Facts, Any]:
-    """Facts of the run on the machine, and its config."""
-    shape = [f"model.config.{name}={value}" for name, value in MODELS[model].items()]
-    config = load(ROOT / "configs" / "offload.yaml", [*shape, f"training.per_device_train_batch_size={rows}"])
-    return gather(config, 1, 1, machine), config
-
-
 def ours(known: Facts, strategies: Mapping[str, Any]) -> tuple[Plan, StepCost] | None:
     """Our plan with its simulated cost; None if nothing fits."""
     try:
@@ -106,9 +99,12 @@ def seconds(make: Callable[..., peer_models.Policy], *given: Any) -> float | Non
 
 def cases(machine: Any) -> Iterator[Entry]:
     """All of them, in order."""
-    for model in MODELS:
+    for model, shape in MODELS.items():
+        changes = [f"model.config.{name}={value}" for name, value in shape.items()]
         for rows in ROWS:
-            known, config = facts_of(model, rows, machine)
+            size = f"training.per_device_train_batch_size={rows}"
+            config = load(ROOT / "configs" / "offload.yaml", [*changes, size])
+            known = gather(config, 1, 1, machine)
             for budget in BUDGETS:
                 limits = {"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"}
                 offload = config.strategies["offload"].model_copy(update=limits)

@@ -106,7 +106,9 @@ def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
             "context_bytes": total - free - torch.accelerator.memory_reserved(),
         }
     elif planned is not None:
-        result["saved_bytes"] = saved_bytes(trained, batches[0][0])
+        with count_saved(trained.model) as saved:  # in place of an allocator's figure
+            trained.model(**batches[0][0])
+        result["saved_bytes"] = sum(saved.values())
         result["device_peak_bytes"] = planned + result["saved_bytes"]
     result["backward_peak_bytes"] = backward_peak_bytes(trained, batches[0][0], device)
     trained.discard(batches[0][0])
@@ -189,13 +191,6 @@ def timed(
         "threads": torch.get_num_threads(),
         "others_share": max(0.0, others_s / (seconds * cores()[1])),
     }
-
-
-def saved_bytes(trained: Trained, batch: Mapping[str, Tensor]) -> int:
-    """Bytes that autograd saves in one forward. Without an accelerator they replace the figure of its allocator."""
-    with count_saved(trained.model) as saved:
-        trained.model(**batch)
-    return sum(saved.values())
 
 
 def backward_peak_bytes(trained: Trained, batch: Mapping[str, Tensor], device: torch.device) -> int:
