@@ -44,113 +44,93 @@ class Step:
     command: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What differs between the machine and the rehearsal: models, numbers of cases, budgets, tokens, options."""
-
-    large: str
-    small: str
-    cases: int
-    grid: int
-    budgets: tuple[str, ...]
-    most: str  # the budget for the largest model
-    dtype: str
-    tokens: Mapping[str, str]
-    length: str
-    device: tuple[str, ...]  # options; without them the accelerator is used
-    pinned: str  # GiB
-    linear: tuple[str, ...]
+def models(real: bool) -> tuple[str, str]:
+    """The large model and the small one."""
+    return ("6.7b", "1.3b") if real else ("tiny", "tiny")
 
 
-REAL = Size(
-    "6.7b", "1.3b", 20, 120, ("12GiB", "24GiB", "60GiB"), "76GiB", "bf16",
-    {"8k": "8192", "2k": "2048", "16k": "16384", "32k": "32768", "recompute": "4096", "linear": "2048,8192"}, "2048",
-    (), "1,40", ("--seconds", "0.5", "--steps", "8"),
-)  # fmt: skip
-REHEARSED = Size(
-    "tiny", "tiny", 1, 4, ("1500KiB", "4MiB", "64MiB"), "64MiB", "fp32",
-    {"8k": "64", "2k": "32", "16k": "96", "32k": "128", "recompute": "64", "linear": "4"}, "32",
-    ("--device", "cpu"), "0.01", ("--seconds", "1", "--models", "gpt2-xl"),
-)  # fmt: skip
-
-
-def machine(size: Size, out: Path) -> Iterator[Step]:
+def machine(real: bool, out: Path) -> Iterator[Step]:
     """(a) What the machine is, and how fast its parts are."""
-    yield Step("machine", 120, ("-m", "benchmarks.gpu_machine", "--gib", size.pinned))
+    yield Step("machine", 120, ("-m", "benchmarks.gpu_machine", "--gib", "1,40" if real else "0.01"))
     yield Step("doctor", 60, ("launch/doctor.py", "--json", str(out / "doctor.json")))
     yield Step("rates", 120, ("launch/doctor.py", "--rates", "--out", str(out / "rates.json")))
     yield Step("build", 300, ("launch/doctor.py", "--build"))
 
 
-def engine(size: Size, out: Path) -> Iterator[Step]:
+def engine(real: bool, out: Path) -> Iterator[Step]:
     """(b) Exactness: models of a real width, the grid with pauses on the streams, saved tensors on the host."""
-    script = ("-m", "benchmarks.gpu_engine", *size.device)
-    yield Step("real widths", 200, (*script, "--wide", str(size.cases), "--cases", "0"))
-    yield Step("grid", 220, (*script, "--wide", "0", "--cases", str(size.grid)))
+    script = ("-m", "benchmarks.gpu_engine", *(() if real else ("--device", "cpu")))
+    yield Step("real widths", 200, (*script, "--wide", "20" if real else "1", "--cases", "0"))
+    yield Step("grid", 220, (*script, "--wide", "0", "--cases", "120" if real else "4"))
     yield Step("saved on the host", 200, (*script, "--wide", "0", "--cases", "0", "--saved"))
 
 
-def _planned(size: Size, model: str, budget: str) -> tuple[str, ...]:
-    command = ("-m", "benchmarks.gpu_plan", "--model", model, "--gpu-memory", budget)
-    return *command, "--length", size.length, *size.device
+def _planned(real: bool, model: str, budget: str) -> tuple[str, ...]:
+    length = "2048" if real else "32"
+    return ("-m", "benchmarks.gpu_plan", "--model", model, "--gpu-memory", budget, "--length", length)
 
 
-def planned(size: Size, out: Path) -> Iterator[Step]:
+def planned(real: bool, out: Path) -> Iterator[Step]:
     """(c) Predicted against measured memory and time, at three budgets."""
-    for budget in size.budgets:
-        yield Step(f"{size.large} in {budget}", 150, _planned(size, size.large, budget))
+    large, _ = models(real)
+    for budget in ("12GiB", "24GiB", "60GiB") if real else ("1500KiB", "4MiB", "64MiB"):
+        yield Step(f"{large} in {budget}", 150, _planned(real, large, budget))
 
 
-def _offload(size: Size, model: str, tokens: str, names: Sequence[str], limit_s: float, out: Path) -> Iterator[Step]:
-    """One contender per step."""
+def _offload(real: bool, model: str, rows: int, names: Sequence[str], limit_s: float, out: Path) -> Iterator[Step]:
+    """One contender per step; rows of 2,048 tokens."""
+    dtype, length, budget = ("bf16", "2048", "24GiB") if real else ("fp32", "32", "1500KiB")
+    tokens = f"{2 * rows}k"
     for name in names:
         command = (
-            "launch/bench.py", "offload", "--model", model, "--dtype", size.dtype, "--tokens", size.tokens[tokens],
-            "--length", size.length, "--recompute", "--rounds", "1", "--steps", "3", "--subjects", name,
-            "--gpu-memory", size.budgets[size is REAL], "--out", str(out / f"{model}-{tokens}-{name}"),
+            "launch/bench.py", "offload", "--model", model, "--dtype", dtype, "--rows", str(rows), "--length", length,
+            "--recompute", "--rounds", "1", "--steps", "3", "--subjects", name, "--gpu-memory", budget,
+            "--out", str(out / f"{model}-{tokens}-{name}"),
         )  # fmt: skip
         yield Step(f"{model}, {tokens}, {name}", limit_s, command)
 
 
-def peers(size: Size, out: Path) -> Iterator[Step]:
+def peers(real: bool, out: Path) -> Iterator[Step]:
     """(d) The peers where they are strongest: 8k tokens per step, clipping, 24 GiB."""
-    yield from _offload(size, size.large, "8k", PEERS, 150, out)
-    yield from _offload(size, size.small, "8k", ("plain", "ours-resident"), 90, out)
+    large, small = models(real)
+    yield from _offload(real, large, 4, PEERS, 150, out)
+    yield from _offload(real, small, 4, ("plain", "ours-resident"), 90, out)
 
 
-def more_peers(size: Size, out: Path) -> Iterator[Step]:
+def more_peers(real: bool, out: Path) -> Iterator[Step]:
     """(d) Other numbers of tokens."""
-    for model in dict.fromkeys((size.large, size.small)):
-        for tokens in ("2k", "16k", "32k"):
-            yield from _offload(size, model, tokens, ("ours-budget", "deepspeed-zero2", "deepspeed-zero3"), 150, out)
+    for model in dict.fromkeys(models(real)):
+        for rows in (1, 8, 16):
+            yield from _offload(real, model, rows, ("ours-budget", "deepspeed-zero2", "deepspeed-zero3"), 150, out)
 
 
-def linear(size: Size, out: Path) -> Iterator[Step]:
+def linear(real: bool, out: Path) -> Iterator[Step]:
     """(e) Routes of linear layers."""
+    rest = "--dtypes bf16 --tokens 2048,8192 --steps 8" if real else "--dtypes fp32 --tokens 4 --models gpt2-xl"
     command = (
-        "launch/bench.py", "linear", "--dtypes", size.dtype, "--tokens", size.tokens["linear"], "--step-model",
-        size.small, "--out", str(out / "linear"), *size.linear,
+        "launch/bench.py", "linear", "--seconds", "1", "--step-model", models(real)[1], "--out", str(out / "linear"),
+        *rest.split(),
     )  # fmt: skip
     yield Step("linear", 400, command)
 
 
-def recompute(size: Size, out: Path) -> Iterator[Step]:
+def recompute(real: bool, out: Path) -> Iterator[Step]:
     """(f) What forward keeps for backward."""
     names = "plain,ours-selective,ours-selective-host,ours-full,ours-auto-50,hf-checkpointing,hf-checkpointing-host"
     for attention in ("sdpa", "eager"):
         command = (
-            "launch/bench.py", "recompute", "--model", size.small, "--tokens", size.tokens["recompute"], "--attention",
-            attention, "--rounds", "1", "--subjects", names, "--out", str(out / attention),
+            "launch/bench.py", "recompute", "--model", models(real)[1], "--tokens", "4096" if real else "64",
+            "--attention", attention, "--rounds", "1", "--subjects", names, "--out", str(out / attention),
         )  # fmt: skip
         yield Step(f"recompute, {attention}", 220, command)
 
 
-def largest(size: Size, out: Path) -> Iterator[Step]:
+def largest(real: bool, out: Path) -> Iterator[Step]:
     """(g) The largest model that can be trained exactly on this device and host."""
-    yield Step("largest", 400, _planned(size, "largest" if size is REAL else "tiny", size.most))
+    yield Step("largest", 400, _planned(real, *(("largest", "76GiB") if real else ("tiny", "64MiB"))))
 
 
-PARTS: Mapping[str, Callable[[Size, Path], Iterator[Step]]] = {
+PARTS: Mapping[str, Callable[[bool, Path], Iterator[Step]]] = {
     "machine": machine, "engine": engine, "plan": planned, "peers": peers, "more-peers": more_peers, "linear": linear,
     "recompute": recompute, "largest": largest,
 }  # fmt: skip
@@ -219,13 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="for the part (default 480)")
     parser.add_argument("--rehearse", action="store_true", help="the smallest models, on any machine")
     given = parser.parse_args(argv)
-    size = REHEARSED if given.rehearse else REAL
     known = set[tuple[str, str]]() if given.rehearse else succeeded(given.known)
     deadline, ends, left = time.monotonic() + given.seconds, [], []
     for part in PARTS if given.part == "all" else [given.part]:
         out = given.out / part
         out.mkdir(parents=True, exist_ok=True)
-        for step in PARTS[part](size, out):
+        for step in PARTS[part](not given.rehearse, out):
             limit_s = min(step.limit_s, deadline - time.monotonic() - GRACE_S)
             if (part, step.name) in known:
                 print(f"{step.name}: recorded already", flush=True)

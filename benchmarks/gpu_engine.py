@@ -30,8 +30,8 @@ from strategies.engine.memory import accelerator
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
 from tests.helpers import simulated
 from tests.helpers.engine import Result
-from tests.helpers.grid import BF16, FP32, both, noise, title
-from tests.helpers.pairwise import Row
+from tests.helpers.grid import BF16, FORBIDDEN, FP32, both, noise, title
+from tests.helpers.pairwise import Row, Table
 from tests.parity.test_recompute import POLICIES, decided, made, micro_batches, steps
 from trainer.planning.plan_for import plan_for
 from trainer.verify.differences import repeat_sums
@@ -62,7 +62,7 @@ class Paused(AcceleratorTransfer):
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         length = random.randrange(1, LONGEST_PAUSE)
         given, sums = (rows[:length] for rows in self._rows)
-        with self._stream(lane):
+        with self._on(lane):
             torch.cumsum(given, 0, out=sums)
         super()._copy(lane, target, source)
 
@@ -81,14 +81,12 @@ def worst(expected: Result, found: Result) -> float:
 def wide(number: int) -> list[tuple[Row, torch.dtype]]:
     """Cases at a real width, half of them in bf16."""
     same = {"model": "wide", "bucket": "one", "accumulation": 1, "tied": False, "groups": 1, "prefetch": 2}
-    found: list[tuple[Row, torch.dtype]] = []
-    for dtype, clip, site, weights, park in product(
-        (torch.bfloat16, torch.float32), ("tight", "in-backward"), ("device", "streamed", "host"),
-        ("resident", "travelling"), ("device", "host"),
-    ):  # fmt: skip
-        if (site, park) != ("device", "host"):
-            row = same | {"clip": clip, "site": site, "weights": weights, "park": park, "recompute": "none"}
-            found.append((row | {"transfer": "at-once"}, dtype))
+    varied = {
+        "site": ("device", "streamed", "host"), "weights": ("resident", "travelling"), "park": ("device", "host"),
+        "clip": ("tight", "in-backward"), "recompute": ("none",),
+    }  # fmt: skip
+    rows = Table(varied, FORBIDDEN, strength=len(varied)).rows()
+    found = list(product((same | row for row in rows), (torch.bfloat16, torch.float32)))
     random.Random(0).shuffle(found)
     return found[:number]
 
@@ -127,7 +125,7 @@ def try_saved(name: str, attention: str, dtype: torch.dtype, policy: str, device
         batches = [{name: value.to(device) for name, value in batch.items()} for batch in micro_batches()]
         plain, model = (made(name, True, attention, dtype).to(device) for _ in range(2))
         facts = plan_for(model, batch=micro_batches()[0], max_grad_norm=None).facts
-        recompute(model, decided(facts, POLICIES[policy]), None if device == "cpu" else paused(device))
+        recompute(model, decided(facts, POLICIES[policy]), None if device == "cpu" else paused(device), device)
         pairs = zip(steps(plain, batches * 2), steps(model, batches * 2), strict=True)
         room = room_of(model)
         unequal = sum(not torch.equal(one[key], two[key]) for one, two in pairs for key in one)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import subprocess
 import time
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.child import surroundings
 from strategies.engine.memory import accelerator
 from strategies.engine.memory.arena import PIECE_BYTES, HostMemory
 
@@ -23,19 +22,14 @@ QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,memory.total,
 
 
 def about() -> dict[str, Any]:
-    """Names and sizes."""
-    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    found |= {"cores": len(os.sched_getaffinity(0)), "host_bytes": pages * size}
-    device = accelerator.current()
+    """Names, sizes, versions."""
+    found, device = surroundings(), accelerator.current()
     if device is not None:
         free, total = torch.accelerator.get_memory_info(device)
-        found |= {"gpu": accelerator.name_of(device), "gpu_bytes": total, "context_bytes": total - free}
-        found |= {"kind": device.type, "software": accelerator.row_of(device).software()}
-    if device is not None and shutil.which("nvidia-smi"):
+        found |= {"context_bytes": total - free, "software": accelerator.row_of(device).software()}
+    if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"]
-        told = subprocess.run(command, capture_output=True, text=True, check=False)
-        found["nvidia_smi"] = told.stdout.strip()
+        found["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return found
 
 

@@ -1,8 +1,8 @@
-"""Cases for ``mutations.py``: programs that train plainly and with the engine, each with one lane slowed down in turn.
+"""Cases for ``mutations.py``: comparisons with plain training, each with one lane slowed down in turn.
 
-A program trains on the grid below, runs a script (``mutation_scripts``), sends saved tensors to the host, or reduces
-gradients over two ranks, one of them made up. A case passes if the program returns the same bits as plain training on
-the same device. The models are small, so that many cases cost little.
+A case trains on the grid below, runs a script (``mutation_scripts``), sends saved tensors to the host, or reduces
+gradients over two ranks, one of them made up. It passes if the engine leaves the same bits as plain training on the
+same device. The models are small, so that many cases cost little.
 """
 
 from __future__ import annotations
@@ -19,165 +19,56 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from benchmarks.mutation_scripts import LAYOUTS, SCRIPTS, TIMES, closes, on_and_off
-from benchmarks.slow_lanes import DEVICE, LANES, Slow, quickly, slowly
+from benchmarks.mutation_scripts import LAYOUTS, SCRIPTS, on_and_off
+from benchmarks.slow_lanes import DEVICE, LANES, Slow, slowly
 from strategies.engine import AdamW, stow
 from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import Lane, Transfer
-from tests.helpers import engine as loops
-from tests.helpers import sides
-from tests.helpers.grid import FORBIDDEN, NORMS
-from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
+from strategies.engine.transfer.transfer import Lane
+from tests.helpers import grid, sides
+from tests.helpers.engine import DECAY, LR, differences, plan_of
+from tests.helpers.models import Mixture, Odd, build
 from tests.helpers.pairwise import Row, Table
-
-STEPS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Something that is done plainly and with the engine; both must return the same.
-
-    ``key`` says what plain training depends on; ``stowed`` takes the transfer and the device; ``times`` and ``also``
-    say how slow lanes are, and which are slow in every case.
-    """
-
-    key: tuple[object, ...]
-    plain: Callable[[], Any]
-    stowed: Callable[[Transfer, str], Any]
-    times: int = TIMES
-    also: tuple[Lane, ...] = ()
-
 
 # --- the grid --------------------------------------------------------------------------------------------------------
 
 ROWS = Table(
     {
         "model": ("blocks", "shared", "experts"),
-        "site": ("host", "streamed", "mixed", "device"),
-        "weights": ("travelling", "some", "resident"),
-        "bucket": ("one", "several", "half"),
-        "park": ("host", "device"),
-        "clip": ("in-backward", "off", "tight", "loose"),
-        "accumulation": (1, 3),
-        "recompute": (False, True),
+        **grid.ENGINE,
+        "recompute": ("none", "later"),
         "prefetch": (2, 0, 1, 5),
-        "dtype": ("float32", "bfloat16"),
+        "dtype": (torch.float32, torch.bfloat16),
         "looks": (False, True),  # the host waits for compute at each forward; else it runs ahead to the end
         "slow": tuple(LANES),
     },
-    FORBIDDEN,
+    grid.FORBIDDEN,
     strength=3,
 )
-SPECS = {
-    "two": Spec(width=16, hidden=(24, 16), calls=(0, 1)),  # only its blocks train: each bucket has a slot of its own
-    "few": Spec(width=16, hidden=(24, 16), calls=(0, 1)),
-    "blocks": Spec(width=16, hidden=(24, 16, 32, 24, 16, 8), calls=(0, 1, 2, 3, 4, 5)),
-    "shared": Spec(width=12, hidden=(8, 10, 12, 16), calls=(0, 1, 2, 1, 3, 0), shares=(2, 1), on_root=True, frozen=2),
-}
 
 
-def made(kind: str, dtype: str = "float32", recompute: bool = False) -> nn.Module:
-    """A model, with the same weights each time."""
-    torch.manual_seed(0)
-    model: Any
-    if kind == "experts":
-        model = build("experts")
-        model.recompute = {"use_reentrant": False} if recompute else None
-    else:
-        model = Odd(replace(SPECS[kind], recompute=int(recompute)))
-        model.embed.requires_grad_(kind != "two")
-    trained: nn.Module = model.to(getattr(torch, dtype)).train()
-    return trained
-
-
-def on_grid(row: Row) -> Program:
+def on_grid(row: Row) -> None:
     """Ordinary training."""
-    case: Mapping[str, Any] = row
-    loop: dict[str, Any] = {"accumulation": case["accumulation"], "max_norm": NORMS[case["clip"]]}
-    model = partial(made, case["model"], case["dtype"], case["recompute"])
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
-    plan = loops.plan_of(model(), in_backward=case["clip"] == "in-backward", **where, **loop)
 
-    def batches(device: str) -> list[dict[str, Tensor]]:
-        count = STEPS * case["accumulation"]
-        found = tokens("experts", count) if case["model"] == "experts" else odd_batches(count)
-        return [{name: value.to(device) for name, value in batch.items()} for batch in found]
+    def look(module: nn.Module, given: object) -> None:
+        if row["looks"] and isinstance(module, Odd | Mixture):
+            torch.accelerator.current_stream().synchronize()
 
-    def plain() -> Any:
-        return _values(loops.plain(model().to(DEVICE), batches(DEVICE), **loop))
-
-    def stowed(moves: Transfer, device: str) -> Any:
-        there = model()
-        if case["looks"]:
-            there.register_forward_pre_hook(lambda *_: torch.accelerator.current_stream().synchronize())
-        return _values(loops.stowed(there, plan, batches(device), transfer=moves, device=device, **loop))
-
-    key = tuple(row[name] for name in ("model", "clip", "accumulation", "recompute", "dtype"))
-    return Program(("grid", *key), plain, stowed, times=1)
-
-
-def _values(found: loops.Result) -> list[Any]:
-    return [found.losses, found.norms, found.tensors]
-
-
-# --- scripts ---------------------------------------------------------------------------------------------------------
-
-
-def scripted(name: str, layout: str) -> Program:
-    """A script under a layout."""
-    script = SCRIPTS[name]
-
-    def seen(model: nn.Module, optimizer: Any) -> list[Any]:
-        found = script.run(model, optimizer)
-        return [found] if script.run is closes else [found, sides.everything(model, optimizer)]
-
-    def plain() -> list[Any]:
-        sides.ground.device = torch.device(DEVICE)
-        model = sides.ground.put(made(script.model))
-        optimizer = sides.Plain(model, script.max_norm)
-        for group in optimizer.param_groups:
-            group["fused"] = script.fused
-        return seen(model, optimizer)
-
-    def stowed(moves: Transfer, device: str) -> list[Any]:
-        options: dict[str, Any] = {**LAYOUTS[layout], **script.layout, "fused": script.fused}
-        options |= {"max_norm": script.max_norm, "accumulation": script.accumulation}
-        model, optimizer = _stowed(moves, device, script.model, **options)
-        found = seen(model, optimizer)
-        optimizer.close()
-        return found
-
-    return Program(("script", name), plain, stowed, script.times)
-
-
-def _stowed(
-    moves: Transfer,
-    device: str,
-    kind: str,
-    *,
-    dtype: str = "float32",
-    group: Any = None,
-    fused: bool = True,
-    **layout: Any,
-) -> tuple[nn.Module, Any]:
-    sides.ground.device = torch.device(device)
-    model = made(kind, dtype)
-    plan: Any = loops.plan_of(model, **layout)
-    if group is not None:
-        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2)))
-    rule = AdamW(lr=loops.LR, weight_decay=loops.DECAY, fused=fused)
-    given: dict[str, Any] = {"device": device, "transfer": moves, "process_group": group, "beside": True}
-    return model, stow(sides.ground.feed(model), plan, rule=rule, **given)
+    case: dict[str, Any] = {**row, "tied": False, "groups": 1}
+    hook = register_module_forward_pre_hook(look)
+    try:
+        assert differences(*grid.both(case, case["dtype"], str(sides.ground.device), sides.ground.transfer())) == []
+    finally:
+        hook.remove()
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
-OTHERS: Mapping[str, tuple[str, float | None]] = {  # dtype, and the other rank's gradients; None: the same as ours
-    "alike": ("float32", None),
-    "another": ("float32", 0.5),
-    "another, bf16": ("bfloat16", 0.5),
+OTHERS: Mapping[str, tuple[torch.dtype, float | None]] = {  # and the other rank's gradients; None: the same as ours
+    "alike": (torch.float32, None),
+    "another": (torch.float32, 0.5),
+    "another, bf16": (torch.bfloat16, 0.5),
 }
 
 
@@ -201,28 +92,30 @@ def two(other: float | None) -> Iterator[Any]:
         yield object()
 
 
-def ranked(site: str, name: str) -> Program:
+def ranked(site: str, name: str) -> None:
     """Blocks that only some steps of this rank use, and the other rank perhaps in all; compared with updates on the
     device. The worker is slow in every case: an update that forward did not need must be in time for the gradient of
     the other rank."""
     dtype, other = OTHERS[name]
 
-    def run(moves: Transfer, device: str, **layout: Any) -> list[Any]:
+    def run(**layout: Any) -> list[Any]:
+        model = build("blocks", dtype=dtype)
+        plan: Any = plan_of(model, max_norm=0.5, **layout)
+        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2)))
+        rule, ground = AdamW(lr=LR, weight_decay=DECAY), sides.ground
+        given: dict[str, Any] = {"device": ground.device, "transfer": ground.transfer(), "beside": True}
         with two(other) as group:
-            model, optimizer = _stowed(moves, device, "blocks", dtype=dtype, group=group, max_norm=0.5, **layout)
+            optimizer = stow(ground.feed(model), plan, rule=rule, process_group=group, **given)
             found = [on_and_off(model, optimizer), sides.everything(model, optimizer)]
             optimizer.close()
         return found
 
-    def plain() -> list[Any]:
-        slowly("all", 0)
-        return run(Slow(), DEVICE, site="device")
-
-    def stowed(moves: Transfer, device: str) -> list[Any]:
-        resident = (site == "host" and other is not None) or device == "cpu"
-        return run(moves, device, site=site, **({} if resident else {"weights": "travelling", "prefetch": 1}))
-
-    return Program(("ranks", name), plain, stowed, also=(Lane.HOST,))
+    with mock.patch.object(Slow, "times", 0):
+        expected = run(site="device")
+    resident = (site == "host" and other is not None) or sides.ground.device.type == "cpu"
+    found = run(site=site, **({} if resident else {"weights": "travelling", "prefetch": 1}))
+    where = sides._first_difference(expected, found)
+    assert where is None, where
 
 
 # --- saved tensors on the host ---------------------------------------------------------------------------------------
@@ -230,100 +123,86 @@ def ranked(site: str, name: str) -> Program:
 LOOPS = ("retained", "two_forwards", "half", "abandoned", "evaluated", "partly", "of_any_length")
 
 
-class Layer(nn.Module):
-    """Two products. Nothing is drawn at random, because the host waits for kernels that draw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.tanh(self.first(x))).transpose(0, 1).tanh().transpose(0, 1)
-
-
-def saved(loop: str) -> Program:
+def saved(loop: str) -> None:
     """What people do with graphs: a loop of ``tests/parity/test_activations.py``."""
+    from tests.parity import test_activations as tests  # starts threads, so not before the fork
 
-    def run(moves: Transfer | None, device: str) -> list[Tensor]:
-        from tests.parity import test_activations as tests  # starts threads, so not before the fork
-
-        tests.rows = lambda number: torch.randn(number, 6).to(device).requires_grad_()
-        with mock.patch.object(tests, "Layer", Layer):
+    device, grads = sides.ground.device, []
+    tests.rows = lambda number: torch.randn(number, 6).to(device).requires_grad_()
+    with mock.patch.object(nn.functional, "dropout", lambda x, p: x):  # the host waits for kernels that draw
+        for hosted in (False, True):
             model = tests.Stack(6).to(device)
-        if moves is not None:
-            hook = model.register_forward_pre_hook(lambda module, given: given[0].to(device))
-            tests.hosting(model, transfer=moves)
-            hook.remove()
-        torch.manual_seed(4)
-        for _ in range(3):
-            getattr(tests, loop)(model)
-        return tests.grads(model)
-
-    return Program(("saved", loop), partial(run, None, DEVICE), run, times=4)
+            if hosted:
+                hook = model.register_forward_pre_hook(lambda module, given: given[0].to(device))
+                tests.hosting(model, transfer=sides.ground.transfer())
+                hook.remove()
+            torch.manual_seed(4)
+            for _ in range(3):
+                getattr(tests, loop)(model)
+            grads.append(tests.grads(model))
+    where = sides._first_difference(grads[0], grads[1])
+    assert where is None, where
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
-Known = Mapping[tuple[object, ...], Any]  # what plain training returns, by the key of programs
+TIMES = 5  # lanes are slower by this than in the cases of the grid, which have more steps
 # The race detector does not know that who awaits the worker's result has waited for what the worker waited for.
 UNWATCHED = ("closes", "skips", "infinite", "infinite, unclipped", "infinite, unfused")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A program on the simulated device while ``lane`` is slow, or, if that is None, on the CPU under the race
-    detector."""
+    """A comparison on the simulated device while ``lane`` is slow, or, if that is None, on the CPU under the race
+    detector. ``times`` and ``also`` say how slow, and which lanes besides."""
 
-    program: Program
+    compare: Callable[[], object]
     lane: str | None
+    times: int = 1
+    also: tuple[Lane, ...] = ()
 
-    def __call__(self, known: Known) -> str:
-        """What is wrong; empty if all is well."""
-        slowly(self.lane or "all", self.program.times, self.program.also)
-        if self.lane is not None:
-            found = self.program.stowed(Slow(), DEVICE)
-            torch.accelerator.synchronize()
-            where = sides._first_difference(known[self.program.key], found)
-            return f"differs at {where}" if where is not None else ""
-        detector = RaceDetector()
-        try:
-            self.program.stowed(detector, "cpu")
-        except AssertionError:
-            if not detector.races:
-                raise
-        return str(detector.races[0]) if detector.races else ""
+    def __call__(self) -> None:
+        """Raise AssertionError, or whatever the engine raises, unless all is well."""
+        detectors: list[RaceDetector] = []
+
+        def watched() -> RaceDetector:
+            detectors.append(RaceDetector())
+            return detectors[-1]
+
+        slowly(self.lane or "all", self.times, self.also)
+        sides.ground.device = torch.device("cpu" if self.lane is None else DEVICE)
+        sides.ground.transfer = watched if self.lane is None else Slow
+        self.compare()
+        torch.accelerator.synchronize()
+        races = [race for detector in detectors for race in detector.races]
+        assert not races, races[0]
 
 
 def cases(quick: bool = False) -> dict[str, Case]:
     """All cases by name; the names of those under the race detector begin with "order"."""
     found: dict[str, Case] = {}
 
-    def add(name: str, program: Program, lanes: Iterable[str] = LANES, *, ordered: bool = True) -> None:
-        found.update({f"{name}, slow: {lane}": Case(program, lane) for lane in lanes})
-        if ordered:
-            found[f"order, {name}"] = Case(program, None)
+    def add(name: str, compare: Callable[[], object], lanes: Iterable[str] = LANES, **how: Any) -> None:
+        found.update({f"{name}, slow: {lane}": Case(compare, lane, **how) for lane in lanes})
 
     for number, row in enumerate(islice(ROWS.rows(), 12 if quick else None)):
-        title = "-".join(level if isinstance(level, str) else f"{name}:{level}" for name, level in row.items())
-        add(f"grid {number}: {title}", on_grid(row), [str(row["slow"])], ordered=number % 3 == 0)
+        name = f"grid {number}: {grid.title(row)}"
+        add(name, partial(on_grid, row), [str(row["slow"])])
+        if number % 3 == 0:
+            found[f"order, {name}"] = Case(partial(on_grid, row), None)
     if quick:
         return found
     for loop in LOOPS:
-        add(f"saved tensors, {loop}", saved(loop))
+        add(f"saved tensors, {loop}", partial(saved, loop), times=4)
+        found[f"order, saved tensors, {loop}"] = Case(partial(saved, loop), None)
     for site, other in product(("host", "streamed", "device"), OTHERS):
-        add(f"ranks, {site}, {other}", ranked(site, other), ordered=site != "device")
-    for number, (name, layout) in enumerate(product(SCRIPTS, LAYOUTS)):
-        lanes = list(LANES)[(number + number // len(LAYOUTS)) % 2 :: 2]
-        add(f"{name}, {layout}", scripted(name, layout), lanes, ordered=number % 2 == 1 and name not in UNWATCHED)
-    return found
-
-
-def expected(some: Iterable[Case]) -> dict[tuple[object, ...], Any]:
-    """What plain training returns for the programs of these cases, on the host."""
-    found: dict[tuple[object, ...], Any] = {}
-    for program in (case.program for case in some):
-        if program.key not in found:
-            quickly()
-            result = program.plain()
-            found[program.key] = tree_map_only(Tensor, lambda value: value.detach().cpu(), result)
+        add(f"ranks, {site}, {other}", partial(ranked, site, other), times=TIMES, also=(Lane.HOST,))
+        if site != "device":
+            found[f"order, ranks, {site}, {other}"] = Case(partial(ranked, site, other), None)
+    for number, (name, script) in enumerate(SCRIPTS.items()):
+        halves = [partial(script, LAYOUTS[(number + half) % 2 :: 2]) for half in (0, 1)]
+        for half, lane in enumerate(LANES):
+            add(name, halves[half % 2], [lane], times=TIMES if name != "trains at once, two" else 4 * TIMES)
+        if name not in UNWATCHED:
+            found[f"order, {name}"] = Case(halves[0], None)
     return found

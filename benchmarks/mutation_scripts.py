@@ -2,13 +2,15 @@
 and ``present`` reach no place of their own; ``tests/accelerator`` runs them on the simulated device.)
 
 A script takes a model and its optimizer, stowed or plain (``tests.helpers.sides.Plain``), and returns what it saw.
+Unlike those of the tests it has its batches on the device and reads no loss, so that the host runs ahead.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.slow_lanes import Slow, library
 from strategies.engine.transfer.transfer import Lane
 from tests.helpers import sides
-from tests.helpers.models import odd_batches
+from tests.helpers.models import build, odd_batches
 
 Seen = list[Any]
 
@@ -35,7 +37,6 @@ def finish(optimizer: Any) -> None:
 
 
 def step(model: nn.Module, optimizer: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """An ordinary step. The loss is not read, so that the host runs ahead."""
     loss: Tensor = model(**batch).loss
     loss.backward()
     finish(optimizer)
@@ -106,12 +107,13 @@ def infinite(model: nn.Module, optimizer: Any, drains: bool = False) -> Seen:
     return found
 
 
-def fewer(model: nn.Module, optimizer: Any) -> Seen:
-    """Fewer micro-batches than planned; the gradients of some are discarded (negative counts)."""
+def trains(model: nn.Module, optimizer: Any, counts: Sequence[int] = (3, 3, 3, 3)) -> Seen:
+    """Train without reading anything before the end, by micro-batches per step; where negative, their gradients are
+    discarded."""
     found: Seen = []
-    left = iter(batches(14))
-    for count in (3, 1, 2, -2, 3, -1, 2):
-        for batch in (next(left) for _ in range(abs(count))):
+    left = iter(batches(sum(map(abs, counts))))
+    for count in counts:
+        for batch in itertools.islice(left, abs(count)):
             found.append(model(**batch).loss)
             found[-1].backward()
         if count > 0:
@@ -126,7 +128,7 @@ def gradients(model: nn.Module, optimizer: Any) -> Seen:
     params = list(model.parameters())
     left = iter(batches(12))
     for _ in range(4):
-        for batch in (next(left) for _ in range(3)):
+        for batch in itertools.islice(left, 3):
             model(**batch).loss.backward()
             found += [param.grad.clone() for param in params[2:9] if param.grad is not None]
         params[5].grad = None
@@ -162,17 +164,6 @@ def on_and_off(model: nn.Module, optimizer: Any) -> Seen:
     return found
 
 
-def trains(model: nn.Module, optimizer: Any, count: int = 12, accumulation: int = 3) -> Seen:
-    """Train without reading anything before the end."""
-    found: Seen = []
-    for number, batch in enumerate(batches(count), start=1):
-        found.append(model(**batch).loss)
-        found[-1].backward()
-        if number % accumulation == 0:
-            finish(optimizer)
-    return found
-
-
 def states(model: nn.Module, optimizer: Any) -> Seen:
     """Read the optimizer's state right after a step, and views of weights."""
     found: Seen = []
@@ -204,61 +195,60 @@ def writes_late(model: nn.Module, optimizer: Any) -> Seen:
     return found
 
 
-def closes(model: nn.Module, optimizer: Any) -> Seen:
+def closes(layouts: Sequence[sides.Layout]) -> None:
     """Close while the first weights are on their way."""
-    for batch in batches(2):
-        step(model, optimizer, batch)
-    optimizer.close()
-    return [param.detach().to("cpu", copy=True) for param in model.parameters()]
+    for layout in layouts:
+        plain, model = sides.ground.put(made("blocks")), made("blocks")
+        for side, optimizer in ((plain, sides.Plain(plain, 0.0)), (model, sides.stowed(model, layout))):
+            for batch in batches(2):
+                step(side, optimizer, batch)
+            optimizer.close()
+        assert sides.unequal(copies(plain), copies(model)) == [], layout
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
-TIMES = 5  # lanes are slower by this than in the cases of the grid, which have more steps
-LAYOUTS: Mapping[str, Mapping[str, Any]] = {
-    **sides.LAYOUTS,
-    "host, resident": {"site": "host", "park": "host"},
-    "host, gradients on the device": {"site": "host"},
-    "streamed, resident": {"site": "streamed", "park": "host"},
-    "streamed, gradients on the device": {"site": "streamed"},
-    "device, travelling": {"site": "device", "weights": "travelling", "prefetch": 5},
-}
+LAYOUTS: Sequence[sides.Layout] = (
+    *sides.LAYOUTS,
+    {"site": "host", "park": "host"},
+    {"site": "host"},
+    {"site": "streamed", "park": "host"},
+    {"site": "streamed"},
+    {"site": "device", "weights": "travelling", "prefetch": 5},
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """A script and what it runs on: a model of ``mutation_cases.SPECS``, the plan, torch's fused kernel or not (the
-    other one has no flag to skip a step)."""
-
-    run: sides.Script
-    model: str = "blocks"
-    max_norm: float = 0.0
-    accumulation: int = 1
-    fused: bool = True
-    times: int = TIMES
-    layout: Mapping[str, Any] = field(default_factory=dict)  # changes of each layout
+def made(kind: str) -> nn.Module:
+    """A model; of "two" only the blocks train, so that each bucket has a slot of its own."""
+    model: Any = build("few" if kind == "two" else kind)
+    model.embed.requires_grad_(kind != "two")
+    trained: nn.Module = model
+    return trained
 
 
-_trains = partial(Script, trains, accumulation=3, max_norm=0.5)
-SCRIPTS: Mapping[str, Script] = {
-    "reads": Script(reads),
-    "state dicts": Script(state_dicts),
-    "save": Script(saves),
-    "infinite": Script(infinite, max_norm=0.5),
-    "infinite, unclipped": Script(infinite),
-    "infinite, unfused": Script(infinite, max_norm=0.5, fused=False),
-    "fewer": Script(fewer, accumulation=3, max_norm=0.5),
-    "gradients": Script(gradients, accumulation=3),
-    "evaluates": Script(evaluates, max_norm=0.5),
-    "on and off": Script(on_and_off, max_norm=0.5),
-    "states": Script(states),
-    "writes late": Script(writes_late),
-    "skips": Script(partial(infinite, drains=True), "few"),
-    "closes": Script(closes),
-    "trains at once, two": Script(
-        partial(trains, count=8, accumulation=1), "two", times=4 * TIMES, layout={"bucket": "several"}
-    ),
-    "trains": _trains(),
-    "trains, few": _trains("few", layout={"bucket": "several"}),
-    "trains, few, half": _trains("few", layout={"bucket": "half"}),
+def both(script: sides.Script, layouts: Sequence[sides.Layout], kind: str = "blocks", **options: Any) -> None:
+    """Run the script on both sides; ``options`` are those of ``both_sides`` and ``plan_of``."""
+    sides.both_sides(partial(made, kind), script, layouts, **options)
+
+
+_trains = partial(both, trains, accumulation=3, max_norm=0.5)
+SCRIPTS: Mapping[str, Callable[[Sequence[sides.Layout]], None]] = {
+    "reads": partial(both, reads),
+    "state dicts": partial(both, state_dicts),
+    "save": partial(both, saves),
+    "infinite": partial(both, infinite, max_norm=0.5),
+    "infinite, unclipped": partial(both, infinite),
+    "infinite, unfused": partial(both, infinite, max_norm=0.5, fused=False),  # its kernel has no flag to skip a step
+    "fewer": partial(both, partial(trains, counts=(3, 1, 2, -2, 3, -1, 2)), accumulation=3, max_norm=0.5),
+    "gradients": partial(both, gradients, accumulation=3),
+    "evaluates": partial(both, evaluates, max_norm=0.5),
+    "on and off": partial(both, on_and_off, max_norm=0.5),
+    "states": partial(both, states),
+    "writes late": partial(both, writes_late),
+    "skips": partial(both, partial(infinite, drains=True), kind="few"),
+    "closes": closes,
+    "trains at once, two": partial(both, partial(trains, counts=[1] * 8), kind="two", bucket="several"),
+    "trains": _trains,
+    "trains, few": partial(_trains, kind="few", bucket="several"),
+    "trains, few, half": partial(_trains, kind="few", bucket="half"),
 }

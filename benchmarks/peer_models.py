@@ -2,7 +2,7 @@
 
 A model leaves out what makes the system slower than its policy (host synchronisation, pageable copies, allocator
 traffic) and what makes it faster than this outline. It shows how good a policy can be on a machine, with every copy at
-the speed of the link; it does not measure the systems themselves, and every label says so.
+the speed of the link; it does not measure the systems themselves.
 
 Policies differ in the sites of updates (``UpdateCosts``), in when updates run (serially, between backward and forward:
 ``SerialUpdates``), and in which weights are offloaded.
@@ -17,36 +17,32 @@ from itertools import combinations
 from strategies.core.facts import Home
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, issue
-from strategies.planner.problem import Eviction, Gap, Problem, Update, Weight, at_need, memory
+from strategies.planner.problem import Eviction, Problem, Update, Weight, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import TaskBuilder
 
 FEW = 10  # buckets of which all sets are tried
+STATE = 6  # bytes of optimizer state per byte of weights: bf16 with fp32 master and Adam
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateCosts:
-    """What updates cost, per byte of weights.
-
-    Args:
-        host, device: seconds of the CPU's kernel and of the device's.
-        grad, state: bytes of gradient and of optimizer state (bf16 with fp32 master and Adam: 1 and 6).
-    """
+    """Seconds of an update per byte of weights, by the CPU's kernel and by the device's."""
 
     host: float
     device: float
-    grad: float = 1.0
-    state: float = 6.0
 
-    def at(self, weight: Weight, site: Site, grad_home: Home = Home.DEVICE) -> Weight:
-        """``weight``, updated at ``site``."""
-        if site is Site.NONE:
-            return replace(weight, update=None)
-        seconds = weight.num_bytes * (self.host if site is Site.HOST else self.device)
-        grad, state = round(self.grad * weight.num_bytes), round(self.state * weight.num_bytes)
-        return replace(
-            weight, update=Update(site=site, seconds=seconds, grad_bytes=grad, state_bytes=state, grad_home=grad_home)
+    def at(self, weight: Weight, site: Site) -> Weight:
+        """``weight``, updated at ``site``; gradients of host updates go down as they land."""
+        num_bytes, on_host = weight.num_bytes, site is Site.HOST
+        update = Update(
+            site=site,
+            seconds=num_bytes * (self.host if on_host else self.device),
+            grad_bytes=num_bytes,
+            state_bytes=STATE * num_bytes,
+            grad_home=Home.HOST if on_host else Home.DEVICE,
         )
+        return replace(weight, update=update)
 
 
 class SerialUpdates(TaskBuilder):
@@ -63,22 +59,15 @@ class SerialUpdates(TaskBuilder):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model of what a system does: the problem with its sites, its evictions, and where the model is from.
+    """A model of what a system does: the problem with its sites, and its evictions.
 
     ``state_bytes`` is optimizer state that is always on the device; it is not part of the problem's ticks.
     """
 
-    name: str
-    source: str
     problem: Problem
     evictions: tuple[Eviction, ...]
     state_bytes: int = 0
     builder: type[TaskBuilder] = SerialUpdates
-
-    @property
-    def label(self) -> str:
-        """For tables."""
-        return f"model of {self.name}"
 
     @property
     def peak(self) -> int:
@@ -95,46 +84,40 @@ class Policy:
 
 
 def zero_offload(problem: Problem, costs: UpdateCosts) -> Policy:
-    """Weights stay; gradients go down under backward; the CPU updates all and weights go up; only then forward."""
-    return Policy(
-        "ZeRO-Offload, serial",
-        "Ren et al., ZeRO-Offload, 2021: the cut that moves the least, without the delayed update",
-        placed(problem, costs, lambda _: Site.HOST),
-        (),
-    )
+    """Weights stay; gradients go down under backward; the CPU updates all and weights go up; only then forward.
+
+    Source: Ren et al., ZeRO-Offload, 2021: the cut that moves the least, without the delayed update.
+    """
+    return Policy(placed(problem, costs, lambda _: Site.HOST), ())
 
 
 def twin_flow(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
-    """The first ``ratio`` of the weights is updated by the CPU, the rest on the device meanwhile; then forward."""
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"a ratio of {ratio}; must be between 0 and 1")
+    """The first ``ratio`` of the weights is updated by the CPU, the rest on the device meanwhile; then forward.
+
+    Source: DeepSpeed ZeRO-Offload++, ``offload_optimizer.ratio``.
+    """
     total, seen, hosted = sum(weight.num_bytes for weight in problem.weights), 0, set[int]()
     for index in sorted(range(len(problem.weights)), key=lambda i: problem.rank[i]):
         if seen < ratio * total:
             hosted.add(index)
         seen += problem.weights[index].num_bytes
     rest = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
-    return Policy(
-        f"Twin-Flow, ratio {ratio:g}",
-        "DeepSpeed ZeRO-Offload++: offload_optimizer.ratio, the first part of the weights on the CPU",
-        placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE),
-        (),
-        state_bytes=round(costs.state * rest),
-    )
+    problem = placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE)
+    return Policy(problem, (), state_bytes=STATE * rest)
 
 
 def on_demand(problem: Problem, costs: UpdateCosts) -> Policy:
-    """Everything rests on the host; weights come when they are used and leave after it; the CPU updates all."""
-    return Policy(
-        "all on the CPU, on demand",
-        "Colossal-AI Gemini with placement cpu: whole-model placement, no prefetch",
-        placed(problem, costs, lambda _: Site.HOST),
-        at_need(problem.gaps),
-    )
+    """Everything rests on the host; weights come when they are used and leave after it; the CPU updates all.
+
+    Source: Colossal-AI Gemini with placement cpu: whole-model placement, no prefetch.
+    """
+    return Policy(placed(problem, costs, lambda _: Site.HOST), at_need(problem.gaps))
 
 
 def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> Policy:
     """A bucket leaves whenever it is idle, or never; reloads are as early as memory allows; updates as in ``problem``.
+
+    Source: PatrickStar, Gemini, StrongHold: the chunk is the unit of the decision, not the gap.
 
     Raises:
         DoesNotFit: not even with all buckets leaving.
@@ -151,8 +134,7 @@ def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> 
         least = memory(problem, at_need(problem.gaps))
         worst = max(range(len(least)), key=least.__getitem__)
         raise DoesNotFit(problem.ticks[worst].name, least[worst] - problem.budget)
-    source = "PatrickStar, Gemini, StrongHold: the chunk is the unit of the decision, not the gap"
-    return Policy("whole buckets", source, problem, best[1], builder=builder)
+    return Policy(problem, best[1], builder=builder)
 
 
 def _bucket_sets(problem: Problem) -> list[set[int]]:
@@ -170,14 +152,10 @@ def _bucket_sets(problem: Problem) -> list[set[int]]:
 
 
 def _fits(problem: Problem, chosen: set[int]) -> bool:
-    gaps: list[Gap] = [gap for gap in problem.gaps if gap.weight in chosen]
-    return max(memory(problem, at_need(gaps))) <= problem.budget
+    return max(memory(problem, at_need([gap for gap in problem.gaps if gap.weight in chosen]))) <= problem.budget
 
 
 def placed(problem: Problem, costs: UpdateCosts, site: Callable[[int], Site]) -> Problem:
-    """The problem with updates at these sites; gradients of host updates go down as they land."""
-    weights = [
-        costs.at(weight, site(index), Home.HOST if site(index) is Site.HOST else Home.DEVICE)
-        for index, weight in enumerate(problem.weights)
-    ]
-    return replace(problem, weights=tuple(weights))
+    """The problem with updates at these sites."""
+    weights = tuple(costs.at(weight, site(index)) for index, weight in enumerate(problem.weights))
+    return replace(problem, weights=weights)

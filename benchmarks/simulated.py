@@ -13,10 +13,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,7 +28,7 @@ from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.problem import Problem, Weight
-from strategies.planner.step_cost import TOUCHED_BYTES, empty, plan_cost, problem_of
+from strategies.planner.step_cost import TOUCHED_BYTES, StepCost, empty, plan_cost, problem_of
 from strategies.report.table import table
 from trainer.config.load import load
 from trainer.machine.profiles import profile
@@ -43,36 +43,17 @@ MODELS = {
 ROWS = (1, 2, 4, 8, 16)  # of 2,048 tokens
 BUDGETS = (16, 24, 40, 80)
 POLICIES = ("ZeRO-Offload, serial", "all on the CPU, on demand", "whole buckets", "Twin-Flow, best ratio")
-RATIOS = [part / 10 for part in range(11)]
-
-C = TypeVar("C")
+Entry = tuple[list[str], dict[str, Any]]  # one case: its row of the table, and its part of the record
 
 
-@dataclass(frozen=True)
-class Case:
-    """One model, tokens per step and budget, with our plan if there is one, and seconds by policy."""
-
-    model: str
-    tokens: int
-    budget: int
-    plan: Plan | None
-    others: dict[str, float | None]
-
-
-def facts_of(model: str, rows: int, machine: Any) -> tuple[Facts, Any]:
-    """Facts of the run on the machine, and its config."""
-    shape = [f"model.config.{name}={value}" for name, value in MODELS[model].items()]
-    config = load(ROOT / "configs" / "offload.yaml", [*shape, f"training.per_device_train_batch_size={rows}"])
-    return gather(config, 1, 1, machine), config
-
-
-def ours(known: Facts, config: Any, budget: int) -> Plan | None:
-    """Our plan; None if nothing fits."""
-    offload = config.strategies["offload"].model_copy(update={"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"})
+def ours(known: Facts, strategies: Mapping[str, Any]) -> tuple[Plan, StepCost] | None:
+    """Our plan with its simulated cost; None if nothing fits."""
     try:
-        return compose({**config.strategies, "offload": offload}, known)
+        plan = compose(strategies, known)
     except Refusal:
         return None
+    cost = plan_cost(plan)
+    return None if cost is None else (plan, cost)
 
 
 def as_problem(known: Facts, budget: int) -> Problem:
@@ -97,81 +78,71 @@ def policies(known: Facts, budget: int) -> dict[str, float | None]:
         host=1 / (2 * rates.update_bf16_params_per_s), device=TOUCHED_BYTES / 2 / rates.device_bytes_per_s
     )
     on_host = peer_models.placed(problem, costs, lambda _: Site.HOST)
-    flows = [seconds(lambda ratio=ratio: peer_models.twin_flow(problem, costs, ratio)) for ratio in RATIOS]
+    flows = [seconds(peer_models.twin_flow, problem, costs, part / 10) for part in range(11)]
     found = (
-        seconds(lambda: peer_models.zero_offload(problem, costs)),
-        seconds(lambda: peer_models.on_demand(problem, costs)),
-        seconds(lambda: peer_models.whole_bucket(on_host, peer_models.SerialUpdates)),
+        seconds(peer_models.zero_offload, problem, costs),
+        seconds(peer_models.on_demand, problem, costs),
+        seconds(peer_models.whole_bucket, on_host, peer_models.SerialUpdates),
         min((s for s in flows if s is not None), default=None),
     )
     return dict(zip(POLICIES, found, strict=True))
 
 
-def seconds(make: Callable[[], peer_models.Policy]) -> float | None:
-    """Of a policy's model."""
+def seconds(make: Callable[..., peer_models.Policy], *given: Any) -> float | None:
+    """Of a policy's model; None if it does not fit."""
     try:
-        policy = make()
+        policy = make(*given)
     except DoesNotFit:
         return None
     return policy.outcome().period if policy.fits else None
 
 
-def cases(machine: Any) -> Iterator[Case]:
+def cases(machine: Any) -> Iterator[Entry]:
     """All of them, in order."""
-    for model in MODELS:
+    for model, shape in MODELS.items():
+        changes = [f"model.config.{name}={value}" for name, value in shape.items()]
         for rows in ROWS:
-            known, config = facts_of(model, rows, machine)
+            size = f"training.per_device_train_batch_size={rows}"
+            config = load(ROOT / "configs" / "offload.yaml", [*changes, size])
+            known = gather(config, 1, 1, machine)
             for budget in BUDGETS:
-                yield Case(model, rows * 2048, budget, ours(known, config, budget), policies(known, budget))
+                limits = {"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"}
+                offload = config.strategies["offload"].model_copy(update=limits)
+                found = ours(known, {**config.strategies, "offload": offload})
+                yield entry(model, rows * 2048, budget, found, policies(known, budget))
 
 
-def row(case: Case) -> list[str]:
-    """Cells of the table."""
-
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}"
-
-    fitting = [value for value in case.others.values() if value is not None]
-    cost = plan_cost(case.plan) if case.plan else None
-    head = [case.model, f"{case.tokens:,}", f"{case.budget} GiB"]
-    if cost is None or case.plan is None:
-        return [*head, "-", "", "", *map(shown, case.others.values()), ""]
-    best = f"{min(fitting) / cost.seconds:.2f}" if fitting else ""
-    return [
-        *head,
-        f"{cost.seconds:.2f}",
-        f"{cost.compute_seconds:.2f}",
-        cost.outcome.binds.value,
-        *map(shown, case.others.values()),
-        best,
-    ]
-
-
-def as_json(case: Case) -> dict[str, Any]:
-    """For the record."""
-    cost = plan_cost(case.plan) if case.plan else None
-    return {
-        "model": case.model,
-        "tokens_per_step": case.tokens,
-        "budget_gib": case.budget,
+def entry(
+    model: str, tokens: int, budget: int, found: tuple[Plan, StepCost] | None, others: dict[str, float | None]
+) -> Entry:
+    """A case, with our plan if there is one and seconds by policy."""
+    plan, cost = found or (None, None)
+    cells, best = ["-", "", ""], ""
+    if cost is not None:
+        cells = [f"{cost.seconds:.2f}", f"{cost.compute_seconds:.2f}", cost.outcome.binds.value]
+        fitting = [value for value in others.values() if value is not None]
+        best = f"{min(fitting) / cost.seconds:.2f}" if fitting else ""
+    theirs = ["-" if value is None else f"{value:.2f}" for value in others.values()]
+    return [model, f"{tokens:,}", f"{budget} GiB", *cells, *theirs, best], {
+        "model": model,
+        "tokens_per_step": tokens,
+        "budget_gib": budget,
         "ours": cost.to_json() if cost else None,
-        "peak_bytes": case.plan.peak(Home.DEVICE) if case.plan else None,
-        "host_bytes": case.plan.peak(Home.HOST) if case.plan else None,
-        "policies": case.others,
+        "peak_bytes": plan.peak(Home.DEVICE) if plan else None,
+        "host_bytes": plan.peak(Home.HOST) if plan else None,
+        "policies": others,
     }
 
 
-def record(
-    out: Path, head: Sequence[str], cases: Iterable[C], row: Callable[[C], list[str]], as_json: Callable[[C], Any]
-) -> None:
+def record(out: Path, head: Sequence[str], cases: Iterable[Entry]) -> None:
     """Write ``cases.json`` after each case and ``table.md`` after the last one, with progress."""
     out.mkdir(parents=True, exist_ok=True)
     rows, made = [], []
     began = time.perf_counter()
-    for case in cases:
-        rows.append(row(case))
-        made.append(as_json(case))
-        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(rows[-1]), flush=True)
+    for row, case in cases:
+        rows.append(row)
+        made.append(case)
+        print(f"{time.perf_counter() - began:6.1f} s  ", "  ".join(row), flush=True)
         (out / "cases.json").write_text(json.dumps(made, indent=1))
     (out / "table.md").write_text("\n".join(table(head, rows, markdown=True)) + "\n")
 
@@ -188,7 +159,7 @@ def main() -> None:
     """Write table.md and cases.json into the folder, with progress."""
     given = arguments(__doc__ or "", "--profile", "h100-pcie5")
     head = ["model", "tokens per step", "budget", "ours, s", "compute, s", "binds", *POLICIES, "best policy / ours"]
-    record(given.out, head, cases(profile(given.profile)), row, as_json)
+    record(given.out, head, cases(profile(given.profile)))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def library() -> Any:
 
 
 class Slow(AcceleratorTransfer):
-    """Delays ``lanes`` by ``times`` what ``SLOW_US`` says; without lanes, every copy and kernel at random."""
+    """Delays ``lanes`` by ``times`` what ``SLOW_US`` says; without lanes, every copy and kernel at random. ``times`` 0:
+    nothing."""
 
     lanes: tuple[Lane, ...] = ()
     times = 1
@@ -51,12 +52,8 @@ class Slow(AcceleratorTransfer):
         return self.times * SLOW_US[lane] if lane in self.lanes else 0
 
 
-def slowly(lane: str, times: int = 1, also: tuple[Lane, ...] = ()) -> None:
-    """Set what transfers made from now on delay; ``times`` 0: nothing."""
+def slowly(lane: str, times: int, also: tuple[Lane, ...]) -> None:
+    """Set what transfers made from now on delay; until one is made, nothing is slow on the device."""
     Slow.lanes, Slow.times = (*LANES[lane], *also), times
-
-
-def quickly() -> None:
-    """Delay nothing on the device."""
     library().delay(0, 0)
     library().slow(0, 0)

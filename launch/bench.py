@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = parse(argv)
         command = shlex.join(["python", "launch/bench.py", *argv])
+        settle_environment(Ranks(), cores()[1])  # torch reads its threads from it, here and in contenders' processes
         if given.theme == "linear":
             return of_linear(given, command)
         todo, contenders = wanted(given)
@@ -155,7 +156,6 @@ def of_linear(given: argparse.Namespace, command: str) -> int:
     accumulation, seconds = work.whole("--accumulation", given.accumulation), work.whole("--seconds", given.seconds)
     steps = work.whole("--steps", given.steps, least=0)
     model = work.choice("--step-model", given.step_model, work.MODELS)
-    settle_environment(Ranks(), cores()[1])  # torch reads its threads from it
     return linear.run(cases, accumulation, seconds, steps, given.out, command, say, model)
 
 

@@ -27,17 +27,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from benchmarks.harness.contenders import Trained, Unavailable
 from benchmarks.harness.work import Work
-from trainer.dist.ranks import Ranks, settle_environment
-from trainer.machine.probe import cores, others_cpu_s, status_bytes
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from benchmarks.harness.contenders import Trained
+from strategies.engine.memory import accelerator
+from trainer.machine.probe import cores, others_cpu_s, probe, status_bytes
+from trainer.run.plan_check import count_saved
 
 NUM_BATCHES = 2  # optimizer steps before the tokens repeat: the loss then falls, and a wrong update shows in it
 NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix differ
@@ -47,14 +46,13 @@ PACKAGES = ("torch", "transformers", "deepspeed", "torchao")
 def main() -> int:
     """Do what the request says. The result goes to a file, because libraries print to stdout."""
     request = json.load(sys.stdin)
-    settle_environment(Ranks(), cores()[1])
     out = Path(request["out"])
     if "contender" not in request:
         out.write_text(json.dumps(surroundings()))
         return 0
     work = Work(**request["work"])
     try:
-        result = run(work, **{key: request["contender"][key] for key in ("maker", "options")})
+        result = run(work, request["contender"]["maker"], request["contender"]["options"])
     except Exception as error:
         traceback.print_exc()
         result = {"failed": reason(error)}
@@ -64,8 +62,6 @@ def main() -> int:
 
 def surroundings() -> dict[str, Any]:
     """This machine, and the versions of the compared packages."""
-    from trainer.machine.probe import probe
-
     versions = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
@@ -77,38 +73,42 @@ def surroundings() -> dict[str, Any]:
 
 def reason(error: Exception) -> str:
     """The error as one line."""
-    from benchmarks.harness.contenders import Unavailable
-
     text = " ".join(str(error).split("\n\n")[0].split())[:200]
     return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
 
 def run(work: Work, maker: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Train and measure; returns everything that the record has about this run."""
-    import torch
-
-    from strategies.engine.memory import accelerator
-
     module, name = maker.split(":")
     imported = importlib.import_module(f"benchmarks.harness.{module}")
     device = accelerator.current() or torch.device("cpu")
     batches = tokens(work, device)
     before_bytes = status_bytes("VmRSS")
-    trained: Trained = getattr(imported, name)(work, llama(work), device, **options)
+    began_s = time.perf_counter()
+    model = llama(work)
+    built_s = time.perf_counter() - began_s
+    trained: Trained = getattr(imported, name)(work, model, device, **options)
+    result: dict[str, Any] = {"settings": dict(trained.settings), "notes": list(trained.notes)}
+    result |= {"built_s": built_s, "setup_s": time.perf_counter() - began_s}
     gc.collect()
     trained.model.train()
-    result: dict[str, Any] = {"settings": dict(trained.settings), "notes": list(trained.notes)}
     if device.type != "cpu":
         result["setup_device_peak_bytes"] = torch.accelerator.max_memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
     result |= timed(work, trained, batches, device)
     result |= {"host_peak_bytes": status_bytes("VmHWM"), "host_before_bytes": before_bytes}
-    planned = trained.planned_device_bytes()
-    result["planned_device_bytes"] = planned
+    planned = result["planned_device_bytes"] = trained.planned_device_bytes
     if device.type != "cpu":
-        result["device_peak_bytes"] = torch.accelerator.max_memory_allocated()
+        free, total = torch.accelerator.get_memory_info()
+        result |= {
+            "device_peak_bytes": torch.accelerator.max_memory_allocated(),
+            "reserved_peak_bytes": torch.accelerator.max_memory_reserved(),
+            "context_bytes": total - free - torch.accelerator.memory_reserved(),
+        }
     elif planned is not None:
-        result["saved_bytes"] = saved_bytes(trained, batches[0][0])
+        with count_saved(trained.model) as saved:  # in place of an allocator's figure
+            trained.model(**batches[0][0])
+        result["saved_bytes"] = sum(saved.values())
         result["device_peak_bytes"] = planned + result["saved_bytes"]
     result["backward_peak_bytes"] = backward_peak_bytes(trained, batches[0][0], device)
     trained.discard(batches[0][0])
@@ -121,7 +121,6 @@ def llama(work: Work) -> Any:
 
     All weights are cut from one draw, because drawing billions of numbers would take longer than the timed steps.
     """
-    import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.initialization import no_init_weights
 
@@ -152,8 +151,6 @@ def llama(work: Work) -> Any:
 
 def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
     """The micro-batches of each optimizer step, the same in every process."""
-    import torch
-
     generator = torch.Generator().manual_seed(work.seed + 1)
     size = (NUM_BATCHES, work.accumulation, work.rows, work.length)
     ids = torch.randint(work.shape.vocab, size, generator=generator).to(device)
@@ -164,7 +161,6 @@ def timed(
     work: Work, trained: Trained, batches: Sequence[Sequence[Mapping[str, Tensor]]], device: torch.device
 ) -> dict[str, Any]:
     """Run the warm-up and the measured steps; the module docstring says when the clock runs."""
-    import torch
 
     def step(index: int) -> Tensor:
         losses = [trained.micro_batch(batch) for batch in batches[index % len(batches)]]
@@ -197,22 +193,11 @@ def timed(
     }
 
 
-def saved_bytes(trained: Trained, batch: Mapping[str, Tensor]) -> int:
-    """Bytes that autograd saves in one forward. Without an accelerator they replace the figure of its allocator."""
-    from trainer.run.plan_check import count_saved
-
-    with count_saved(trained.model) as saved:
-        trained.model(**batch)
-    return sum(saved.values())
-
-
 def backward_peak_bytes(trained: Trained, batch: Mapping[str, Tensor], device: torch.device) -> int:
     """Peak memory of forward and backward of a micro-batch beyond what was allocated before, gradients included.
 
     On a CPU: resident memory, after the C library has returned freed memory to the system.
     """
-    import torch
-
     trained.micro_batch(batch)  # allocates the gradients
     trained.expect_another()
     gc.collect()

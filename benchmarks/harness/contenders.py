@@ -27,6 +27,7 @@ class Trained:
 
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
+    planned_device_bytes: int | None = None  # of a contender that plans
     model: nn.Module
     optimizer: Any
 
@@ -54,10 +55,6 @@ class Trained:
     def discard(self, batch: Batch) -> None:
         """Discard gradients that no update followed. A contender that cannot trains on ``batch`` until it updates."""
         self.model.zero_grad()
-
-    def planned_device_bytes(self) -> int | None:
-        """Bytes that the contender planned on the device, if it plans."""
-        return None
 
     def close(self) -> None:
         """Release threads and process groups."""
@@ -95,17 +92,26 @@ class Ours(Trained):
     """The memory engine with a plan for this model, batch and budget. Updates may overlap the next forward."""
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device, **options: Any) -> None:
+        from strategies.core.facts import Home
         from strategies.engine import AdamW, stow
+        from strategies.planner.step_cost import plan_cost
         from strategies.report.plan_table import table
         from trainer.planning.plan_for import plan_for
 
         super().__init__(work, device)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
-        self.plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
-        print(table(self.plan), flush=True)
-        self.optimizer = stow(model, self.plan, rule=AdamW(**work.adamw), device=device)
-        self.settings = options
+        plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
+        print(table(plan), flush=True)
+        self.optimizer = stow(model, plan, rule=AdamW(**work.adamw), device=device)
+        self.planned_device_bytes = self.optimizer.device_bytes
+        cost = plan_cost(plan)
+        self.settings = {
+            **options,
+            "predicted_step_s": cost.seconds if cost else None,
+            "predicted_device_bytes": plan.peak(Home.DEVICE),
+            "predicted_host_bytes": plan.peak(Home.HOST),
+        }
 
     def update(self) -> None:
         """The engine's optimizer clips, because it alone knows where gradients are."""
@@ -125,7 +131,3 @@ class Ours(Trained):
     def discard(self, batch: Batch) -> None:
         """Discard the gradients, which the engine keeps."""
         self.optimizer.zero_grad()
-
-    def planned_device_bytes(self) -> int | None:
-        """Bytes of the arena on the device."""
-        return int(self.optimizer.device_bytes)

@@ -38,9 +38,8 @@ class DeepSpeed(Trained):
 
         self.settings = config = self.config(stage, super_offload=super_offload)
         if stage == 3:
-            deepspeed.zero.Init(
-                module=model, config_dict_or_path=config
-            )  # partitioned at once, never whole on the device
+            # partitioned at once, never whole on the device
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
         optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **work.adamw)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.model = self.engine
@@ -134,9 +133,7 @@ class Fsdp2(Trained):
 
     def close(self) -> None:
         """Destroy the process group."""
-        from torch.distributed import destroy_process_group
-
-        destroy_process_group()
+        torch.distributed.destroy_process_group()
 
 
 class TorchAo(Trained):

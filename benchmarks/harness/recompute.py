@@ -44,9 +44,9 @@ class Recomputed(Plain):
         facts = plan_for(model, batch=(work.rows, work.length), max_grad_norm=work.max_grad_norm).facts
         # With several micro-batches gradients and saved tensors exist together, so that there is only one peak.
         facts = replace(facts, run=replace(facts.run, accumulation=2))
-        plans = {name: compose({"recompute": options(policy=name)}, facts) for name in ("full", "none")}
         if share is not None:
-            least, most = (plans[name].peak(Home.DEVICE) for name in ("full", "none"))
+            policies = (options(policy=name) for name in ("full", "none"))
+            least, most = (compose({"recompute": each}, facts).peak(Home.DEVICE) for each in policies)
             budget = least + share * (most - least)
             left = SHARE if facts.machine.has_accelerator else 1.0  # auto leaves a part of an accelerator unused
             facts = replace(facts, machine=replace(facts.machine, device_bytes=int(budget / left) + 1))

@@ -101,15 +101,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.tokens_per_s is None:
         return (row.label, "failed", *[""] * (len(HEAD) - 2))
     speed, ratio = row.tokens_per_s, row.of_plain
+    peaks = (row.device_bytes, row.host_bytes, row.backward_bytes)
     return (
         row.label,
         f"{speed.median:,.0f}",
         f"{speed.least:,.0f} to {speed.most:,.0f}",
         f"{ratio.median:.3f}" if ratio else UNKNOWN,
         f"{ratio.least:.3f} to {ratio.most:.3f}" if ratio else UNKNOWN,
-        human(row.device_bytes) if row.device_bytes is not None else UNKNOWN,
-        human(row.host_bytes) if row.host_bytes is not None else UNKNOWN,
-        human(row.backward_bytes) if row.backward_bytes is not None else UNKNOWN,
+        *(UNKNOWN if peak is None else human(peak) for peak in peaks),
         human_number(row.loss, 6) if row.loss is not None else UNKNOWN,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,15 +22,18 @@ FORBIDDEN = [
     (("site", "device"), ("park", "host")),
     *((("weights", "resident"), ("prefetch", ahead)) for ahead in (0, 1, 5)),
 ]
+ENGINE: Mapping[str, Sequence[object]] = {  # what every table has, in this order
+    "site": ("host", "streamed", "mixed", "device"),
+    "weights": ("travelling", "some", "resident"),
+    "bucket": ("one", "several", "half"),
+    "park": ("host", "device"),
+    "clip": ("in-backward", "off", "tight", "loose"),
+    "accumulation": (1, 3),
+}
 FP32 = Table(
     {
         "model": ("llama", "qwen3", "gpt2", "opt", "bloom", "mixtral", "experts", "bert"),
-        "site": ("host", "streamed", "mixed", "device"),
-        "weights": ("travelling", "some", "resident"),
-        "bucket": ("one", "several", "half"),
-        "park": ("host", "device"),
-        "clip": ("in-backward", "off", "tight", "loose"),
-        "accumulation": (1, 3),
+        **ENGINE,
         "tied": (False, True),
         "groups": (1, 2),
         "recompute": ("none", "later", "reentrant"),
@@ -43,12 +46,8 @@ FP32 = Table(
 BF16 = Table(
     {
         "model": ("llama", "experts", "gpt2"),
-        "site": ("host", "streamed", "mixed", "device"),
-        "weights": ("travelling", "some", "resident"),
+        **ENGINE,
         "bucket": ("one", "half"),
-        "park": ("host", "device"),
-        "clip": ("in-backward", "off", "tight", "loose"),
-        "accumulation": (1, 3),
         "tied": (False, True),
         "groups": (1, 2),
         "recompute": ("none", "later"),

@@ -7,7 +7,7 @@ sizes, parameters of the root. They are called as the others are, with ids and l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 def build(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of ``kind`` with the same random weights each time, in training mode."""
     torch.manual_seed(0)
+    if kind in ODD:
+        return Odd(ODD[kind]).to(dtype).train()
     model = Mixture(tied) if kind == "experts" else _from_hub(kind, tied, dtype)
     return model.to(dtype).train()
 
@@ -81,6 +83,8 @@ def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
 
 def tokens(kind: str, count: int) -> list[dict[str, Tensor]]:
     """The same random batches each time; so few tokens for a mixture that some expert gets none."""
+    if kind in ODD:
+        return odd_batches(count)
     generator = torch.Generator().manual_seed(1)
     shape = {"mixtral": (1, 3), "experts": (1, 3), "wide": (1, 256)}.get(kind, (2, 8))
     ids = [torch.randint(2, VOCAB, shape, generator=generator) for _ in range(count)]
@@ -156,6 +160,13 @@ class Spec:
     reentrant: bool = False
 
 
+ODD: Mapping[str, Spec] = {
+    "few": Spec(width=16, hidden=(24, 16), calls=(0, 1)),
+    "blocks": Spec(width=16, hidden=(24, 16, 32, 24, 16, 8), calls=(0, 1, 2, 3, 4, 5)),
+    "shared": Spec(width=12, hidden=(8, 10, 12, 16), calls=(0, 1, 2, 1, 3, 0), shares=(2, 1), on_root=True, frozen=2),
+}
+
+
 class Odd(nn.Module):
     """Residual layers of odd sizes."""
 
@@ -174,6 +185,10 @@ class Odd(nn.Module):
             self.head.weight = self.embed.weight
         for index, param in enumerate(self.parameters()):
             param.requires_grad_((index * spec.frozen) % 10 + spec.frozen < 10)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any]) -> None:
+        """As Hugging Face's."""
+        self.spec = replace(self.spec, recompute=1, reentrant=gradient_checkpointing_kwargs["use_reentrant"])
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         x, spec = self.embed(input_ids), self.spec

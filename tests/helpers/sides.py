@@ -29,8 +29,8 @@ TWO = ("host, one ahead", "streamed")
 class Plain(torch.optim.AdamW):
     """Torch's AdamW with the few methods that the engine's optimizer has beyond torch's."""
 
-    def __init__(self, model: nn.Module, max_norm: float) -> None:
-        super().__init__([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=DECAY, fused=True)
+    def __init__(self, model: nn.Module, max_norm: float, fused: bool = True) -> None:
+        super().__init__([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=DECAY, fused=fused)
         self._max_norm, self._clipped = max_norm, False
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -81,13 +81,14 @@ CPU = torch.device("cpu")
 ground = Ground(CPU, Delayed)  # tests/accelerator sets another one
 Script = Callable[[nn.Module, Any], object]
 Maker = Callable[[], nn.Module]
+Layout = str | Mapping[str, Any]  # a name in ``LAYOUTS``, or what ``plan_of`` takes
 
 
-def stowed(model: nn.Module, layout: str | Mapping[str, Any], **wishes: Any) -> Any:
+def stowed(model: nn.Module, layout: Layout, fused: bool = True, **wishes: Any) -> Any:
     """The model's optimizer under a layout of ``LAYOUTS`` with changes; copies are made as late as they may."""
     known = LAYOUTS[layout] if isinstance(layout, str) else layout
     plan: Any = plan_of(model, **{**known, **wishes})
-    rule = AdamW(lr=LR, weight_decay=DECAY)
+    rule = AdamW(lr=LR, weight_decay=DECAY, fused=fused)
     return stow(ground.feed(model), plan, rule=rule, device=ground.device, transfer=ground.transfer())
 
 
@@ -125,17 +126,23 @@ def unequal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[s
 
 
 def both_sides(
-    make: Maker, script: Script, layouts: Iterable[str] = TWO, *, max_norm: float = 0.0, **wishes: Any
+    make: Maker,
+    script: Script,
+    layouts: Iterable[Layout] = TWO,
+    *,
+    max_norm: float = 0.0,
+    fused: bool = True,
+    **wishes: Any,
 ) -> None:
     """Run ``script`` plainly and under each layout: what it returns and what it leaves must be equal by bits."""
     model = ground.put(make())
-    optimizer = Plain(model, max_norm)
+    optimizer = Plain(model, max_norm, fused)
     torch.manual_seed(3)
     expected, weights = script(model, optimizer), None
     weights = everything(model, optimizer)
     for layout in layouts:
         model = make()
-        engine = stowed(model, layout, max_norm=max_norm, **wishes)
+        engine = stowed(model, layout, fused, max_norm=max_norm, **wishes)
         torch.manual_seed(3)
         found = script(model, engine)
         where = _first_difference(expected, found)

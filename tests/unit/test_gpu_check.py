@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import Size, Step
+from benchmarks.gpu_check import Step
+from launch import bench
 
 SAYS = "print('{\"case\": 1}', flush=True); print('words'); "
 HANGS = (
@@ -19,7 +20,7 @@ HANGS = (
 )
 
 
-def part(size: Size, out: Path) -> Iterator[Step]:
+def part(real: bool, out: Path) -> Iterator[Step]:
     yield Step("good", 20, ("-c", SAYS))
     yield Step("fails", 20, ("-c", SAYS + "raise SystemExit(3)"))
     yield Step("hangs", 2, ("-c", HANGS + "time.sleep(600)"))
@@ -72,6 +73,18 @@ def test_what_is_recorded_is_not_run_again(driven: None, tmp_path: Path, capsys:
 def test_parts_fit_their_time() -> None:
     """The first steps of each part, at their limits, are within 8 minutes; their names differ."""
     for name, steps in gpu_check.PARTS.items():
-        todo = list(steps(gpu_check.REAL, Path("out")))
+        todo = list(steps(True, Path("out")))
         assert len({step.name for step in todo}) == len(todo), name
         assert sum(step.limit_s for step in todo[:2]) <= 480, name
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_commands_of_the_bench_are_accepted(real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped option would be found only after the GPU has been waited for."""
+    for name, result in (("compare", 0), ("settle_environment", None)):
+        monkeypatch.setattr(bench, name, lambda *given, result=result: result)
+    monkeypatch.setattr(bench.linear, "run", lambda *given: 0)
+    steps = [step for steps in gpu_check.PARTS.values() for step in steps(real, Path("out"))]
+    commands = [step.command[1:] for step in steps if step.command[0] == "launch/bench.py"]
+    assert {command[0] for command in commands} == {"offload", "linear", "recompute"}
+    assert [command for command in commands if bench.main(command)] == []
