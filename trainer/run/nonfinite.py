@@ -58,7 +58,7 @@ class StopNonFinite(TrainerCallback):
         if _is_searching_scale(self._trainer):
             return
         state.global_step += 1  # the step that is not taken; its numbers are logged nevertheless
-        self._trainer.log({"loss": self._trainer.last_loss, "grad_norm": float(norm)})
+        self._trainer.log({"loss": float(self._trainer.last_loss), "grad_norm": float(norm)})
         raise described(self._trainer, state.global_step, f"the gradient norm is {float(norm)}")
 
 
