@@ -53,7 +53,7 @@ class StopNonFinite(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
         norm = accelerator.last_norm
-        if accelerator.driver is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
+        if accelerator.stowed is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
             return
         if _is_searching_scale(self._trainer):
             return
