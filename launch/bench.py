@@ -29,6 +29,7 @@ from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ConfigError, ExitCode, UserError
 from trainer.machine.probe import cores
 
+say = partial(print, flush=True)
 THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE}
 RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 
@@ -120,11 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.code
-
-
-def say(text: str) -> None:
-    """Print progress without buffering."""
-    print(text, flush=True)
 
 
 def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argparse.Namespace, command: str) -> ExitCode:

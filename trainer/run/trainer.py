@@ -6,8 +6,6 @@
 * a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
 * a checkpoint is marked complete by a file written after all ranks have written theirs, and only such a checkpoint
   is resumed automatically.
-
-``logging_nan_inf_filter`` is off: a loss that is not finite is logged as it is.
 """
 
 from __future__ import annotations
