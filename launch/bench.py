@@ -16,7 +16,7 @@ import argparse
 import difflib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ConfigError, ExitCode, UserError
 from trainer.machine.probe import cores
 
+say = partial(print, flush=True)
 THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE}
 RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
 
@@ -51,27 +52,35 @@ def parser() -> Parser:
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     again = themes.add_parser("recompute", help="keeping less for backward: memory and speed", allow_abbrev=False)
     add_work(again, THEMES["recompute"])
-    _add(
-        again, "--attention", partial(work.choice, allowed=work.ATTENTIONS), "sdpa", "NAME", ", ".join(work.ATTENTIONS)
-    )
+    _add_choice(again, "--attention", work.ATTENTIONS, "sdpa")
     _add(again, "--dropout", work.part, "0", "P", "of attention's probabilities")
-    _add_linear(themes)
+    two = themes.add_parser("linear", help="linear layers: which route is fastest", allow_abbrev=False)
+    two.add_argument("--models", default="", metavar="NAMES", help=f"some of {', '.join(linear.MODELS)} (default: all)")
+    two.add_argument("--tokens", default="16,64,128", metavar="NUMBERS", help="of a micro-batch (default 16,64,128)")
+    two.add_argument("--dtypes", default="", metavar="NAMES", help=f"some of {', '.join(linear.DTYPES)} (default: all)")
+    _add(two, "--accumulation", work.whole, "4", "N", "micro-batches per step")
+    _add(two, "--seconds", work.whole, "2", "N", "of each of two measurements of a case")
+    _add(two, "--steps", partial(work.whole, least=0), "10", "N", "rounds of training steps; 0: none")
+    _add_choice(two, "--step-model", work.MODELS, "45m")
+    for one in themes.choices.values():
+        one.add_argument(
+            "--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made"
+        )
     return whole
 
 
 def add_work(one: Parser, contenders: Sequence[work.Contender]) -> None:
     """Add the options of the work and the contenders."""
     names = ", ".join(each.label for each in contenders)
-    _add(one, "--model", partial(work.choice, allowed=work.MODELS), "45m", "NAME", ", ".join(work.MODELS))
+    _add_choice(one, "--model", work.MODELS, "45m")
     _add(one, "--tokens", work.whole, None, "N", "per optimizer step; determines the rows")
     _add(one, "--rows", work.whole, None, "N", "of a micro-batch")
     _add(one, "--length", work.whole, None, "N", "tokens of a row")
     _add(one, "--accumulation", work.whole, "1", "N", "micro-batches per step")
-    _add(one, "--dtype", partial(work.choice, allowed=work.DTYPES), "fp32", "NAME", ", ".join(work.DTYPES))
+    _add_choice(one, "--dtype", work.DTYPES, "fp32")
     _add(one, "--steps", work.whole, "5", "N", "measured optimizer steps")
     _add(one, "--rounds", work.whole, "3", "N", "runs of each contender")
     one.add_argument("--subjects", default="", metavar="NAMES", help=f"some of {names} (default: all)")
-    one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
 
 
 def _add(one: Parser, option: str, parse: Callable[..., Any], default: str | None, value: str, text: str) -> None:
@@ -79,16 +88,8 @@ def _add(one: Parser, option: str, parse: Callable[..., Any], default: str | Non
     one.add_argument(option, type=partial(parse, option), default=default, metavar=value, help=text)
 
 
-def _add_linear(themes: Any) -> None:
-    two = themes.add_parser("linear", help="linear layers: which route is fastest", allow_abbrev=False)
-    two.add_argument("--models", default="", metavar="NAMES", help=f"some of {', '.join(linear.MODELS)} (default: all)")
-    two.add_argument("--tokens", default="16,64,128", metavar="NUMBERS", help="of a micro-batch (default 16,64,128)")
-    two.add_argument("--dtypes", default="", metavar="NAMES", help=f"some of {', '.join(linear.DTYPES)} (default: all)")
-    two.add_argument("--accumulation", default="4", metavar="N", help="micro-batches per step (default 4)")
-    two.add_argument("--seconds", default="2", metavar="N", help="of each of two measurements of a case (default 2)")
-    two.add_argument("--steps", default="10", metavar="N", help="rounds of training steps; 0: none (default 10)")
-    two.add_argument("--step-model", default="45m", metavar="NAME", help=f"what they train: {', '.join(work.MODELS)}")
-    two.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
+def _add_choice(one: Parser, option: str, allowed: Iterable[str], default: str) -> None:
+    _add(one, option, partial(work.choice, allowed=allowed), default, "NAME", ", ".join(allowed))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -111,17 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = shlex.join(["python", "launch/bench.py", *argv])
         settle_environment(Ranks(), cores()[1])  # torch reads its threads from it, here and in contenders' processes
         if given.theme == "linear":
-            return of_linear(given, command)
+            cases = linear.wanted(given.models, given.tokens, given.dtypes)
+            return linear.run(
+                cases, given.accumulation, given.seconds, given.steps, given.out, command, say, given.step_model
+            )
         todo, contenders = wanted(given)
         return compare(todo, contenders, given, command)
     except UserError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.code
-
-
-def say(text: str) -> None:
-    """Print progress without buffering."""
-    print(text, flush=True)
 
 
 def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argparse.Namespace, command: str) -> ExitCode:
@@ -144,19 +143,6 @@ def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argpar
         code = ExitCode.INTERRUPTED
     say(f"\n{text}\nrecord: {folder}")
     return code
-
-
-def of_linear(given: argparse.Namespace, command: str) -> int:
-    """The theme ``linear``; it measures in this process.
-
-    Raises:
-        ConfigError: a value that is not allowed.
-    """
-    cases = linear.wanted(given.models, given.tokens, given.dtypes)
-    accumulation, seconds = work.whole("--accumulation", given.accumulation), work.whole("--seconds", given.seconds)
-    steps = work.whole("--steps", given.steps, least=0)
-    model = work.choice("--step-model", given.step_model, work.MODELS)
-    return linear.run(cases, accumulation, seconds, steps, given.out, command, say, model)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:

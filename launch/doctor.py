@@ -9,8 +9,6 @@ into torch's extension cache, and ``--build`` compiles them beforehand, in anoth
 crashes while it is loaded does not end the doctor. A build that was killed leaves a ``lock`` file, and every later load
 waits for it without end; the doctor reports that, too.
 
-Each check is a small function from facts to a ``Row``, so that it can be tested with made-up facts.
-
 ``--rates`` only measures the rates from which plans compute the time of a step, in under a minute, and stores them
 where plans look for them (``trainer/machine/rates.py``, ``trainer/machine/profiles.py``). Nothing else should run
 meanwhile.
@@ -23,7 +21,7 @@ import importlib
 import importlib.metadata
 import json
 import logging
-import os
+import platform
 import re
 import resource
 import shutil
@@ -41,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where th
 from benchmarks.harness.record import QUIET
 from strategies.core.sizes import human, human_duration
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
+from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ExitCode
 from trainer.machine.probe import GIB, Memory, cores, disk_free_bytes, host_memory, probe
 from trainer.machine.profiles import COMMAND, StoredRates, known_rates, one_line, stored_at
@@ -79,65 +78,39 @@ def checked(name: str, value: str, *, cure: str, fail: bool = False, warn: bool 
 # --- software ----------------------------------------------------------------------------------------------------
 
 
-def python_row(version: tuple[int, ...], requires: str) -> Row:
-    """Whether this interpreter is one that the package supports."""
-    from packaging.specifiers import SpecifierSet
-
-    text = ".".join(map(str, version))
-    allowed = SpecifierSet(requires).contains(text)
-    cure = f"make setup PYTHON=python3.12   # needs {requires}"
-    return checked("python", f"{text}  {sys.executable}", cure=cure, fail=not allowed)
-
-
 def package_rows(pyproject: Path) -> Iterator[Row]:
     """Compare the interpreter and every dependency with pyproject.toml. Missing extras only warn."""
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
     project = tomllib.loads(pyproject.read_text())["project"]
-    yield python_row(sys.version_info[:3], project["requires-python"])
+    python, requires = platform.python_version(), project["requires-python"]
+    cure = f"make setup PYTHON=python3.12   # needs {requires}"
+    wrong = not SpecifierSet(requires).contains(python)
+    yield checked("python", f"{python}  {sys.executable}", cure=cure, fail=wrong)
     optional = project.get("optional-dependencies", {}).get("lora", [])
     for line in project["dependencies"] + optional:
         need = Requirement(line)
         try:
-            version = importlib.metadata.version(need.name)
+            value = importlib.metadata.version(need.name)
+            wrong = not need.specifier.contains(value, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
-            version = ""
-        yield package_row(line, version, optional=line in optional)
-
-
-def package_row(requirement: str, version: str, *, optional: bool) -> Row:
-    """Whether ``version``, empty if the package is missing, meets the requirement."""
-    from packaging.requirements import Requirement
-
-    need = Requirement(requirement)
-    value = version or "missing"
-    wrong = not version or not need.specifier.contains(version, prereleases=True)
-    if wrong:
-        value += f", needs {need.specifier}" + (", for LoRA" if optional else "")
-    cure = f"{sys.executable} -m pip install -c constraints.txt '{requirement}'"
-    return checked(need.name, value, cure=cure, fail=wrong and not optional, warn=wrong)
-
-
-def compiler_row(path: str | None, version: str) -> Row:
-    """Whether a C++ compiler is there and new enough for DeepSpeed's extensions."""
-    cure = "apt-get install g++"
-    return checked("compiler", f"{version}  {path}" if path else "c++ not found", cure=cure, fail=path is None)
-
-
-def ninja_row(path: str | None, beside: Path) -> Row:
-    """Whether ninja is on PATH or at ``beside``, where pip puts it; a run adds that folder to its PATH for torch."""
-    found = str(beside) if beside.exists() else path
-    return checked("ninja", found or "missing", cure=INSTALL, fail=found is None)
+            value, wrong = "missing", True
+        if wrong:
+            value += f", needs {need.specifier}" + (", for LoRA" if line in optional else "")
+        cure = f"{sys.executable} -m pip install -c constraints.txt '{line}'"
+        yield checked(need.name, value, cure=cure, fail=wrong and line not in optional, warn=wrong)
 
 
 def toolchain_rows() -> Iterator[Row]:
-    """The compiler and ninja."""
-    path, version = compiler(), ""
+    """Whether there are a C++ compiler and ninja, with which torch builds DeepSpeed's extensions."""
+    value, path = "c++ not found", compiler()
     if path:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
-        version = (done.stdout.splitlines() or [""])[0]
-    yield compiler_row(path, version)
-    yield ninja_row(shutil.which("ninja"), Path(sys.executable).parent / "ninja")
+        value = f"{(done.stdout.splitlines() or [''])[0]}  {path}"
+    yield checked("compiler", value, cure="apt-get install g++", fail=path is None)
+    ninja = shutil.which("ninja")
+    yield checked("ninja", ninja or "missing", cure=INSTALL, fail=ninja is None)
 
 
 def import_row(module: str) -> Row:
@@ -156,14 +129,14 @@ def import_row(module: str) -> Row:
 # --- devices -----------------------------------------------------------------------------------------------------
 
 
-def driver_version(text: str) -> str | None:
-    """The version in the text of ``/proc/driver/nvidia/version``; None if there is none."""
-    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", text)
-    return match and match[1]
+def device_rows(build: str, driver_text: str, names: list[str], memory: list[Memory]) -> Iterator[Row]:
+    """What torch was built for (``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch finds.
 
-
-def device_rows(build: str, driver: str | None, names: list[str], memory: list[Memory]) -> Iterator[Row]:
-    """What torch was built for (``CUDA 13.0``), NVIDIA's driver if there is one, and each device that torch finds."""
+    Args:
+        driver_text: of ``/proc/driver/nvidia/version``, or empty.
+    """
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)", driver_text)
+    driver = match and match[1]
     for_cuda = build.startswith("CUDA")
     wheel = f"{sys.executable} -m pip install --force-reinstall torch   # this wheel is for {build}, not for CUDA"
     yield checked("torch build", build, cure=wheel, warn=driver is not None and not for_cuda and not names)
@@ -185,12 +158,12 @@ def find_devices() -> Iterator[Row]:
     from strategies.engine.memory import accelerator
 
     version, kind = Path("/proc/driver/nvidia/version"), accelerator.kind()
-    driver = driver_version(version.read_text()) if version.exists() else None
+    driver_text = version.read_text() if version.exists() else ""
     built = torch.accelerator.current_accelerator()  # for what, whether or not there is such a device
     build = accelerator.row_of(built).software() or built.type if built else "CPU"
     devices = [torch.device(kind, index) for index in range(torch.accelerator.device_count())] if kind else []
     memory = [Memory(total, free) for free, total in map(torch.accelerator.get_memory_info, devices)]
-    yield from device_rows(build, driver, [accelerator.name_of(device) for device in devices], memory)
+    yield from device_rows(build, driver_text, [accelerator.name_of(device) for device in devices], memory)
 
 
 # --- rates -------------------------------------------------------------------------------------------------------
@@ -227,12 +200,10 @@ def measure_rates(path: Path) -> int:
 # --- compiled operations -----------------------------------------------------------------------------------------
 
 
-def op_row(op: Op, folder: Path, torch_folder: Path, *, preinstalled: bool = False) -> Row:
+def op_row(op: Op, folder: Path, torch_folder: Path) -> Row:
     """Whether the build of one op in ``folder`` is there and made for the torch in ``torch_folder``."""
     library, lock, recipe = folder / f"{op.name}.so", folder / "lock", folder / "build.ninja"
     build = f"{sys.executable} launch/doctor.py --build"
-    if preinstalled:
-        return Row(Status.OK, op.name, "installed with DeepSpeed")
     if lock.exists():
         value = f"locked for {human_duration(time.time() - lock.stat().st_mtime)}: a build is running or was killed"
         return Row(Status.WARN, op.name, value, f"rm {lock}   # only when no build is running; loading waits for it")
@@ -249,15 +220,8 @@ def build_op(op: Op, folder: Path) -> Row | None:
     print(f"     building {op.name}, {op.takes}, cached in {folder} ...", flush=True)
     began_s = time.perf_counter()
     code = f"from deepspeed.ops.op_builder import {op.builder} as Builder; Builder().load(verbose=True)"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode == 0:
         print(f"     built {op.name} in {human_duration(time.perf_counter() - began_s)}", flush=True)
         return None
@@ -274,8 +238,11 @@ def op_rows(*, build: bool) -> Iterator[Row]:
 
     cache, torch_folder = cache_folder(), Path(torch.__file__).parent
     for op in (SHM, CPU_ADAM) if accelerator.kind() is None else (CPU_ADAM, FUSED_ADAM):
-        folder, ready = cache / op.name, bool(installed_ops.get(op.name))
-        row = op_row(op, folder, torch_folder, preinstalled=ready)
+        if installed_ops.get(op.name):
+            yield Row(Status.OK, op.name, "installed with DeepSpeed")
+            continue
+        folder = cache / op.name
+        row = op_row(op, folder, torch_folder)
         if build and row.status is Status.WARN and not (folder / "lock").exists():
             row = build_op(op, folder) or op_row(op, folder, torch_folder)
         yield row
@@ -284,42 +251,24 @@ def op_rows(*, build: bool) -> Iterator[Row]:
 # --- room --------------------------------------------------------------------------------------------------------
 
 
-def host_row(memory: Memory) -> Row:
-    """Free and total host memory."""
-    value = f"{human(memory.available_bytes)} free of {human(memory.total_bytes)}"
-    cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
-    return checked("host memory", value, cure=cure, warn=memory.available_bytes < 4 * GIB)
-
-
-def shm_row(num_bytes: int) -> Row:
-    """Shared memory, through which ranks and data loaders pass tensors."""
-    cure = "mount -o remount,size=8G /dev/shm   # in Docker: docker run --shm-size=8g ..."
-    return checked("/dev/shm", f"{human(num_bytes)} free", cure=cure, warn=num_bytes < GIB)
-
-
-def disk_row(folder: Path, free_bytes: int) -> Row:
-    """Free space where the run folder will be."""
-    cure = f"df -h {folder}   # or set training.output_dir to a larger disk"
-    value = f"{human(free_bytes)} free for {folder}"
-    return checked("disk", value, cure=cure, fail=free_bytes < GIB, warn=free_bytes < 20 * GIB)
-
-
-def limit_row(name: str, flag: str, limit: int, enough: int) -> Row:
-    """A soft ulimit; ``enough`` in its own unit."""
-    unlimited = limit == resource.RLIM_INFINITY
-    value = "unlimited" if unlimited else f"{limit:,}"
-    return checked(name, value, cure=f"ulimit {flag} {enough}", warn=not unlimited and limit < enough)
-
-
 def room_rows(folder: Path) -> Iterator[Row]:
-    """Cores, memory and disk."""
+    """Cores, memory, open files, and disk space where the run ``folder`` will be."""
     physical, usable = cores()
     yield Row(Status.OK, "cores", f"{usable} usable, {physical} physical")
-    yield host_row(host_memory())
-    shm = Path("/dev/shm")
-    yield shm_row(disk_free_bytes(shm) if shm.is_dir() else 0)
-    yield disk_row(folder, disk_free_bytes(folder))
-    yield limit_row("open files", "-n", resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
+    host, shm = host_memory(), Path("/dev/shm")
+    value = f"{human(host.available_bytes)} free of {human(host.total_bytes)}"
+    cure = "ps aux --sort=-rss | head   # or raise the container's memory limit; offload lives in host memory"
+    yield checked("host memory", value, cure=cure, warn=host.available_bytes < 4 * GIB)
+    free_bytes = disk_free_bytes(shm) if shm.is_dir() else 0  # ranks and data loaders pass tensors through it
+    cure = "mount -o remount,size=8G /dev/shm   # in Docker: docker run --shm-size=8g ..."
+    yield checked("/dev/shm", f"{human(free_bytes)} free", cure=cure, warn=free_bytes < GIB)
+    free_bytes = disk_free_bytes(folder)
+    cure, low = f"df -h {folder}   # or set training.output_dir to a larger disk", free_bytes < 20 * GIB
+    yield checked("disk", f"{human(free_bytes)} free for {folder}", cure=cure, fail=free_bytes < GIB, warn=low)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    unlimited = files == resource.RLIM_INFINITY
+    value = "unlimited" if unlimited else f"{files:,}"
+    yield checked("open files", value, cure="ulimit -n 4096", warn=not unlimited and files < 4096)
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield Row(Status.OK, "locked memory", "unlimited" if memlock == resource.RLIM_INFINITY else human(memlock))
 
@@ -334,6 +283,7 @@ def examine(folder: Path, *, build: bool) -> Iterator[Row]:
         if row.status is Status.FAIL:
             yield row
             return
+    settle_environment(Ranks(), cores()[1])  # ninja and torch's builds are looked for as in a run
     yield from package_rows(REPO / "pyproject.toml")
     yield from toolchain_rows()
     loads = {}

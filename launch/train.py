@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.config.load import json_schema, load
-from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
+from trainer.dist.ranks import GRACE_S, from_environment, settle_environment
 from trainer.errors import UserError
 from trainer.machine.probe import cores
 
@@ -52,17 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run.show_sample(config)
             return 0
     except UserError as error:
-        return refuse(error, ranks)
+        if ranks.is_first:
+            print("\n".join(error.lines), file=sys.stderr, flush=True)
+        else:
+            time.sleep(GRACE_S)  # so that the launcher reports the first rank's exit code
+        return error.code
     return run.run(config, ranks)
-
-
-def refuse(error: UserError, ranks: Ranks) -> int:
-    """Print the lines of ``error`` once per job; returns its exit code."""
-    if ranks.is_first:
-        print("\n".join(error.lines), file=sys.stderr, flush=True)
-    else:
-        time.sleep(GRACE_S)
-    return error.code
 
 
 if __name__ == "__main__":

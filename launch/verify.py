@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from trainer.config.load import load
 from trainer.errors import ExitCode, UserError
@@ -145,16 +145,13 @@ def line(check: Check) -> str:
     from strategies.core.sizes import human
 
     moved = check.moved
+    options = ", ".join(f"{name} {value}" for name, value in check.options.items())
     result = "bitwise equal" if not check.differences else f"{len(check.differences)} tensors differ"
     return (
-        f"{_written(check.options)}: weights of {moved.num_left} of {moved.num_buckets} buckets travelled; "
+        f"{options}: weights of {moved.num_left} of {moved.num_buckets} buckets travelled; "
         f"{', '.join(moved.shows)}; {human(moved.up_bytes)} up and {human(moved.down_bytes)} down the link; "
         f"against {check.against}: {result}"
     )
-
-
-def _written(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items())
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ ENVIRONMENT = {
     "trainer/dist/spawn.py": "is the launcher of its own ranks",
     "trainer/dist/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
     "trainer/verify/differences.py": "cuBLAS repeats its sums only where it is asked to by it",
-    "launch/doctor.py": "examines the environment that a run would find",
 }
 # Whose functions need no docstring, and why.
 UNDOCUMENTED = {

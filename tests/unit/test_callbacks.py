@@ -66,9 +66,15 @@ def test_progress_line_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_meter_leaves_evaluations_and_saves_out_of_training_time() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    meter = Meter(flops_per_token=1e9, peak_flops=1e12, num_devices=2, sum_over_ranks=lambda n: 2 * n, clock=clock)
+    monkeypatch.setattr(callbacks.time, "perf_counter", clock)
+    return clock
+
+
+def test_meter_leaves_evaluations_and_saves_out_of_training_time(clock: Clock) -> None:
+    meter = Meter(flops_per_token=1e9, peak_flops=2e12, sum_over_ranks=lambda n: 2 * n)
     fire(meter, "on_train_begin", state(100))
 
     def step(seconds_s: float) -> None:
@@ -100,9 +106,12 @@ def test_meter_leaves_evaluations_and_saves_out_of_training_time() -> None:
     assert (logs["tokens"], logs["tokens_per_s"]) == (1_000, 250.0)
 
 
+@pytest.mark.usefixtures("clock")
 def test_meter_adds_perplexity_and_leaves_the_unknown_out() -> None:
     logs = {"eval_loss": 0.0}
-    meter = Meter(clock=Clock())
+    meter = Meter(flops_per_token=1e9, peak_flops=None, sum_over_ranks=lambda n: n)
+    fire(meter, "on_evaluate", state(0))  # an evaluation without training
+    fire(meter, "on_train_begin", state(0))
     meter.add_to(logs, state(5))
     assert logs == {"eval_loss": 0.0, "eval_perplexity": 1.0}
     logs = {"loss": 1.0}

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -16,30 +17,46 @@ from trainer.machine.probe import GIB, Memory
 SCRIPT = Path(doctor.__file__)
 
 
-def test_packages_against_their_ranges() -> None:
-    assert doctor.package_row("torch>=2.11,<2.14", "2.13.0+cpu", optional=False) == Row(
-        Status.OK, "torch", "2.13.0+cpu"
+def test_packages_against_their_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cpu", "numpy": "1.9.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError
+        return versions[name]
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    pyproject = tmp_path / "pyproject.toml"
+    pyproject.write_text(
+        '[project]\nrequires-python = "<3.11"\ndependencies = ["torch>=2.11,<2.14", "numpy>=2", "psutil>=5.9"]\n'
+        'optional-dependencies.lora = ["peft>=0.18"]\n'
     )
-    old = doctor.package_row("torch>=2.11,<2.14", "2.9.1", optional=False)
-    assert old.status is Status.FAIL and "needs" in old.value and "'torch>=2.11,<2.14'" in old.cure
-    assert doctor.package_row("psutil>=5.9", "", optional=False).value.startswith("missing")
-    assert doctor.package_row("peft>=0.18", "", optional=True).status is Status.WARN
+    python, torch, numpy, psutil, peft = doctor.package_rows(pyproject)
+    assert python.status is Status.FAIL and "needs <3.11" in python.cure
+    assert torch == Row(Status.OK, "torch", "2.13.0+cpu")
+    assert (numpy.status, numpy.value) == (Status.FAIL, "1.9.1, needs >=2") and "'numpy>=2'" in numpy.cure
+    assert (psutil.status, psutil.value) == (Status.FAIL, "missing, needs >=5.9")
+    assert (peft.status, peft.value) == (Status.WARN, "missing, needs >=0.18, for LoRA")
 
 
 def test_pyproject_is_read_whole() -> None:
-    names = [row.name for row in doctor.package_rows(doctor.REPO / "pyproject.toml")]
-    assert names[0] == "python" and {"torch", "deepspeed", "transformers", "peft"} <= set(names)
+    rows = list(doctor.package_rows(doctor.REPO / "pyproject.toml"))
+    assert (rows[0].name, rows[0].status) == ("python", Status.OK)
+    assert {"torch", "deepspeed", "transformers", "peft"} <= {row.name for row in rows}
 
 
-def test_python_and_tools(tmp_path: Path) -> None:
-    assert doctor.python_row((3, 11, 7), ">=3.11,<3.13").status is Status.OK
-    assert doctor.python_row((3, 10, 1), ">=3.11,<3.13").status is Status.FAIL
-    assert doctor.compiler_row(None, "").status is Status.FAIL
-    assert doctor.compiler_row("/usr/bin/c++", "c++ 12").status is Status.OK
-    assert doctor.ninja_row("/usr/bin/ninja", tmp_path / "ninja").status is Status.OK
-    assert doctor.ninja_row(None, tmp_path / "ninja").cure == doctor.INSTALL
-    (tmp_path / "ninja").touch()
-    assert doctor.ninja_row(None, tmp_path / "ninja").status is Status.OK
+def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "compiler", lambda: sys.executable)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    found, ninja = doctor.toolchain_rows()
+    assert found.status is Status.OK and found.value == f"Python {doctor.platform.python_version()}  {sys.executable}"
+    assert ninja == Row(Status.OK, "ninja", "/usr/bin/ninja")
+    monkeypatch.setattr(doctor, "compiler", lambda: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert [(row.status, row.cure) for row in doctor.toolchain_rows()] == [
+        (Status.FAIL, "apt-get install g++"),
+        (Status.FAIL, doctor.INSTALL),
+    ]
 
 
 def test_a_package_that_does_not_load_is_a_row() -> None:
@@ -49,18 +66,17 @@ def test_a_package_that_does_not_load_is_a_row() -> None:
 
 
 def test_devices() -> None:
-    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5\nGCC version: 12"
-    assert doctor.driver_version(version) == "550.54.15"
-    assert doctor.driver_version("") is None
+    driver = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5\nGCC version: 12"
+    assert [row.value for row in doctor.device_rows("CPU", driver, [], [])] == ["CPU", "NVIDIA 550.54.15"]
 
-    def statuses(build: str, driver: str | None, *memory: Memory) -> list[Status]:
+    def statuses(build: str, driver: str, *memory: Memory) -> list[Status]:
         return [row.status for row in doctor.device_rows(build, driver, ["card"] * len(memory), list(memory))]
 
-    assert statuses("CPU", None) == [Status.OK, Status.OK]
-    assert statuses("CPU", "550.54.15")[0] is statuses("XPU 20250301", "550.54.15")[0] is Status.WARN
-    assert statuses("XPU 20250301", None, Memory(80 * GIB, 79 * GIB)) == [Status.OK] * 3
-    assert statuses("CUDA 12.8", "550.54.15") == [Status.OK, Status.OK, Status.FAIL]
-    assert statuses("CUDA 12.8", "550.54.15", Memory(80 * GIB, 79 * GIB), Memory(80 * GIB, 9 * GIB))[2:] == [
+    assert statuses("CPU", "") == [Status.OK, Status.OK]
+    assert statuses("CPU", driver)[0] is statuses("XPU 20250301", driver)[0] is Status.WARN
+    assert statuses("XPU 20250301", "", Memory(80 * GIB, 79 * GIB)) == [Status.OK] * 3
+    assert statuses("CUDA 12.8", driver) == [Status.OK, Status.OK, Status.FAIL]
+    assert statuses("CUDA 12.8", driver, Memory(80 * GIB, 79 * GIB), Memory(80 * GIB, 9 * GIB))[2:] == [
         Status.OK,
         Status.WARN,
     ]
@@ -76,7 +92,6 @@ def test_ops_built_missing_stale_foreign_and_locked(tmp_path: Path) -> None:
         return doctor.op_row(CPU_ADAM, folder, torch_folder)
 
     assert row().status is Status.WARN and "not built" in row().value and "--build" in row().cure
-    assert doctor.op_row(CPU_ADAM, folder, torch_folder, preinstalled=True).status is Status.OK
     folder.mkdir(parents=True)
     library.touch()
     (folder / "build.ninja").write_text("cflags = -isystem /elsewhere/torch/include")
@@ -95,17 +110,19 @@ def test_a_failed_build_is_a_row(tmp_path: Path) -> None:
     assert row is not None and row.status is Status.FAIL and "NoSuchBuilder" in row.value
 
 
-def test_room() -> None:
-    assert doctor.shm_row(64 * 2**20).status is Status.WARN
-    assert doctor.shm_row(2 * GIB).status is Status.OK
-    assert doctor.host_row(Memory(64 * GIB, 1 * GIB)).status is Status.WARN
-    assert [doctor.disk_row(Path("runs"), gib * GIB // 2).status for gib in (1, 10, 100)] == [
-        Status.FAIL,
-        Status.WARN,
-        Status.OK,
-    ]
-    assert doctor.limit_row("open files", "-n", 1024, 4096).cure == "ulimit -n 4096"
-    assert doctor.limit_row("open files", "-n", resource.RLIM_INFINITY, 4096).value == "unlimited"
+def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def statuses(free_bytes: int, files: int) -> list[Status]:
+        monkeypatch.setattr(doctor, "host_memory", lambda: Memory(64 * GIB, 4 * free_bytes))
+        monkeypatch.setattr(doctor, "disk_free_bytes", lambda folder: free_bytes)
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda limit: (files, files))
+        cores, *rows, locked = doctor.room_rows(Path("runs"))
+        assert [cores.name, locked.name] == ["cores", "locked memory"]
+        return [row.status for row in rows]
+
+    ok, warn, fail = Status.OK, Status.WARN, Status.FAIL
+    assert statuses(100 * GIB, resource.RLIM_INFINITY) == [ok, ok, ok, ok]
+    assert statuses(10 * GIB, 4096) == [ok, ok, warn, ok]
+    assert statuses(GIB // 2, 1024) == [warn, warn, fail, warn]
 
 
 def test_summary() -> None:

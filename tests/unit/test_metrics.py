@@ -8,19 +8,6 @@ from strategies.core.sizes import human_duration
 from trainer.run import metrics
 
 
-def test_speed_and_utilisation() -> None:
-    assert metrics.tokens_per_second(5_000, 2.0) == 2_500
-    assert metrics.tokens_per_second(5_000, 0.0) is None
-    # 8e9 flops a token at 10,000 tokens/s is 8e13 flop/s: a fifth of two devices with 2e14 each
-    assert metrics.mfu(8e9, 10_000, 2e14, 2) == pytest.approx(0.2)
-    assert metrics.mfu(8e9, 10_000, None, 2) is None
-    assert metrics.mfu(8e9, 10_000, 2e14, 0) is None
-
-
-def test_flops_per_token_is_6n_plus_attention() -> None:
-    assert metrics.flops_per_token(1_000, num_layers=2, hidden_size=16, sequence=8) == 6_000 + 12 * 2 * 16 * 8
-
-
 def test_eta_is_the_mean_pace_times_what_is_left() -> None:
     assert metrics.eta_s(40, 200, 20.0) == pytest.approx(80.0)
     assert metrics.eta_s(200, 200, 20.0) == 0

@@ -24,21 +24,25 @@ def plan_of(**run: Any) -> Plan:
 
 
 def changes(plan: Plan, **sections: Any) -> list[str]:
-    return [cure.change for cure in cures(run_config(**sections), plan)]
+    return [change for change, _ in cures(run_config(**sections), plan)]
 
 
 def test_the_largest_comes_first() -> None:
-    found = cures(run_config(), plan_of(micro_batch=4))
-    assert [cure.freed_bytes for cure in found] == sorted((cure.freed_bytes for cure in found), reverse=True)
-    assert [cure.change for cure in found[:3]] == [
+    full_host, full = (
         "strategies: {recompute: {policy: full, activation_offloading: true}}",
         "strategies: {recompute: {policy: full}}",
-        "strategies: {recompute: {policy: selective}}",
-    ]
-    assert found[0].freed_bytes == (3 << 20) - (2 << 10)  # the last block's input is there, and one arrives
-    assert found[1].freed_bytes == (3 << 20) - (4 << 10)  # three of four blocks, less the inputs
-    assert found[2].freed_bytes == (3 << 20) - (4 << 10) - (3 << 18)  # and less what three of them keep
-    assert found[3].freed_bytes == 2 << 20  # half the rows: half of what is saved
+    )
+    selective = "strategies: {recompute: {policy: selective}}"
+    plan = plan_of(micro_batch=4)
+    found = dict(cures(run_config(), plan))
+    assert found[full_host] == (3 << 20) - (2 << 10)  # the last block's input is there, and one arrives
+    assert found[full] == (3 << 20) - (4 << 10)  # three of four blocks, less the inputs
+    assert found[selective] == (3 << 20) - (4 << 10) - (3 << 18)  # and less what three of them keep
+    assert found["training: {per_device_train_batch_size: 2, gradient_accumulation_steps: 2}"] == 2 << 20
+    lines = explain(run_config(), plan, MemoryError())
+    advised = lines[lines.index("what would free memory on the device, the most first:") + 1 :]
+    order = [full_host, full, selective, "training: {per_device_train_batch_size: 2, gradient_accumulation_steps: 2}"]
+    assert [line.strip().rpartition(": ")[0] for line in advised[:4]] == order
 
 
 def test_one_row_is_shortened() -> None:

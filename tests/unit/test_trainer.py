@@ -22,14 +22,7 @@ from trainer.verify.verify import full_weights
 
 Row = Mapping[str, Sequence[int]]
 STEP: Mapping[str, Any] = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
-
-
-class Driving(torch.optim.AdamW):
-    """The least that drives itself: it clips what it holds and steps."""
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(held, max_norm)
+OFFLOADED: Mapping[str, Any] = {"offload": {"site": "host", "weights": "streamed"}}
 
 
 def document(length: int, index: int, *, masked: int = 0) -> dict[str, list[int]]:
@@ -79,15 +72,12 @@ def worst(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 # Evaluation
 
 
-def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row], drives: bool) -> dict[str, float]:
+def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row]) -> dict[str, float]:
     """The loss that the Trainer reports, and two computed by hand: over tokens, and over rows."""
     from trainer.run import order
 
     trainer: Any = order.make_trainer(prepared(config, ranks, held_out, held_out))
     model = trainer.model
-    if drives:
-        trainer.optimizer = Driving(model.parameters())
-        trainer.accelerator.prepare(model, trainer.optimizer)
     metrics = trainer.evaluate()
     losses, tokens = [], []
     model.eval()
@@ -112,15 +102,17 @@ def evaluate(ranks: Ranks, config: RunConfig, held_out: Sequence[Row], drives: b
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "drives"), [(1, False), (2, False), (2, True)], ids=["1", "2", "2, driven"])
-def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, num_ranks: int, drives: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "strategies"), [(1, {}), (2, {}), (2, OFFLOADED)], ids=["1", "2", "2, offloaded"]
+)
+def test_evaluation_is_the_mean_over_tokens(tmp_path: Path, num_ranks: int, strategies: Any) -> None:
     """Seven rows of different length, two at a time: the last batch is smaller, and one of two ranks has a row less."""
     held_out = [document(length, index, masked=length // 3) for index, length in enumerate((5, 16, 9, 12, 6, 14, 4))]
     config = run_config(
         {**LLAMA, "initializer_range": 0.4}, output_dir=tmp_path, per_device_eval_batch_size=2, eval_strategy="epoch",
-        data={"eval_fraction": 0.5},
+        data={"eval_fraction": 0.5}, strategies=strategies,
     )  # fmt: skip
-    found = run_world(num_ranks, evaluate, config, held_out, drives)
+    found = run_world(num_ranks, evaluate, config, held_out)
     assert found["tokens"] == found["counted"]
     assert found["reported"] == pytest.approx(found["hand"], rel=1e-6)
     assert found["perplexity"] == pytest.approx(np.exp(found["hand"]), rel=1e-5)
@@ -226,29 +218,22 @@ def test_stage_0_clips_as_torch_does_and_logs_the_norm(tmp_path: Path) -> None:
     assert unclipped["grad_norm"][0] == stage_0["grad_norm"][0]  # the norm is logged where nothing is clipped, too
 
 
-# An optimizer that drives the model
+# The memory engine
 
 
-def driven_and_stock(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
-    """The same steps by a self-driving optimizer in our Trainer, and by AdamW in Hugging Face's."""
+def stowed_and_stock(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
+    """The same steps by our Trainer with the engine, and by Hugging Face's."""
     import transformers
 
     from trainer.run import order
 
     run = prepared(config, ranks, UNEVEN)
     trainer: Any = order.make_trainer(run)
-    model, optimizer = trainer.model, Driving(trainer.model.parameters(), lr=1e-2)
-    trainer.optimizer = optimizer
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
     trainer.train()
-    kept = {
-        "wrapped": trainer.model_wrapped is not model,
-        "optimizer wrapped": trainer.optimizer is not optimizer,
-        "driver": trainer.accelerator.driver is optimizer,
-        "moved": addresses != [parameter.data_ptr() for parameter in model.parameters()],
-    }
-    ours = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    norms = logged(trainer, "grad_norm")
+    assert trainer.stowed is not None and trainer.accelerator.stowed is trainer.optimizer
+    assert trainer.model_wrapped is trainer.model
+    ours = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.stowed.close()
 
     stock_model = order.make_model(run)
     stock: Any = transformers.Trainer(
@@ -256,21 +241,19 @@ def driven_and_stock(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
         args=order.make_arguments(run),
         train_dataset=run.prepared.train,
         data_collator=trainer.data_collator,
-        optimizers=(torch.optim.AdamW(stock_model.parameters(), lr=1e-2), None),
     )
     stock.train()
-    theirs = {name: parameter.detach().clone() for name, parameter in stock_model.named_parameters()}
-    return {"kept": kept, "ours": ours, "theirs": theirs, "norms": norms, "their norms": logged(stock, "grad_norm")}
+    norms, their_norms = logged(trainer, "grad_norm"), logged(stock, "grad_norm")
+    return {"ours": ours, "theirs": stock_model.state_dict(), "norms": norms, "their norms": their_norms}
 
 
 @pytest.mark.ranks
-def test_an_optimizer_that_drives_the_model_is_left_alone(tmp_path: Path) -> None:
+def test_the_engine_is_left_alone(tmp_path: Path) -> None:
     config = run_config(
-        LLAMA, output_dir=tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, max_grad_norm=0.05,
+        LLAMA, output_dir=tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2,
+        gradient_accumulation_steps=2, max_grad_norm=0.05, strategies=OFFLOADED,
     )  # fmt: skip
-    found = run_world(1, driven_and_stock, config)
-    assert found["kept"] == {"wrapped": False, "optimizer wrapped": False, "driver": True, "moved": False}
+    found = run_world(1, stowed_and_stock, config)
     assert compare(found["theirs"], found["ours"]) == []
     assert found["norms"] == found["their norms"]
     assert min(found["norms"]) > 0.05  # it has clipped

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from launch import verify as command
 from strategies.core.facts import Facts
@@ -188,3 +189,27 @@ def test_strategies_that_are_not_offload_are_not_made_to_move(
         "training a shrunk copy twice, 3 steps on 2 ranks: plain, and with strategies recompute",
         "bitwise equal",
     ]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_is_compared_with_what(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 the engine first with itself, its optimizer kept, then one run with plain training and SGD."""
+    runs: list[tuple[Any, bool]] = []
+    moved = {"num_buckets": 8, "num_left": 6, "shows": ALL, "up_bytes": 1, "down_bytes": 1}
+
+    def train(self: Offloaded, options: Any, *, keep_optimizer: bool) -> dict[str, Any]:
+        runs.append((options, keep_optimizer))
+        return {"weights": {"w": torch.ones(1)}, "state": {"w exp_avg": torch.ones(1)}, "moved": moved}
+
+    monkeypatch.setattr(Offloaded, "_run", train)
+    monkeypatch.setattr(verify, "repeatable", lambda train: train())
+    config = offloading(HOST, bf16=bf16)
+    checked = Offloaded(config, plan_of(config, Ranks(), probe()), 1, 2, 2e-2)
+    found = [(check.against.partition(",")[0], check.tolerance) for check in checked.checks()]
+    num = len(checked.copies)
+    if bf16:
+        assert found == [("the engine with all on the device", 0.0)] * num + [("plain training", 2e-2)]
+        assert runs[0] == (verify.RESIDENT, True) and runs[num + 1] == (None, False) and not runs[-1][1]
+    else:
+        assert found == [("plain training", 2e-2)] * num and runs[0] == (None, True)
+        assert all(keep for _, keep in runs)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from strategies.engine.memory import accelerator
-from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment
+from trainer.dist.ranks import Ranks, describe, from_environment, process_group, quiet_libraries, settle_environment
 
 PRELOAD = ["torch", "deepspeed", "transformers", "datasets", "accelerate", "trainer.run.order", "trainer.run.trainer"]
 
@@ -87,8 +87,6 @@ def _rank(ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args:
     os.environ.update({**describe(ranks), "MASTER_PORT": port})
     settle_environment(ranks, len(os.sched_getaffinity(0)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    from trainer.dist.ranks import quiet_libraries
-
     quiet_libraries()
     with process_group(from_environment(), 120, single=True):
         result = work(ranks, *args)

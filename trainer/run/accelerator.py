@@ -11,10 +11,12 @@ backward and step: the result has the bits of plain training, and the gradient n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+
+from strategies.engine import StowOptimizer, stowed_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,40 +24,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@runtime_checkable
-class DrivesModel(Protocol):
-    """An optimizer that has hooked the model itself and clips the gradients that it holds."""
-
-    param_groups: list[dict[str, Any]]
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
-
-    def step(self) -> None: ...
-
-
 class StowAccelerator(Accelerator):
     """Accelerate's Accelerator, unchanged for plain training and for DeepSpeed with stages 1 to 3."""
 
-    driver: DrivesModel | None = None
+    stowed: StowOptimizer | None = None
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
     last_norm: Any = None  # of the newest clipping, whichever library did it
     _norm: Tensor | None = None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's, but with the memory engine the model is neither wrapped nor moved; it gets its autocast."""
-        self.driver = next((arg for arg in args if isinstance(arg, DrivesModel)), self.driver)
-        if self.driver is None:
+        self.stowed = next((arg for arg in args if isinstance(arg, StowOptimizer)), self.stowed)
+        if self.stowed is None:
             return super().prepare(*args, **kwargs)
-        made = tuple(self._prepare_driven(arg, kwargs) for arg in args)
+        made = tuple(self._prepare_stowed(arg, kwargs) for arg in args)
         return made if len(made) > 1 else made[0]
 
-    def _prepare_driven(self, arg: Any, kwargs: dict[str, Any]) -> Any:
+    def _prepare_stowed(self, arg: Any, kwargs: dict[str, Any]) -> Any:
         from torch import nn
         from torch.utils.data import DataLoader
 
         if isinstance(arg, nn.Module):
-            return self.prepare_model(arg, device_placement=False, evaluation_mode=True)
+            return self.prepare_model(arg)
         return super().prepare(arg, **kwargs) if isinstance(arg, DataLoader) else arg
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As Accelerate's, but a stowed model is neither moved nor wrapped, before training as well."""
+        if stowed_by(model) is not None:
+            device_placement, evaluation_mode = False, True
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward; under DeepSpeed also the step, when gradients are complete."""
@@ -73,28 +70,30 @@ class StowAccelerator(Accelerator):
             engine.step()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
-        """The norm before clipping; clips unless the driver has clipped already."""
-        self.last_norm = self._clip(parameters, max_norm, norm_type)
+        """The norm before clipping. Gradients that the engine holds, or that were clipped in ``backward``, stay there.
+
+        Raises:
+            ValueError: with the memory engine: another norm, or parameters that have a gradient are left out, which
+                would be clipped together with the others.
+        """
+        if self.stowed is not None:
+            self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)
+        elif self._norm is not None:
+            self.last_norm = self._norm
+        else:
+            self.last_norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return self.last_norm
 
-    def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Any:
-        if self.driver is not None:
-            if norm_type != 2:
-                raise ValueError(f"norm_type={norm_type}: a stowed model clips by the Euclidean norm, 2")
-            self._refuse_some(parameters, self.driver)
-            return self.driver.clip_grad_norm_(max_norm)
-        if self._norm is not None:
-            return self._norm
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
-
     @staticmethod
-    def _refuse_some(chosen: Iterable[Tensor], driver: DrivesModel) -> None:
-        """Raise ValueError if a parameter that has a gradient is not among ``chosen``: all are clipped together."""
+    def _clip_stowed(stowed: StowOptimizer, chosen: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type}: a stowed model clips by the Euclidean norm, 2")
         ids = {id(parameter) for parameter in chosen}
-        trained = [parameter for group in driver.param_groups for parameter in group["params"]]
+        trained = [parameter for group in stowed.param_groups for parameter in group["params"]]
         left_out = sum(id(parameter) not in ids and parameter.grad is not None for parameter in trained)
         if left_out:
             raise ValueError(
                 f"clip_grad_norm_ leaves out {left_out} of {len(trained)} parameters: all of a stowed model's are "
                 f"clipped together; give it model.parameters()"
             )
+        return stowed.clip_grad_norm_(max_norm)

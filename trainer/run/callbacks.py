@@ -59,33 +59,16 @@ class Meter(TrainerCallback):
     another pause. The meter must be the last callback, so that what the others do at those events counts as pause too.
 
     Args:
-        flops_per_token: of forward and backward; None leaves MFU out.
-        peak_flops: of one device in the training dtype; None leaves MFU out.
-        num_devices: over all ranks.
+        flops_per_token: of forward and backward.
+        peak_flops: of all devices together in the training dtype; None leaves MFU out.
         sum_over_ranks: adds up one integer over all ranks; called on every rank once per training record.
-        clock: seconds, for tests.
     """
 
-    def __init__(
-        self,
-        *,
-        flops_per_token: float | None = None,
-        peak_flops: float | None = None,
-        num_devices: int = 1,
-        sum_over_ranks: Callable[[int], int] = lambda num_tokens: num_tokens,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._num_devices = num_devices
+    def __init__(self, flops_per_token: float, peak_flops: float | None, sum_over_ranks: Callable[[int], int]) -> None:
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._sum_over_ranks = sum_over_ranks
-        self._clock = clock
-        self._restart(first_step=0)
-
-    def _restart(self, first_step: int) -> None:
-        self._first_step = first_step
-        self._num_tokens, self._paused_s = 0, 0.0
-        self._began_s = self._lap_began_s = self._latest_s = self._clock()
+        self._num_tokens = 0
+        self._began_s = self._lap_began_s = self._latest_s = self._paused_s = 0.0  # evaluation needs no training before
 
     def count(self, num_tokens: int) -> None:
         """Add the tokens of one micro-batch of this rank. Does not synchronise."""
@@ -100,12 +83,11 @@ class Meter(TrainerCallback):
 
     def _lap(self, state: TrainerState) -> dict[str, float | None]:
         """The values since the last training record; starts the next lap."""
-        now_s = self._clock()
+        now_s = time.perf_counter()
         num_tokens = self._sum_over_ranks(self._num_tokens)
-        speed = metrics.tokens_per_second(num_tokens, now_s - self._lap_began_s - self._paused_s)
-        used = None
-        if speed is not None and self._flops_per_token is not None:
-            used = metrics.mfu(self._flops_per_token, speed, self._peak_flops, self._num_devices)
+        seconds_s = now_s - self._lap_began_s - self._paused_s
+        speed = num_tokens / seconds_s if seconds_s > 0 else None
+        used = speed * self._flops_per_token / self._peak_flops if speed and self._peak_flops else None
         num_done, num_total = state.global_step - self._first_step, state.max_steps - self._first_step
         self._num_tokens, self._paused_s = 0, 0.0
         self._lap_began_s = self._latest_s = now_s
@@ -119,13 +101,15 @@ class Meter(TrainerCallback):
         }
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._restart(first_step=state.global_step)
+        self._first_step = state.global_step
+        self._num_tokens, self._paused_s = 0, 0.0
+        self._began_s = self._lap_began_s = self._latest_s = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._latest_s = self._clock()
+        self._latest_s = time.perf_counter()
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
-        now_s = self._clock()
+        now_s = time.perf_counter()
         self._paused_s += now_s - self._latest_s
         self._latest_s = now_s
 

@@ -19,7 +19,7 @@ from strategies.core.commit import replace_file
 from trainer.errors import ConfigError
 
 MARK = "complete.json"
-FOLDER = re.compile(r"checkpoint-(\d+)")
+FOLDER = re.compile(r"checkpoint-\d+")
 
 
 def mark_complete(output_dir: Path, step: int, *, is_first: bool) -> None:
@@ -43,14 +43,14 @@ def _barrier() -> None:
         torch.distributed.barrier()
 
 
+def _checkpoints(output_dir: Path) -> list[Path]:
+    named = [path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
 def complete(output_dir: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
-    found = [
-        (int(match[1]), path)
-        for path in output_dir.glob("checkpoint-*")
-        if (match := FOLDER.fullmatch(path.name)) and (path / MARK).is_file()
-    ]
-    return [path for _, path in sorted(found)]
+    return [path for path in _checkpoints(output_dir) if (path / MARK).is_file()]
 
 
 def newest_complete(output_dir: Path) -> Path | None:
@@ -75,7 +75,7 @@ def set_aside(output_dir: Path) -> Path | None:
     Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
     Returns the folder they are in now; None if there were none.
     """
-    old = sorted(path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir())
+    old = _checkpoints(output_dir)
     if not old:
         return None
     number = next(n for n in itertools.count(1) if not (output_dir / f"earlier-{n}").exists())

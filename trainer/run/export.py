@@ -79,7 +79,8 @@ def export(
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return None
-    state = tied_again(model, plainly_named(gathered))
+    gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in gathered.items()}  # torch.compile's prefix
+    state = tied_again(model, gathered)
     if hasattr(model, "peft_config"):
         expected = {}  # reloaded adapters have other names than trained ones; only their values are compared
         if merge:
@@ -101,11 +102,6 @@ def export(
             card.save(draft / "README.md")
         with as_a_user(trainer):
             return check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
-
-
-def plainly_named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``state`` by the model's own names, without the prefix that torch.compile adds."""
-    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
 
 def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

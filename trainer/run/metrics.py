@@ -1,11 +1,12 @@
-"""Throughput, MFU, perplexity and time left, and how they are written. Pure functions: no torch, no clock, no state.
+"""Perplexity and time left, and how records are written. Pure functions: no torch, no clock, no state.
 
 Conventions, so that throughput can be compared:
 
 - A token is an input position of a training batch, padding included, counted over all ranks. Seconds are training
   seconds, without evaluation and saving.
-- MFU uses the arithmetic of the model (PaLM, arXiv 2204.02311, appendix B): 6N + 12*L*h*s per token, with dense
-  attention, not halved for the causal mask, and without recomputation (which would make it HFU).
+- MFU uses the arithmetic of the model, as torch counts it in one forward, times three for forward and backward. For a
+  Transformer that is PaLM's 6N + 12*L*h*s per token (arXiv 2204.02311, appendix B): dense attention, not halved for
+  the causal mask, and without recomputation (which would make it HFU).
 - A number that is not known is left out of the line and never shown as 0.
 """
 
@@ -15,29 +16,6 @@ import math
 from collections.abc import Mapping
 
 from strategies.core.sizes import human, human_duration
-
-
-def tokens_per_second(num_tokens: int, seconds_s: float) -> float | None:
-    """Tokens per second; None if no time has passed."""
-    return num_tokens / seconds_s if seconds_s > 0 else None
-
-
-def flops_per_token(num_active_params: int, num_layers: int, hidden_size: int, sequence: int) -> float:
-    """Floating-point operations of forward and backward for one token: ``6N + 12*L*h*s``.
-
-    6N: each weight is multiplied and added once in forward and twice in backward. 12*L*h*s: the two attention
-    products, ``QK^T`` and ``AV``, cost 2*2*h*s per layer in forward and twice that in backward, with h = heads *
-    head size. ``num_active_params`` counts weights that a token is multiplied by: of experts only those routed
-    to, and not an input embedding, which is a lookup, unless it is tied to the head.
-    """
-    return 6.0 * num_active_params + 12.0 * num_layers * hidden_size * sequence
-
-
-def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float | None, num_devices: int) -> float | None:
-    """Model FLOPs utilisation, 0 to 1; None if the peak is unknown. ``tokens_per_s`` is over all devices."""
-    if not peak_flops or num_devices < 1:
-        return None
-    return flops_per_token * tokens_per_s / (peak_flops * num_devices)
 
 
 def eta_s(num_done: int, num_total: int, elapsed_s: float) -> float | None:

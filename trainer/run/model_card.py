@@ -44,10 +44,13 @@ def model_card(
     header = ModelCardData(
         base_model=base, library_name="peft" if adapters else "transformers", pipeline_tag="text-generation", tags=tags
     )
+    data = config.data
+    source = f"`{data.path}` ({data.name})" if data.name else f"`{data.path}`"
     parts = [
         f"# {Path(config.training.output_dir).name}",
         _origin(config, hf_config.model_type),
-        f"It was trained on {_data(config)}, for {state.global_step} steps. " + " ".join(_results(state.log_history)),
+        f"It was trained on {source} in sequences of up to {data.max_length} tokens, for {state.global_step} steps. "
+        + " ".join(_results(state.log_history)),
         f"Strategies: {_strategies(config)}. The command, on {num_ranks} process{'es' if num_ranks > 1 else ''}:",
         f"```\n{shlex.join(argv)}\n```",
         f"Versions: {', '.join(_versions([*PACKAGES, *(['peft'] if config.model.lora is not None else [])]))}.",
@@ -65,12 +68,6 @@ def _origin(config: RunConfig, model_type: str) -> str:
         return f"`{base}`, a model of type {model_type}, trained further with DeepStow."
     merged = f"; what was trained are low-rank adapters (rank {lora.r}), merged into them" if lora is not None else ""
     return f"A model of type {model_type}, trained with DeepStow from random weights{merged}."
-
-
-def _data(config: RunConfig) -> str:
-    data = config.data
-    subset = f" ({data.name})" if data.name else ""
-    return f"`{data.path}`{subset} in sequences of up to {data.max_length} tokens"
 
 
 def _results(history: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -53,12 +53,12 @@ class StopNonFinite(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
         norm = accelerator.last_norm
-        if accelerator.driver is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
+        if accelerator.stowed is not None or norm is None or bool(torch.as_tensor(norm).isfinite()):
             return
         if _is_searching_scale(self._trainer):
             return
         state.global_step += 1  # the step that is not taken; its numbers are logged nevertheless
-        self._trainer.log({"loss": self._trainer.last_loss, "grad_norm": float(norm)})
+        self._trainer.log({"loss": float(self._trainer.last_loss), "grad_norm": float(norm)})
         raise described(self._trainer, state.global_step, f"the gradient norm is {float(norm)}")
 
 

@@ -7,7 +7,6 @@ the missing bytes went. What each change frees is computed from the same counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strategies.core.peak import backward_peak
@@ -19,14 +18,6 @@ from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Cure:
-    """A change of the config and the device bytes it would free."""
-
-    change: str
-    freed_bytes: int
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -52,7 +43,8 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
     parts = ((name, human(size)) for name, size in _parts(plan) if size)
     lines += [f"  {line}" for line in table(("on the device", "bytes"), parts, {"bytes"})]
     lines.append("what would free memory on the device, the most first:")
-    lines += [f"  {cure.change}: {human(cure.freed_bytes)}" for cure in cures(config, plan)]
+    freed = sorted(cures(config, plan), key=lambda cure: -cure[1])
+    lines += [f"  {change}: {human(size)}" for change, size in freed if size > 0]
     return lines
 
 
@@ -64,31 +56,27 @@ def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
         yield reserve.owner, reserve.num_bytes
 
 
-def cures(config: RunConfig, plan: Plan) -> list[Cure]:
-    """Changes that would free device memory, the largest first."""
-    return sorted((cure for cure in _cures(config, plan) if cure.freed_bytes > 0), key=lambda cure: -cure.freed_bytes)
-
-
-def _cures(config: RunConfig, plan: Plan) -> Iterator[Cure]:
+def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
+    """Changes of the config, and the device bytes that each would free."""
     run, training = plan.facts.run, config.training
     saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
     if run.micro_batch > 1:
         half = run.micro_batch // 2
         rest = f"per_device_train_batch_size: {half}, gradient_accumulation_steps: {run.accumulation * 2}"
-        yield Cure(f"training: {{{rest}}}", saved - saved * half // run.micro_batch)
+        yield f"training: {{{rest}}}", saved - saved * half // run.micro_batch
     elif run.sequence > 1:
-        yield Cure(f"data.max_length: {run.sequence // 2}", saved // 2)
+        yield f"data.max_length: {run.sequence // 2}", saved // 2
     if not (training.gradient_checkpointing or training.activation_checkpointing):
         yield from _recompute(plan)
     if plan.layout is not None:
         lower = plan.peak(Home.DEVICE) * 9 // 10
-        yield Cure(f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower)
+        yield f"strategies.offload.gpu_memory: {lower >> 20}MiB", plan.peak(Home.DEVICE) - lower
     elif not config.strategies:
         movable = (Kind.GRAD, Kind.MASTER, Kind.MOMENT)
-        yield Cure("strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable))
+        yield "strategies: {offload: {}}", sum(plan.total(kind, Home.DEVICE) for kind in movable)
 
 
-def _recompute(plan: Plan) -> Iterator[Cure]:
+def _recompute(plan: Plan) -> Iterator[tuple[str, int]]:
     """Recomputation policies that keep less than the plan does."""
     units = plan.facts.units
     now = plan.saved_peak()
@@ -99,4 +87,4 @@ def _recompute(plan: Plan) -> Iterator[Cure]:
             continue
         peak = backward_peak([way.saved for way in ways], [0] * len(units))
         words = f"policy: {policy}{', activation_offloading: true' * hosts}"
-        yield Cure(f"strategies: {{recompute: {{{words}}}}}", now - peak)
+        yield f"strategies: {{recompute: {{{words}}}}}", now - peak

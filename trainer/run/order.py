@@ -34,6 +34,7 @@ from trainer.run import checkpoint, optimizer_choice
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
     from trainer.config.sections import RunConfig
@@ -55,7 +56,6 @@ class Run:
     machine: Machine
     plan: Plan
     resume: Path | None
-    arguments: TrainingArguments | None = None
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -75,9 +75,10 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
-    shown = full_report.text(plan, priced := plan_cost(plan))
+    cost = plan_cost(plan)
+    shown = full_report.text(plan, cost)
     if ranks.is_first:
-        write_plan(run, shown, full_report.to_json(plan, priced))
+        write_plan(run, shown, full_report.to_json(plan, cost))
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
     run.say(f"\n{shown}\n")
@@ -101,25 +102,16 @@ def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrain
 
     section = config.model
     build.refuse_missing_folder(section)
-    spec = section.tokenizer
-    words = tokenizer.load(
-        spec, section.name_or_path, section.trust_remote_code, folder, (text for text in prepare.texts(config.data))
-    )
+    texts = prepare.texts(config.data)
+    words = tokenizer.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
         raise ConfigError(
             f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
         )
-    prepared = prepare.prepare(
-        config.data,
-        words,
-        rows,
-        config.training.seed,
-        folder / "data",
-        (lambda line: None) if quiet else write_line,
-    )
-    return words, prepared
+    say = (lambda line: None) if quiet else write_line
+    return words, prepare.prepare(config.data, words, rows, config.training.seed, folder / "data", say)
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -154,14 +146,10 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
 def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:
     """Write config, plan (as text and as JSON) and DeepSpeed config into the run's folder."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    written: dict[str, str] = {
-        "config.yaml": run.config.dump(),
-        "plan.json": json.dumps(content, indent=1),
-        "plan.txt": text + "\n",
-        "ds_config.json": json.dumps(deepspeed.ds_config(run.plan), indent=1),
-    }
-    for name, text in written.items():
-        replace_file(run.folder / name, text)
+    replace_file(run.folder / "config.yaml", run.config.dump())
+    replace_file(run.folder / "plan.json", json.dumps(content, indent=1))
+    replace_file(run.folder / "plan.txt", text + "\n")
+    replace_file(run.folder / "ds_config.json", json.dumps(deepspeed.ds_config(run.plan), indent=1))
     block_timing.store(run.folder, run.plan.facts)
 
 
@@ -234,26 +222,25 @@ def make_trainer(run: Run) -> Trainer:
     from trainer.run.plan_check import PlanCheck
     from trainer.run.trainer import Trainer
 
-    run.arguments = make_arguments(run)
-    meter = make_meter(run)
+    arguments = make_arguments(run)
+    meter = make_meter(run, arguments.device)
     prompt = sample_prompt(run)
     sample = [SampleText(prompt)] if prompt else []
     packing = run.config.data.packing
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
     plan_file = run.folder / "plan.json"
-    recomputes = run.arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
+    recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
     plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
     trainer = Trainer(
         model=make_model(run),
-        args=run.arguments,
+        args=arguments,
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
         processing_class=run.tokenizer,
         data_collator=Collator(run.tokenizer.pad_token_id, packing, flatten=flatten),
         meter=meter,
         plan=run.plan,
-        own_clipping=run.config.training.max_grad_norm if deepspeed.clips_itself(run.plan) else None,
         plan_check=plan_check,
         callbacks=[
             ProgressLine(),
@@ -265,6 +252,8 @@ def make_trainer(run: Run) -> Trainer:
         ],
     )
     trainer.remove_callback(PrinterCallback)  # our line says more
+    if deepspeed.clips_itself(run.plan):
+        trainer.accelerator.max_grad_norm = run.config.training.max_grad_norm
     return trainer
 
 
@@ -289,30 +278,24 @@ def check_packing(config: RunConfig) -> None:
         raise ConfigError(f"data.packing = true: {reason}; set data.packing: false for this model")
 
 
-def make_meter(run: Run) -> Meter:
+def make_meter(run: Run, device: torch.device) -> Meter:
     """The meter of tokens and time over all ranks, with MFU if the device's peak is known."""
     known = run.plan.facts.run
     peaks = run.machine.peak_flops
+    peak = peaks.of(known.precision.value) if peaks else None
+
+    def sum_over_ranks(number: int) -> int:
+        import torch
+
+        total = torch.tensor(number, dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(total)
+        return int(total.item())
+
     return Meter(
         flops_per_token=3 * known.forward_flops / (known.micro_batch * known.sequence),
-        peak_flops=peaks.of(known.precision.value) if peaks else None,
-        num_devices=known.world_size,
+        peak_flops=peak and peak * known.world_size,
         sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
     )
-
-
-def sum_over_ranks(number: int) -> int:
-    """The sum of one integer over all ranks; a collective."""
-    import torch
-    import torch.distributed as dist
-
-    from strategies.engine.memory import accelerator
-
-    # By the group, not by the machine: a job may train on the CPU although there is an accelerator.
-    device = "cpu" if dist.get_backend() == dist.get_default_backend_for_device("cpu") else accelerator.kind()
-    total = torch.tensor(number, dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total.item())
 
 
 def sample_prompt(run: Run) -> str:

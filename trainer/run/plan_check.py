@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,10 +126,9 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         elif step == COUNTED - 1 and self._countable and not self._storages:
             with count_saved(model) as self._storages:
                 yield
-        elif step == STEP - 1 and self._plan.layout is not None and self._clock is None:
-            blocks = find_blocks(model)
+        elif step == STEP - 1 and self._plan.layout and self._clock is None and (blocks := find_blocks(model)):
             self._clock = UnitClock(blocks, next(model.parameters()).device)
-            with self._clock.forward() if blocks else nullcontext():
+            with self._clock.forward():
                 yield
         else:
             yield
@@ -190,7 +189,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         yield Comparison("step 2", cost.seconds, self._now() - self._began[0], "seconds")
 
     def _timings(self) -> UnitTimes | None:
-        found = self._clock.seconds() if self._clock is not None and self._clock.marks else None
+        found = self._clock.seconds() if self._clock is not None else None
         if found is None:
             return None
         return replace(

@@ -10,6 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch.distributed
+
 from strategies.core.applied import shown_by
 from strategies.core.compose import needs_of
 from strategies.core.protocol import Need
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
     from trainer.run.order import Run
     from trainer.run.trainer import Trainer
-
-NEXT_STEPS = {"runs/quickstart": "make finetune"}
 
 
 def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
@@ -74,9 +74,8 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
     except UserError as error:
         if ranks.is_first:
             print("\n".join(error.lines), file=sys.stderr, flush=True)
-        code = error.code
         traceback.clear_frames(error.__traceback__)
-        return code
+        return error.code
     except KeyboardInterrupt as stop:
         if ranks.is_first:
             print("interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint", file=sys.stderr)
@@ -87,20 +86,13 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
         if prepared is not None and oom.is_shortage(error):
             print("\n".join(oom.explain(config, prepared.plan, error)), file=sys.stderr, flush=True)
             code = ExitCode.OUT_OF_MEMORY
-        if lost_peer(error):
+        if isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error):
             # The rank that failed first reports why, and the launcher ends this one, unless that rank was killed.
             time.sleep(GRACE_S)
             code = ExitCode.PEER_DIED
         traceback.print_exc()
         traceback.clear_frames(error.__traceback__)
         return code
-
-
-def lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank has ended."""
-    import torch.distributed
-
-    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
 def show_sample(config: RunConfig) -> None:
@@ -155,6 +147,5 @@ def finish(run: Run, trainer: Trainer) -> None:
     )
     write_line(f"run folder: {folder} (plan.txt, metrics.jsonl, config.yaml, checkpoints)")
     write_line(f"curves:     tensorboard --logdir {folder}")
-    following = NEXT_STEPS.get(str(folder))
-    if following:
-        write_line(f"next:       {following}")
+    if folder == Path("runs/quickstart"):
+        write_line("next:       make finetune")

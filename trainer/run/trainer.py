@@ -6,8 +6,6 @@
 * a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
 * a checkpoint is marked complete by a file written after all ranks have written theirs, and only such a checkpoint
   is resumed automatically.
-
-``logging_nan_inf_filter`` is off: a loss that is not finite is logged as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from strategies.engine import NonFiniteError
+from trainer.data.packing import MASKED
 from trainer.run.callbacks import Meter
 from trainer.run.checkpoint import mark_complete, prune, unmark
 from trainer.run.nonfinite import DEEPSPEED_SAYS, StopNonFinite, described
@@ -32,32 +31,22 @@ if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from trainer.run.plan_check import PlanCheck
 
-IGNORED = -100
-
 
 class Trainer(StowedTrainer, transformers.Trainer):
     """``transformers.Trainer`` with our accelerator, token-weighted evaluation and log records.
 
     Args:
         meter: counts tokens and time; fills each record.
-        own_clipping: largest norm, if we clip between backward and step (ZeRO stage 0 in fp32, see
-            ``trainer/run/accelerator.py``); ``args.max_grad_norm`` is then 0, so that gradients are not clipped twice.
         plan: of the run; with a layout the memory engine trains.
         plan_check: compares the plan with the run; also one of ``callbacks``.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        meter: Meter,
-        own_clipping: float | None,
-        plan: Plan,
-        plan_check: PlanCheck | None = None,
-        **kwargs: Any,
-    ) -> None:
+    plan: Plan
+    last_inputs: dict[str, Any]
+    last_loss: torch.Tensor
+
+    def __init__(self, *args: Any, meter: Meter, plan: Plan, plan_check: PlanCheck | None, **kwargs: Any) -> None:
         self.meter, self.plan_check, self.plan = meter, plan_check, plan
-        self._own_clipping = own_clipping
-        self.last_inputs: dict[str, Any] = {}
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
         super().__init__(*args, **kwargs)
         self.add_callback(StopNonFinite(self))
@@ -65,17 +54,11 @@ class Trainer(StowedTrainer, transformers.Trainer):
     @property
     def stows(self) -> bool:
         """Whether the plan has a layout, so that the memory engine trains."""
-        return self.plan is not None and self.plan.layout is not None
+        return self.plan.layout is not None
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """The plan of the run."""
-        assert self.plan is not None
         return self.plan
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Make our accelerator, which under ZeRO stage 0 in fp32 also clips (``trainer/run/accelerator.py``)."""
-        super().create_accelerator_and_postprocess()
-        self.accelerator.max_grad_norm = self._own_clipping
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's.
@@ -98,14 +81,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self.meter.count(inputs["input_ids"].numel())
         self.last_inputs = inputs
-        loss = super().training_step(model, inputs, *rest, **more)
-        self._last_loss = loss
-        return loss
-
-    @property
-    def last_loss(self) -> float:
-        """The loss of the newest micro-batch; waits for the device."""
-        return float(self._last_loss)
+        self.last_loss = super().training_step(model, inputs, *rest, **more)
+        return self.last_loss
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> Any:
         with self.plan_check.counting(model, self.state.global_step) if self.plan_check else nullcontext():
@@ -142,8 +119,8 @@ def _token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch
     """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2]."""
     scores = logits[0] if isinstance(logits, tuple) else logits
     targets = labels[:, 1:]
-    losses = cross_entropy(scores[:, :-1].float().transpose(1, 2), targets, ignore_index=IGNORED, reduction="none")
-    return torch.stack([losses.sum(dim=1), targets.ne(IGNORED).sum(dim=1).float()], dim=1)
+    losses = cross_entropy(scores[:, :-1].float().transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
+    return torch.stack([losses.sum(dim=1), targets.ne(MASKED).sum(dim=1).float()], dim=1)
 
 
 def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:

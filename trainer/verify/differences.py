@@ -8,7 +8,7 @@ anything else is compared with it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +36,13 @@ def compare(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     """
     if plain.keys() != other.keys():
         raise ValueError(f"parameter names differ: {sorted(plain.keys() ^ other.keys())[:5]}")
-    return sorted(_differences(plain, other), key=lambda found: -found.relative)
-
-
-def _differences(plain: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterable[Difference]:
+    differences = []
     for name, expected in plain.items():
         found = other[name]
-        if torch.equal(expected.view(torch.int32), found.view(torch.int32)):
-            continue
-        scale = expected.abs().max().clamp_min(1e-12)
-        relative = float((expected - found).abs().max() / scale)
-        yield Difference(name, relative, int((expected != found).sum()), expected.numel())
+        if not torch.equal(expected.view(torch.int32), found.view(torch.int32)):
+            relative = float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))
+            differences.append(Difference(name, relative, int((expected != found).sum()), expected.numel()))
+    return sorted(differences, key=lambda difference: -difference.relative)
 
 
 def repeatable(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:

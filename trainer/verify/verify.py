@@ -15,8 +15,7 @@ be equal to the last bit with the configured optimizer, its state included. Copi
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,21 +209,10 @@ def _tokenizer() -> Any:
 
 
 def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Parameters by name on rank 0, gathered one by one if ZeRO has partitioned them. A collective."""
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    state = model.state_dict()  # includes weights that are not on the device at the moment
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        gathered: Any = nullcontext()
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            gathered = deepspeed.zero.GatheredParameters([parameter])
-        with gathered:
-            if ranks.is_first:
-                weight = parameter if hasattr(parameter, "ds_id") else state[name]
-                found[name] = weight.detach().float().cpu().clone()
-    return found
+    """Parameters by name on rank 0, wherever their memory is. A collective."""
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    names = [name for name, _ in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()]
+    return {name: state[name].detach().float().cpu().clone() for name in names} if ranks.is_first else {}
 
 
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
@@ -296,17 +284,14 @@ class Offloaded:
             UserError: a run was refused.
             WorldError: a run failed.
         """
-        if not self._config.training.bf16:
-            yield from self._against_plain(self.copies, "plain training", keep_optimizer=True)
-            return
-        yield from self._against_resident()
-        first = self._copies(keep_optimizer=False)[:1]
-        yield from self._against_plain(first, "plain training, sgd", keep_optimizer=False)
-
-    def _against_plain(self, copies: Sequence[CopyRun], against: str, *, keep_optimizer: bool) -> Iterator[Check]:
-        plain = repeatable(lambda: self._run(None, keep_optimizer=keep_optimizer))["weights"]
+        mixed = self._config.training.bf16
+        copies, against = self.copies, "plain training"
+        if mixed:
+            yield from self._against_resident()
+            copies, against = self._copies(keep_optimizer=False)[:1], "plain training, sgd"
+        plain = repeatable(lambda: self._run(None, keep_optimizer=not mixed))["weights"]
         for copy in copies:
-            found = self._run(copy.options, keep_optimizer=keep_optimizer)
+            found = self._run(copy.options, keep_optimizer=not mixed)
             differences = compare(plain, found["weights"])
             yield Check(copy.options, against, Moved(**found["moved"]), differences, self._tolerance)
 
