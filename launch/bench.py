@@ -84,10 +84,11 @@ def _add_linear(themes: Any) -> None:
     two.add_argument("--models", default="", metavar="NAMES", help=f"some of {', '.join(linear.MODELS)} (default: all)")
     two.add_argument("--tokens", default="16,64,128", metavar="NUMBERS", help="of a micro-batch (default 16,64,128)")
     two.add_argument("--dtypes", default="", metavar="NAMES", help=f"some of {', '.join(linear.DTYPES)} (default: all)")
-    two.add_argument("--accumulation", default="4", metavar="N", help="micro-batches per step (default 4)")
-    two.add_argument("--seconds", default="2", metavar="N", help="of each of two measurements of a case (default 2)")
-    two.add_argument("--steps", default="10", metavar="N", help="rounds of training steps; 0: none (default 10)")
-    two.add_argument("--step-model", default="45m", metavar="NAME", help=f"what they train: {', '.join(work.MODELS)}")
+    _add(two, "--accumulation", work.whole, "4", "N", "micro-batches per step")
+    _add(two, "--seconds", work.whole, "2", "N", "of each of two measurements of a case")
+    _add(two, "--steps", partial(work.whole, least=0), "10", "N", "rounds of training steps; 0: none")
+    known = ", ".join(work.MODELS)
+    _add(two, "--step-model", partial(work.choice, allowed=work.MODELS), "45m", "NAME", f"what they train: {known}")
     two.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made")
 
 
@@ -151,12 +152,9 @@ def of_linear(given: argparse.Namespace, command: str) -> int:
     Raises:
         ConfigError: a value that is not allowed.
     """
-    cases = linear.wanted(given.models, given.tokens, given.dtypes)
-    accumulation, seconds = work.whole("--accumulation", given.accumulation), work.whole("--seconds", given.seconds)
-    steps = work.whole("--steps", given.steps, least=0)
-    model = work.choice("--step-model", given.step_model, work.MODELS)
+    cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
     settle_environment(Ranks(), cores()[1])  # torch reads its threads from it
-    return linear.run(cases, accumulation, seconds, steps, given.out, command, say, model)
+    return linear.run(cases, given, command, say)
 
 
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:
