@@ -9,9 +9,8 @@ read across its rows and B is the bandwidth of copies: 5,000 outputs at a loss o
 Invariant: names, shapes and bytes of the model's state do not change. A layer whose products are all native is not
 touched, the copy is never used for another weight than it was made of, and evaluation reads the weight itself.
 
-Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole. Not attempted:
-storing the weight itself transposed (checkpoints, flat buckets and ZeRO rely on its order) and writing gradients
-transposed in forward (norms and attention would have to follow).
+Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole. What was not
+attempted is listed in docs/linear.md.
 
 Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
 by measurement; the formulation is ours.
@@ -110,8 +109,8 @@ class Linear(Strategy):
     def _why_native(self, facts: Facts) -> str:
         if self.transpose == "minimal":
             return "no copy would be read more often than written; accumulation, recomputing or freezing change that"
-        shapes, missing = len(gemm_routes.shapes_of(facts)), len(gemm_routes.unmeasured(facts))
-        if missing:
+        shapes = len(gemm_routes.shapes_of(facts))
+        if missing := shapes - len(facts.timings):
             return (
                 f"{missing} of {shapes} shapes are not measured yet, the others are fastest as they are; "
                 f"training measures first"

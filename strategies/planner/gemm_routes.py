@@ -66,12 +66,11 @@ def fastest(linear: Linear, accumulation: int, timed: Timed, *, copies: bool) ->
         if copies and uses[gemm] and timed.of(gemm).get(Route.COPY, inf) < timed.of(gemm)[alone.of(gemm)]
     ]
     copied = replace(alone, **dict.fromkeys(shared, Route.COPY))
-    native_s, alone_s, copied_s = (seconds(each, linear, accumulation, timed) for each in (NATIVE, alone, copied))
+    step_s = {each: seconds(each, linear, accumulation, timed) for each in (NATIVE, alone, copied)}
     at_stake_s = sum(uses[gemm] * timed.of(gemm)[Route.NATIVE] for gemm in shared)
-    best, best_s = alone, alone_s
-    if _pays(alone_s - copied_s, at_stake_s, sum(uses[gemm] for gemm in shared)):
-        best, best_s = copied, copied_s
-    return best if _pays(native_s - best_s, native_s, uses[Gemm.FORWARD]) else NATIVE
+    pays = _pays(step_s[alone] - step_s[copied], at_stake_s, sum(uses[gemm] for gemm in shared))
+    best = copied if pays else alone
+    return best if _pays(step_s[NATIVE] - step_s[best], step_s[NATIVE], uses[Gemm.FORWARD]) else NATIVE
 
 
 def seconds(routes: Routes, linear: Linear, accumulation: int, timed: Timed) -> float:
@@ -105,12 +104,6 @@ def shapes_of(facts: Facts) -> list[Shape]:
     return [shape for shape, _ in work.most_common()]
 
 
-def unmeasured(facts: Facts) -> list[Shape]:
-    """The shapes without timings."""
-    known = {timed.shape for timed in facts.timings}
-    return [shape for shape in shapes_of(facts) if shape not in known]
-
-
 def chosen(plan: Plan) -> dict[str, Routes]:
     """The routes of the layers that are not native, by dotted path in the model."""
     decisions = [decision for decision, _ in plan.answers.values() if isinstance(decision, Impl)]
@@ -139,6 +132,6 @@ def lines(plan: Plan) -> Iterator[str]:
             native, now = (seconds(each, alike[0], facts.run.accumulation, timed) for each in (NATIVE, taken))
             gain = f"; measured {native * 1e3:.3g} -> {now * 1e3:.3g} ms per step ({now / native - 1:+.1%})"
         yield f"  {shape}, x{len(alike)}: {taken}{gain}"
-    if timings and (missing := len(unmeasured(facts))):
+    if timings and (missing := len(shapes_of(facts)) - len(timings)):
         words = "shape is not measured and stays" if missing == 1 else "shapes are not measured and stay"
         yield f"  {missing} {words} native"

@@ -12,6 +12,7 @@ import torch
 
 from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
 from strategies.core.registry import find
+from strategies.engine import routed_linear
 from tests.helpers.fakes import facts
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -300,11 +301,11 @@ def test_real_products_are_timed_over_every_route(stored: Any) -> None:
 
 
 def test_a_route_with_another_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gemm_timing.compute
+    right = routed_linear.product
 
-    def wrong(shape: Shape, gemm: Gemm, route: Route, operands: Any) -> Any:
-        return right(shape, gemm, route, operands) * (1.01 if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else 1.0)
+    def wrong(gemm: Gemm, route: Route, *operands: Any) -> Any:
+        return right(gemm, route, *operands) * (1.01 if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else 1.0)
 
-    monkeypatch.setattr(gemm_timing, "compute", wrong)
+    monkeypatch.setattr(routed_linear, "product", wrong)
     timers = timers_of(Shape(3, 5, 7, "out_in", "float32"), "cpu")
     assert (Gemm.DGRAD, Route.FLIP) not in timers and (Gemm.FORWARD, Route.FLIP) in timers

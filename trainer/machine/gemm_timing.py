@@ -253,18 +253,33 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
     import torch
     from torch import nn
 
-    from strategies.engine.routed_linear import route
+    from strategies.engine.routed_linear import product, route, transposed
 
-    sets = _operands(shape, device)
+    num_bytes = 2 * shape.weight_bytes + shape.rows * (shape.inputs + shape.outputs) * ELEMENT_BYTES[shape.dtype]
+    widths = (shape.outputs, shape.inputs) if shape.stored == "out_in" else (shape.inputs, shape.outputs)
+    sizes = {"x": (shape.rows, shape.inputs), "grad": (shape.rows, shape.outputs), "weight": widths}
+    generator = torch.Generator(device).manual_seed(0)
+    noise = partial(torch.randn, generator=generator, device=device, dtype=getattr(torch, shape.dtype))
+    sets = [
+        {name: noise(*size) for name, size in sizes.items()}
+        for _ in range(min(MOST_SETS, -(-ROTATED_BYTES // num_bytes)))
+    ]
+    for operands in sets:
+        operands["copy"] = transposed(operands["weight"])
+
+    def compute(gemm: Gemm, way: Route, operands: Mapping[str, Any]) -> Any:
+        first, second = OPERANDS[gemm]
+        return product(gemm, way, shape.stored, operands[first], operands["copy" if way is Route.COPY else second])
+
     timers: dict[Product, Timer] = {}
     for gemm in Gemm:
-        expected = compute(shape, gemm, Route.NATIVE, sets[0]).float()
+        expected = compute(gemm, Route.NATIVE, sets[0]).float()
         allowed = TOLERANCE[shape.dtype] * math.sqrt(shape.rows) * max(float(expected.abs().max()), 1e-30)
         for way in LEGAL[gemm]:
-            work = partial(compute, shape, gemm, way)
-            if float((work(sets[0]).float() - expected).abs().max()) <= allowed:
-                timers[gemm, way] = _timer(work, sets, device, OPERANDS[gemm][0])
-    timers[REFRESH] = _timer(lambda operands: operands["copy"].copy_(operands["weight"].t()), sets, device)
+            if float((compute(gemm, way, sets[0]).float() - expected).abs().max()) <= allowed:
+                timers[gemm, way] = _timer(partial(compute, gemm, way), sets, device, OPERANDS[gemm][0])
+    # Written as a routed layer writes it; torch is slower at the same copy with the transposition on the other side.
+    timers[REFRESH] = _timer(lambda operands: operands["copy"].t().copy_(operands["weight"].t()), sets, device)
     # A layer that is so small that its products cost nothing.
     x, grad = torch.zeros(1, 2, 8, device=device, requires_grad=True), torch.zeros(1, 2, 8, device=device)
     layers = nn.ModuleDict({name: nn.Linear(8, 8, bias=False, device=device) for name in (STOCK, ROUTED)})
@@ -272,28 +287,6 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
     return timers | {
         name: _timer(lambda layer: layer(x).backward(grad), [made], device) for name, made in layers.items()
     }
-
-
-def compute(shape: Shape, gemm: Gemm, route: Route, operands: Mapping[str, Any]) -> Any:
-    """One product, computed as a routed layer does it."""
-    from strategies.engine.routed_linear import product
-
-    first, second = (operands[name] for name in OPERANDS[gemm])
-    return product(gemm, route, shape.stored, first, operands["copy"].t() if route is Route.COPY else second)
-
-
-def _operands(shape: Shape, device: str) -> list[dict[str, Any]]:
-    import torch
-
-    num_bytes = 2 * shape.weight_bytes + shape.rows * (shape.inputs + shape.outputs) * ELEMENT_BYTES[shape.dtype]
-    generator = torch.Generator(device).manual_seed(0)
-    noise = partial(torch.randn, generator=generator, device=device, dtype=getattr(torch, shape.dtype))
-    widths = (shape.outputs, shape.inputs) if shape.stored == "out_in" else (shape.inputs, shape.outputs)
-    sets: list[dict[str, Any]] = [
-        {"x": noise(shape.rows, shape.inputs), "grad": noise(shape.rows, shape.outputs), "weight": noise(*widths)}
-        for _ in range(min(MOST_SETS, -(-ROTATED_BYTES // num_bytes)))
-    ]
-    return [{**each, "copy": each["weight"].t().contiguous()} for each in sets]
 
 
 def _timer(work: Callable[[Any], Any], sets: Sequence[Any], device: str, recent: str | None = None) -> Timer:
