@@ -130,11 +130,7 @@ def timed(shapes: Iterable[Shape], budget_s: float, say: Say = lambda line: None
 
 
 def training_steps(model: str, length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
-    """Time optimizer steps of a small Llama, plain and with the routes of each mode, in turn.
-
-    Args:
-        length: tokens of a micro-batch.
-    """
+    """Time optimizer steps of a small Llama, plain and with each mode's routes, in turn; ``length`` tokens at once."""
     import torch
 
     from benchmarks.harness import child

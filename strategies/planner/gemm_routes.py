@@ -53,10 +53,8 @@ def minimal(linear: Linear, accumulation: int) -> Routes:
 
 
 def fastest(linear: Linear, accumulation: int, timed: Timed, *, copies: bool) -> Routes:
-    """The routes with the fewest seconds per optimizer step, if they gain more than the margin.
-
-    Args:
-        copies: whether a second copy of the weight may be kept.
+    """The routes with the fewest seconds per optimizer step, if they gain more than the margin; ``copies`` allows a
+    second copy of the weight.
     """
     uses = uses_of(linear, accumulation)
     alone = Routes(**{gemm: _fastest_alone(timed.of(gemm)) for gemm in Gemm if uses[gemm]})
@@ -74,11 +72,7 @@ def fastest(linear: Linear, accumulation: int, timed: Timed, *, copies: bool) ->
 
 
 def seconds(routes: Routes, linear: Linear, accumulation: int, timed: Timed) -> float:
-    """Seconds of one layer in one optimizer step: products, routing, writing the copy.
-
-    Raises:
-        KeyError: one of the routes was not timed.
-    """
+    """Seconds of one layer in one optimizer step: products, routing, writing the copy. KeyError for untimed routes."""
     uses = uses_of(linear, accumulation)
     total = sum(uses[gemm] * timed.of(gemm)[routes.of(gemm)] for gemm in Gemm if uses[gemm])
     total += 0.0 if routes == NATIVE else uses[Gemm.FORWARD] * timed.overhead_s

@@ -54,10 +54,8 @@ OPERANDS = {Gemm.FORWARD: ("x", "weight"), Gemm.DGRAD: ("grad", "weight"), Gemm.
 
 
 def for_config(config: RunConfig, facts: Facts, ranks: Ranks, machine: Machine, *, tune: bool, say: Say) -> Facts:
-    """``facts`` with the timings that the linear strategy asks for, the same on all ranks.
-
-    Args:
-        tune: measure what the file does not have, within the strategy's budget.
+    """``facts`` with the timings that a strategy asks for, the same on all ranks: those of the file and, with ``tune``,
+    those of other shapes that are measured within the strategy's budget.
     """
     import torch
 
@@ -108,11 +106,7 @@ def of_first_rank(find: Callable[[], tuple[Timed, ...]]) -> tuple[Timed, ...]:
 
 
 def place_of(machine: Machine, threads: int | None = None) -> dict[str, Any]:
-    """What timings depend on besides the shape, as JSON.
-
-    Args:
-        threads: of a rank; None means those of this process.
-    """
+    """What timings depend on besides the shape, as JSON; ``threads`` of a rank, None for those of this process."""
     import torch
 
     from strategies.engine.memory import accelerator
@@ -205,11 +199,7 @@ def measure(
     say: Say,
     clock: Timer = time.perf_counter,
 ) -> list[Timed]:
-    """Time ``shapes`` in this order until the budget is spent; the first one always.
-
-    Args:
-        prepare: gives the timers of a shape.
-    """
+    """Time ``shapes``, with the timers that ``prepare`` gives, until the budget is spent; the first one always."""
     began_s, longest_s, failed = clock(), 0.0, 0
     found: list[Timed] = []
     for number, shape in enumerate(shapes, start=1):
@@ -247,9 +237,7 @@ def _timed(shape: Shape, timers: Mapping[Product, Timer], most_s: float, clock: 
 
 
 def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
-    """Timers of every product over every legal route that gives torch's result, and of ``REFRESH``, ``STOCK`` and
-    ``ROUTED``.
-    """
+    """Timers of each product over each legal route with torch's result; of ``REFRESH``, ``STOCK`` and ``ROUTED``."""
     import torch
     from torch import nn
 
@@ -290,11 +278,7 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
 
 
 def _timer(work: Callable[[Any], Any], sets: Sequence[Any], device: str, recent: str | None = None) -> Timer:
-    """Times ``work`` on the next of ``sets``, as often as the clock needs.
-
-    Args:
-        recent: the operand that training has just written.
-    """
+    """Times ``work`` on the next of ``sets``, as often as the clock needs; training has just written ``recent``."""
     import torch
 
     rotation, times = cycle(sets), 1
