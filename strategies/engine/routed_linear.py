@@ -118,10 +118,10 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the stock layer computes, under autocast as well."""
+        out: Tensor
         if not self.training:
-            stock: Any = super()  # the layer's own class, which mypy does not see
-            stock_out: Tensor = stock.forward(x)
-            return stock_out
+            out = super().forward(x)
+            return out
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         dtype, device = weight.dtype, x.device.type
@@ -131,7 +131,7 @@ class Routed(nn.Module):
         copy = self._newest_copy(dtype) if self._routes.copies else None
         if not (self._routes.forward is self._routes.dgrad is Route.COPY):  # otherwise nothing reads the cast weight
             weight = weight.to(dtype)
-        out: Tensor = _Products.apply(x, weight, bias, self, copy)
+        out = _Products.apply(x, weight, bias, self, copy)
         return out
 
     @torch.no_grad()

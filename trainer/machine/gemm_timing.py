@@ -241,7 +241,7 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
     import torch
     from torch import nn
 
-    from strategies.engine.routed_linear import product, route, transposed
+    from strategies.engine import routed_linear
 
     num_bytes = 2 * shape.weight_bytes + shape.rows * (shape.inputs + shape.outputs) * ELEMENT_BYTES[shape.dtype]
     widths = (shape.outputs, shape.inputs) if shape.stored == "out_in" else (shape.inputs, shape.outputs)
@@ -253,25 +253,26 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
         for _ in range(min(MOST_SETS, -(-ROTATED_BYTES // num_bytes)))
     ]
     for operands in sets:
-        operands["copy"] = transposed(operands["weight"])
+        operands["copy"] = routed_linear.transposed(operands["weight"])
 
-    def compute(gemm: Gemm, way: Route, operands: Mapping[str, Any]) -> Any:
+    def compute(gemm: Gemm, route: Route, operands: Mapping[str, Any]) -> Any:
         first, second = OPERANDS[gemm]
-        return product(gemm, way, shape.stored, operands[first], operands["copy" if way is Route.COPY else second])
+        second = "copy" if route is Route.COPY else second
+        return routed_linear.product(gemm, route, shape.stored, operands[first], operands[second])
 
     timers: dict[Product, Timer] = {}
     for gemm in Gemm:
         expected = compute(gemm, Route.NATIVE, sets[0]).float()
         allowed = TOLERANCE[shape.dtype] * math.sqrt(shape.rows) * max(float(expected.abs().max()), 1e-30)
-        for way in LEGAL[gemm]:
-            if float((compute(gemm, way, sets[0]).float() - expected).abs().max()) <= allowed:
-                timers[gemm, way] = _timer(partial(compute, gemm, way), sets, device, OPERANDS[gemm][0])
+        for route in LEGAL[gemm]:
+            if float((compute(gemm, route, sets[0]).float() - expected).abs().max()) <= allowed:
+                timers[gemm, route] = _timer(partial(compute, gemm, route), sets, device, OPERANDS[gemm][0])
     # Written as a routed layer writes it; torch is slower at the same copy with the transposition on the other side.
     timers[REFRESH] = _timer(lambda operands: operands["copy"].t().copy_(operands["weight"].t()), sets, device)
     # A layer that is so small that its products cost nothing.
     x, grad = torch.zeros(1, 2, 8, device=device, requires_grad=True), torch.zeros(1, 2, 8, device=device)
     layers = nn.ModuleDict({name: nn.Linear(8, 8, bias=False, device=device) for name in (STOCK, ROUTED)})
-    route(layers, {ROUTED: Routes(wgrad=Route.LEFT)})
+    routed_linear.route(layers, {ROUTED: Routes(wgrad=Route.LEFT)})
     return timers | {
         name: _timer(lambda layer: layer(x).backward(grad), [made], device) for name, made in layers.items()
     }
