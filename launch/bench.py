@@ -13,7 +13,6 @@ is a row of the table, and 2 for a wrong option.
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where th
 
 from benchmarks.harness import linear, processes, record, work
 from trainer.dist.ranks import Ranks, settle_environment
-from trainer.errors import ConfigError, ExitCode, UserError
+from trainer.errors import ConfigError, ExitCode, UserError, nearest
 from trainer.machine.probe import cores
 
 say = partial(print, flush=True)
@@ -98,8 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = whole.parse_known_args(argv)
     if rest:
         options = [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "theme"]
-        near = difflib.get_close_matches(rest[0].split("=")[0], options, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = nearest(rest[0].split("=")[0], options, cutoff=0.5)
         raise ConfigError(f"{rest[0]}: no such option; there are {', '.join(options)}{hint}")
     return arguments
 
@@ -112,10 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = shlex.join(["python", "launch/bench.py", *argv])
         settle_environment(Ranks(), cores()[1])  # torch reads its threads from it, here and in contenders' processes
         if given.theme == "linear":
-            cases = linear.wanted(given.models, given.tokens, given.dtypes)
-            return linear.run(
-                cases, given.accumulation, given.seconds, given.steps, given.out, command, say, given.step_model
-            )
+            cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
+            return linear.run(cases, given, command, say)
         todo, contenders = wanted(given)
         return compare(todo, contenders, given, command)
     except UserError as error:

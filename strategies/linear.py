@@ -9,9 +9,8 @@ read across its rows and B is the bandwidth of copies: 5,000 outputs at a loss o
 Invariant: names, shapes and bytes of the model's state do not change. A layer whose products are all native is not
 touched, the copy is never used for another weight than it was made of, and evaluation reads the weight itself.
 
-Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole. Not attempted:
-storing the weight itself transposed (checkpoints, flat buckets and ZeRO rely on its order) and writing gradients
-transposed in forward (norms and attention would have to follow).
+Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole. What was not
+attempted is listed in docs/linear.md.
 
 Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
 by measurement; the formulation is ours.
@@ -26,10 +25,9 @@ from pydantic import Field
 
 from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, RunFacts
-from strategies.core.linears import Linear as Layer
-from strategies.core.linears import Routes
+from strategies.core.linears import NATIVE, Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from strategies.core.protocol import BITWISE, GemmTiming, Idle, Need, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, Idle, Need, Parity, Phase, Strategy
 from strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
@@ -76,15 +74,24 @@ class Linear(Strategy):
             raise Idle("the model has no linear layers that could be changed")
         if self.transpose == "minimal" and facts.no_copies:
             raise Idle(f"minimal keeps second copies of weights, and {facts.no_copies}")
-        routes = {layer: self._routes(facts, layer) for layer in facts.linears}
-        changed = [layer for layer in facts.linears if not routes[layer].native]
-        if not changed:
+        timings = {timed.shape: timed for timed in facts.timings}
+        by_unit: dict[str, list[tuple[str, Routes]]] = {}
+        copied = 0
+        for layer in facts.linears:
+            routes = NATIVE
+            if self.transpose == "minimal":
+                routes = gemm_routes.minimal(layer, facts.run.accumulation)
+            elif timed := timings.get(layer.shape):
+                routes = gemm_routes.fastest(layer, facts.run.accumulation, timed, copies=not facts.no_copies)
+            if routes != NATIVE:
+                by_unit.setdefault(layer.unit, []).append((layer.name, routes))
+                copied += layer.shape.weight_bytes if routes.copies else 0
+        if not by_unit:
             raise Idle(self._why_native(facts))
         reason = "fewest transposed bytes" if self.transpose == "minimal" else "fastest, measured"
-        for unit in dict.fromkeys(layer.unit for layer in changed):
-            of_unit = tuple((layer.name, routes[layer]) for layer in changed if layer.unit == unit)
-            yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=of_unit)
-        if copied := sum(layer.shape.weight_bytes for layer in changed if routes[layer].copies):
+        for unit, changed in by_unit.items():
+            yield Impl(unit=unit, reason=reason, implementation=self.transpose, routes=tuple(changed))
+        if copied:
             owner = "linear: second weight copies"
             yield Reserve(unit=RUN, reason="weights, turned", owner=owner, num_bytes=copied)
 
@@ -94,25 +101,16 @@ class Linear(Strategy):
             from strategies.engine.routed_linear import route
 
             route(model, chosen)
-            log_applied("linear", ((path, str(routes)) for path, routes in chosen.items() if not routes.native))
+            log_applied("linear", ((path, str(routes)) for path, routes in chosen.items()))
 
-    def gemm_timing(self) -> GemmTiming | None:
-        return GemmTiming(self.budget_s, self.cache) if self.transpose == "adaptive" else None
-
-    def _routes(self, facts: Facts, layer: Layer) -> Routes:
-        accumulation = facts.run.accumulation
-        if self.transpose == "minimal":
-            return gemm_routes.minimal(layer, accumulation)
-        timed = next((timed for timed in facts.timings if timed.shape == layer.shape), None)
-        if timed is None:
-            return Routes()
-        return gemm_routes.fastest(layer, accumulation, timed, copies=not facts.no_copies)
+    def gemm_timing(self) -> tuple[float, str | None] | None:
+        return (self.budget_s, self.cache) if self.transpose == "adaptive" else None
 
     def _why_native(self, facts: Facts) -> str:
         if self.transpose == "minimal":
             return "no copy would be read more often than written; accumulation, recomputing or freezing change that"
-        shapes, missing = len(gemm_routes.shapes_of(facts)), len(gemm_routes.unmeasured(facts))
-        if missing:
+        shapes = len(gemm_routes.shapes_of(facts))
+        if missing := shapes - len(facts.timings):
             return (
                 f"{missing} of {shapes} shapes are not measured yet, the others are fastest as they are; "
                 f"training measures first"

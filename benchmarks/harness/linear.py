@@ -9,26 +9,26 @@ most twice, and the lesser seconds count. The record is written after every case
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import processes, record, work
-from strategies.core.linears import Gemm, Linear, Routes, Shape, Timed
+from strategies.core.linears import NATIVE, Gemm, Linear, Routes, Shape, Timed
 from strategies.core.sizes import human_duration
 from strategies.planner.gemm_routes import fastest, minimal, seconds
-from trainer.errors import ConfigError, ExitCode
-from trainer.machine.gemm_cache import to_json
-from trainer.machine.gemm_timing import timers_of, tune
+from strategies.report.table import table as aligned
+from trainer.errors import ExitCode
+from trainer.machine.gemm_timing import Say, measure, timers_of, to_json
 
-Say = Callable[[str], None]
 Case = dict[str, Any]  # as in the record
 
 # Inputs and outputs of attention's projections (fused where the model fuses them) and the MLP's; published configs.
@@ -48,21 +48,15 @@ AGAIN = 2
 MODES = ("minimal", "adaptive", "best")
 
 
-def wanted(models: str, tokens: str, dtypes: str) -> dict[Shape, list[str]]:
-    """The shapes that a command line names, the fewest tokens first, with the models that have them; "" means all.
+def wanted(models: Sequence[str], tokens: Sequence[str], dtypes: Sequence[str]) -> dict[Shape, list[str]]:
+    """The shapes that a command line names, the fewest tokens first, with the models that have them; none means all.
 
     Raises:
         ConfigError: a name or number that is not allowed.
     """
-
-    def listed(text: str) -> list[str]:
-        return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-    names = [work.choice("--models", name, MODELS) for name in listed(models)] or list(MODELS)
-    kinds = [work.choice("--dtypes", name, DTYPES) for name in listed(dtypes)] or list(DTYPES)
-    rows = sorted({work.whole("--tokens", text) for text in listed(tokens)})
-    if not rows:
-        raise ConfigError(f"--tokens {tokens}: must be whole numbers >= 1 with commas between them")
+    names = dict.fromkeys(work.choice("--models", name, MODELS) for name in models or MODELS)
+    kinds = dict.fromkeys(work.choice("--dtypes", name, DTYPES) for name in dtypes or DTYPES)
+    rows = sorted({work.whole("--tokens", text) for text in tokens})
     found: dict[Shape, list[str]] = {}
     for count, kind, name in product(rows, kinds, names):
         for inputs, outputs in MODELS[name]:
@@ -82,16 +76,16 @@ def judge(shape: Shape, accumulation: int, first: Timed, second: Timed, repeated
             return math.inf
 
     routes = {
+        "native": NATIVE,
         "minimal": minimal(layer, accumulation),
         "adaptive": fastest(layer, accumulation, first, copies=True),
         "best": min((Routes(*each) for each in product(*map(second.of, Gemm))), key=seconds_of),
     }
     return {
         "shape": asdict(shape),
-        "native_s": seconds_of(Routes()),
         **{f"{mode}_s": seconds_of(each) for mode, each in routes.items()},
         "repeated": repeated,
-        "routes": {mode: str(each) for mode, each in routes.items()},
+        "routes": {mode: str(routes[mode]) for mode in MODES},
         "measurements": [to_json(first), to_json(second)],
     }
 
@@ -120,90 +114,67 @@ def merged(first: Timed, second: Timed) -> Timed:
 
 def measured(shape: Shape, accumulation: int, each_s: float) -> Case:
     """Measure and judge a shape, again while the choice is slower than native or misses something."""
-    first, second = (measure([shape], 2 * each_s)[shape] for _ in range(2))
+    first, second = (timed([shape], 2 * each_s)[0] for _ in range(2))
     case = judge(shape, accumulation, first, second)
     while case["repeated"] < AGAIN and (missed(case) or ratio(case, "adaptive") > 1 + EQUAL):
-        first, second = (merged(old, measure([shape], 2 * each_s)[shape]) for old in (first, second))
+        first, second = (merged(old, timed([shape], 2 * each_s)[0]) for old in (first, second))
         case = judge(shape, accumulation, first, second, case["repeated"] + 1)
     return case
 
 
-def measure(shapes: Sequence[Shape], budget_s: float, say: Say = lambda line: None) -> dict[Shape, Timed]:
+def timed(shapes: Iterable[Shape], budget_s: float, say: Say = lambda line: None) -> list[Timed]:
     """Time ``shapes`` on the accelerator, or without one on the CPU."""
     from strategies.engine.memory import accelerator
 
-    return tune(shapes, lambda shape: timers_of(shape, accelerator.kind() or "cpu"), budget_s, say)
+    return measure(list(shapes), partial(timers_of, device=accelerator.kind() or "cpu"), budget_s, say)
 
 
 def training_steps(model: str, length: int, accumulation: int, rounds: int, say: Say) -> dict[str, Any]:
-    """Time optimizer steps of a small Llama, plain and with the routes of each mode, in turn.
-
-    Args:
-        length: tokens of a micro-batch.
-    """
+    """Time optimizer steps of a small Llama, plain and with each mode's routes, in turn; ``length`` tokens at once."""
     import torch
 
     from benchmarks.harness import child
-    from strategies.engine.blocks import find_blocks
+    from benchmarks.harness.contenders import Plain
     from strategies.engine.memory import accelerator
-    from trainer.model.linear_layers import LinearCounter
+    from strategies.engine.routed_linear import route, weights_changed
+    from trainer.model.linear_layers import listed
 
     device = accelerator.current() or torch.device("cpu")
     done = work.work(model, accumulation=accumulation, rows=1, length=length)
     stock = child.llama(done).to(device).train()
     batches = child.tokens(done, device)[0]
-    counter, blocks = LinearCounter(), find_blocks(stock)
-    with counter.counting(stock):
+    with listed(stock, (), None, recomputes=False) as layers:
         stock(**batches[0])
-    listed = counter.listed(blocks, None, recomputes=False)
-    layers = {f"{each.unit}.{each.name}" if each.unit in blocks else each.name: each for each in listed}
-    timings = measure(list(dict.fromkeys(layer.shape for layer in listed)), 60.0, say)
+    shapes = dict.fromkeys(layer.shape for layer in layers.values())
+    timings = {each.shape: each for each in timed(shapes, 60.0, say)}
     by_mode: dict[str, dict[str, Routes]] = {
         "plain": {},
-        "native": dict.fromkeys(layers, Routes()),  # changes nothing, so it shows how far two equal models lie apart
+        "native": dict.fromkeys(layers, NATIVE),  # changes nothing, so it shows how far two equal models lie apart
         "minimal": {path: minimal(layer, accumulation) for path, layer in layers.items()},
         "adaptive": {
             path: fastest(layer, accumulation, timings[layer.shape], copies=True) for path, layer in layers.items()
         },
     }
-    steps = {mode: _stepper(done, copy.deepcopy(stock), routes, batches) for mode, routes in by_mode.items()}
-    rows = [{mode: step() for mode, step in steps.items()} for _ in range(rounds + 1)][1:]  # the first one warms up
+    trained = {mode: Plain(done, copy.deepcopy(stock), device) for mode in by_mode}
+    for mode, routes in by_mode.items():
+        route(trained[mode].model, routes)
+    taken: dict[str, list[float]] = {mode: [] for mode in by_mode}
+    for mode, contender in list(trained.items()) * (rounds + 1):
+        began_s = time.perf_counter()
+        for batch in batches:
+            contender.micro_batch(batch)
+        contender.update()
+        weights_changed(contender.model)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        taken[mode].append(time.perf_counter() - began_s)
     return {
         "model": model,
         "tokens_per_step": done.tokens,
         "dtype": done.dtype,
-        "seconds": {mode: [row[mode] for row in rows] for mode in steps},
+        "seconds": {mode: seconds[1:] for mode, seconds in taken.items()},  # the first one warms up
         "routes": {mode: {path: str(each) for path, each in routes.items()} for mode, routes in by_mode.items()},
     }
-
-
-def _stepper(done: work.Work, model: Any, routes: Mapping[str, Routes], batches: Sequence[Any]) -> Callable[[], float]:
-    """Takes an optimizer step and returns its seconds."""
-    import torch
-
-    from benchmarks.harness.contenders import Plain
-    from strategies.engine.routed_linear import copies_of, route, weights_changed
-
-    route(model, routes)
-    subject, copies = Plain(done, model, model.device), copies_of(model)
-
-    def step() -> float:
-        began_s = time.perf_counter()
-        for batch in batches:
-            subject.micro_batch(batch)
-        subject.update()
-        weights_changed(copies)
-        if subject.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter() - began_s
-
-    return step
-
-
-def markdown(*rows: Iterable[object]) -> list[str]:
-    """A table; the first row is its head."""
-    head, *body = (f"| {' | '.join(map(str, row))} |" for row in rows)
-    return [head, "|" + " --- |" * (head.count("|") - 1), *body]
 
 
 def table(cases: Sequence[Case]) -> list[str]:
@@ -212,12 +183,13 @@ def table(cases: Sequence[Case]) -> list[str]:
     for case in cases:
         shape, takes = case["shape"], case["routes"]["adaptive"]
         layer = f"{shape['inputs']} -> {shape['outputs']}" + (" turned" if shape["stored"] == "in_out" else "")
-        takes = "native" if takes == str(Routes()) else takes
+        takes = "native" if takes == str(NATIVE) else takes
         takes += f" (measured {1 + case['repeated']} times)" if case["repeated"] else ""
         ratios = (f"{ratio(case, mode):.3f}" for mode in MODES)
         native = f"{case['native_s'] * 1e3:.3f} ms"
-        rows.append((shape["dtype"], shape["rows"], layer, ", ".join(case["models"]), native, *ratios, takes))
-    return markdown(("dtype", "tokens", "layer", "models", "native", *MODES, "adaptive takes"), *rows)
+        rows.append((shape["dtype"], str(shape["rows"]), layer, ", ".join(case["models"]), native, *ratios, takes))
+    head = ("dtype", "tokens", "layer", "models", "native", *MODES, "adaptive takes")
+    return aligned(head, rows, head[4:-1], markdown=True)
 
 
 def summary(cases: Sequence[Case]) -> list[str]:
@@ -229,12 +201,13 @@ def summary(cases: Sequence[Case]) -> list[str]:
             ratios = [ratio(case, mode) for case in group] or [1.0]
             better, worse = (sum(sign * (each - 1) > EQUAL for each in ratios) for sign in (-1, 1))
             mean, worst = statistics.geometric_mean(ratios), max(ratios)
-            counts = (better, len(group) - better - worse, worse)
+            counts = map(str, (better, len(group) - better - worse, worse))
             rows.append((f"{dtype}: {len(group)}", mode, *counts, f"{mean:.3f}", f"{worst:.3f}"))
     gains = [case for case in cases if promising(case)]
-    stay = sum(case["routes"]["adaptive"] == str(Routes()) for case in cases)
+    stay = sum(case["routes"]["adaptive"] == str(NATIVE) for case in cases)
+    head = ("cases", "", "better", "equal", "worse", "geometric mean", "worst")
     return [
-        *markdown(("cases", "", "better", "equal", "worse", "geometric mean", "worst"), *rows),
+        *aligned(head, rows, head[2:], markdown=True),
         "",
         f"Seconds of an optimizer step relative to native. Adaptive leaves {stay} of {len(cases)} layers untouched. "
         f"In {len(gains)} cases something is more than {WORTH:.0%} faster than native, of which adaptive finds at "
@@ -254,25 +227,15 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
         f"Optimizer steps of a {steps['model']} Llama, {steps['tokens_per_step']} tokens, {steps['dtype']}, "
         f"{len(plain)} rounds",
         "",
-        *markdown(("linear layers", "least", "median", "of plain, median of rounds", "min to max"), *rows),
+        *aligned(("linear layers", "least", "median", "of plain, median of rounds", "min to max"), rows, markdown=True),
     ]
 
 
-def run(
-    todo: Mapping[Shape, Sequence[str]],
-    accumulation: int,
-    each_s: float,
-    steps: int,
-    out: Path,
-    command: str,
-    say: Say,
-    model: str = "45m",
-) -> ExitCode:
-    """Run the benchmark and keep its record in a folder under ``out``.
+def run(todo: Mapping[Shape, Sequence[str]], given: argparse.Namespace, command: str, say: Say) -> ExitCode:
+    """Run the benchmark with the options ``given`` and keep its record in a folder under ``--out``.
 
-    Args:
-        each_s: seconds of one measurement of one case, about; the largest take longer.
-        steps: rounds of training steps of ``model``; 0 leaves them out.
+    ``--seconds`` are those of one measurement of one case, about; the largest take longer. 0 rounds of training steps
+    leave them out.
 
     Raises:
         ConfigError: the record cannot be written.
@@ -282,9 +245,9 @@ def run(
     from trainer.machine.probe import cores, others_cpu_s
 
     around = processes.surroundings()
-    folder = record.new_folder(out, "linear", around["hardware"])
+    folder = record.new_folder(given.out, "linear", around["hardware"])
     began_s, others_s = time.perf_counter(), others_cpu_s()
-    content: dict[str, Any] = {"command": command, "commit": record.commit(), "accumulation": accumulation}
+    content: dict[str, Any] = {"command": command, "commit": record.commit(), "accumulation": given.accumulation}
     content |= {"threads": torch.get_num_threads(), **around, "steps": [], "cases": []}
 
     def elapsed() -> str:
@@ -295,7 +258,7 @@ def run(
         content["others_share"] = max(0.0, others_cpu_s() - others_s) / (content["elapsed_s"] * cores()[1])
         end = [*summary(content["cases"]), *(line for steps in content["steps"] for line in step_lines(steps))]
         conditions = (
-            f"{len(content['cases'])} cases; {accumulation} micro-batches per optimizer step; "
+            f"{len(content['cases'])} cases; {given.accumulation} micro-batches per optimizer step; "
             f"{around['hardware']['name']}, {content['threads']} threads; torch {around['versions']['torch']}; "
             f"commit {content['commit']}; {elapsed()}; others used {content['others_share']:.0%} of the cores"
         )
@@ -306,12 +269,12 @@ def run(
     try:
         for number, (shape, models) in enumerate(todo.items(), start=1):
             say(f"case {number} of {len(todo)}, {elapsed()}: {shape}")
-            content["cases"].append({"models": models, **measured(shape, accumulation, each_s)})
+            content["cases"].append({"models": models, **measured(shape, given.accumulation, given.seconds)})
             write()
         lengths = {min(shape.rows for shape in todo), max(shape.rows for shape in todo)}
-        for length in sorted(lengths) if steps else ():
+        for length in sorted(lengths) if given.steps else ():
             say(f"training steps of {length} tokens a micro-batch, {elapsed()}")
-            content["steps"].append(training_steps(model, length, accumulation, steps, say))
+            content["steps"].append(training_steps(given.step_model, length, given.accumulation, given.steps, say))
     except KeyboardInterrupt:
         say("interrupted; these cases had ended")
         write()

@@ -6,14 +6,13 @@ steps, micro-batches, optimizer, clipping, precision) is in ``Work``, and a cont
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from strategies.core.sizes import parse_bytes
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +136,7 @@ def choice(option: str, text: str, allowed: Iterable[str]) -> str:
     names = list(allowed)
     if text in names:
         return text
-    near = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{option} {text}: must be one of {', '.join(names)}{hint}")
+    raise ConfigError(f"{option} {text}: must be one of {', '.join(names)}{nearest(text.lower(), names, cutoff=0.5)}")
 
 
 def whole(option: str, text: str, least: int = 1) -> int:

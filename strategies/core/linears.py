@@ -13,13 +13,13 @@ weight is stored as inputs x outputs (GPT-2's ``Conv1D``), wgrad is X' G, so lef
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Literal
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
-class Gemm(Enum):
+class Gemm(StrEnum):
     """The three matrix products of a linear layer in training."""
 
     FORWARD = "forward"
@@ -27,7 +27,7 @@ class Gemm(Enum):
     WGRAD = "wgrad"
 
 
-class Route(Enum):
+class Route(StrEnum):
     """How a product is computed."""
 
     NATIVE = "native"  # as torch does it
@@ -51,13 +51,8 @@ class Routes:
 
     def of(self, gemm: Gemm) -> Route:
         """The route of one product."""
-        route: Route = getattr(self, gemm.value)
+        route: Route = getattr(self, gemm)
         return route
-
-    @property
-    def native(self) -> bool:
-        """Whether the layer stays as it is."""
-        return self == Routes()
 
     @property
     def copies(self) -> bool:
@@ -65,7 +60,10 @@ class Routes:
         return Route.COPY in (self.forward, self.dgrad)
 
     def __str__(self) -> str:
-        return ", ".join(f"{gemm.value} {self.of(gemm).value}" for gemm in Gemm)
+        return ", ".join(f"{gemm} {self.of(gemm)}" for gemm in Gemm)
+
+
+NATIVE = Routes()  # the layer stays as it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,14 +50,6 @@ class Need(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GemmTiming:
-    """How long matrix products of linear layers may be measured, and the file of results (None: the usual one)."""
-
-    budget_s: float
-    cache: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Parity:
     """How far weights trained with a strategy may differ from those of plain training.
 
@@ -118,8 +110,10 @@ class Strategy(BaseModel, ABC):
         """Whether backward repeats the matrix products of every block's forward."""
         return False
 
-    def gemm_timing(self) -> GemmTiming | None:
-        """How to measure the matrix products of linear layers; None if the strategy does not use measurements."""
+    def gemm_timing(self) -> tuple[float, str | None] | None:
+        """How many seconds matrix products of linear layers may be measured, and the file of results (None: the usual
+        one); None if the strategy does not use measurements.
+        """
         return None
 
     def suggest(self, plan: Plan) -> Sequence[str]:

@@ -21,7 +21,7 @@ its next bucket before autograd has summed the gradients of a weight that is use
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from strategies.core.linears import Gemm, Route, Routes
+from strategies.core.linears import NATIVE, Gemm, Route, Routes
+
+STORED = {("torch.nn.modules.linear", "Linear"): "out_in", ("transformers.pytorch_utils", "Conv1D"): "in_out"}
+
+
+def storage_of(module: nn.Module) -> str | None:
+    """The layout of a linear layer's weight, "out_in" or "in_out"; None for any other module."""
+    return STORED.get((type(module).__module__, type(module).__name__))
 
 
 def transposed(matrix: Tensor) -> Tensor:
@@ -93,41 +100,8 @@ class _Products(torch.autograd.Function):
         if needs_weight:
             inputs = x.reshape(-1, x.shape[-1])
             into_weight = product(Gemm.WGRAD, layer._routes.wgrad, layer._stored, rows, inputs)
-            if layer._copy is not None:
-                layer._copy.backward_ran()
+            layer._changes += not layer._announced  # an optimizer may change the weight before the next forward
         return into_x, into_weight, rows.sum(0) if needs_bias else None, None, None
-
-
-class Copy:
-    """A transposed copy of one weight in the dtype of compute."""
-
-    def __init__(self) -> None:
-        self._changes = 0
-        self._announced = False
-        self._stamp: tuple[object, ...] = ()
-        self._tensor: Tensor | None = None
-
-    def changed(self) -> None:
-        """Note a change that autograd did not see. From the first call on, backwards no longer count as changes."""
-        self._changes += 1
-        self._announced = True
-
-    def backward_ran(self) -> None:
-        """Note that the weight got a gradient, so an optimizer may change it before the next forward."""
-        self._changes += not self._announced
-
-    @torch.no_grad()
-    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The copy of ``weight`` as it is now; written again, transposing and casting in one pass, if it is not."""
-        key = (torch.Size(reversed(weight.shape)), dtype, weight.device)
-        stamp = (*key, weight._version, weight.data_ptr(), self._changes)
-        copy = self._tensor
-        if copy is None or (copy.shape, copy.dtype, copy.device) != key:
-            self._tensor = copy = torch.empty(key[0], dtype=dtype, device=weight.device)
-        if stamp != self._stamp:
-            copy.copy_(weight.detach().t())
-            self._stamp = stamp
-        return copy
 
 
 class Routed(nn.Module):
@@ -135,40 +109,48 @@ class Routed(nn.Module):
 
     _routes: Routes
     _stored: str
-    _copy: Copy | None
+    _copy: Tensor | None = None
+    _stamp: tuple[object, ...] = ()
+    _changes = 0  # of the weight, unseen by autograd
+    _announced = False  # someone calls ``weights_changed``; otherwise backwards count as changes
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute what the stock layer computes, under autocast as well."""
+        out: Tensor
         if not self.training:
-            stock: Any = super()  # the layer's own class, which mypy does not see
-            stock_out: Tensor = stock.forward(x)
-            return stock_out
+            out = super().forward(x)
+            return out
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         dtype, device = weight.dtype, x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        copy = None if self._copy is None else self._copy.of(weight, dtype)
+        copy = self._newest_copy(dtype) if self._routes.copies else None
         if not (self._routes.forward is self._routes.dgrad is Route.COPY):  # otherwise nothing reads the cast weight
             weight = weight.to(dtype)
-        out: Tensor = _Products.apply(x, weight, bias, self, copy)
+        out = _Products.apply(x, weight, bias, self, copy)
         return out
+
+    @torch.no_grad()
+    def _newest_copy(self, dtype: torch.dtype) -> Tensor:
+        """The transposed weight in ``dtype``; written again, transposing and casting in one pass, if it has changed."""
+        weight = self.weight
+        kind = (weight.shape, dtype, weight.device)
+        stamp = (*kind, weight._version, weight.data_ptr(), self._changes)
+        if self._copy is None or self._stamp[:3] != kind:
+            self._copy = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
+        if self._stamp != stamp:
+            self._copy.copy_(weight.detach().t())
+            self._stamp = stamp
+        return self._copy
 
 
 @cache
 def _routed(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Routed{kind.__name__}", (Routed, kind), {"__doc__": f"{kind.__name__} with routes of its own."})
-
-
-def storage_of(module: nn.Module) -> str | None:
-    """The layout of a linear layer's weight, "out_in" or "in_out"; None for any other module."""
-    kind = type(module)
-    if kind is nn.Linear:
-        return "out_in"
-    return "in_out" if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D") else None
 
 
 def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
@@ -183,21 +165,15 @@ def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
         stored = storage_of(module)
         if stored is None:
             raise ValueError(f"{path} is {type(module).__name__}, not a stock linear layer")
-        if not routes.native:
+        if routes != NATIVE:
             kind: Any = type(module)
             module.__class__ = _routed(kind)
             module._routes, module._stored = routes, stored
-            module._copy = Copy() if routes.copies else None
 
 
-def copies_of(model: nn.Module) -> list[Routed]:
-    """The layers with a second copy of a trained weight."""
-    routed = (module for module in model.modules() if isinstance(module, Routed))
-    return [module for module in routed if module._copy is not None and module.weight.requires_grad]
-
-
-def weights_changed(layers: Iterable[Routed]) -> None:
-    """Announce that weights changed unseen by autograd, as in an engine's optimizer step."""
-    for layer in layers:
-        assert layer._copy is not None
-        layer._copy.changed()
+def weights_changed(model: nn.Module) -> None:
+    """Announce that weights of ``model`` changed unseen by autograd, as in an engine's optimizer step."""
+    for module in model.modules():
+        if isinstance(module, Routed) and module.weight.requires_grad:  # copies of frozen weights stay as they are
+            module._changes += 1
+            module._announced = True

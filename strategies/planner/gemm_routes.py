@@ -15,11 +15,13 @@ because a routed layer runs in Python where torch's own runs in C++.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from strategies.core.facts import Facts, UnitKind
-from strategies.core.linears import Gemm, Linear, Route, Routes, Shape, Timed
+from strategies.core.linears import NATIVE, Gemm, Linear, Route, Routes, Shape, Timed
 from strategies.core.plan import Impl, Plan
 
 MARGIN = 0.03  # of the native time; smaller gains may reverse in the next measurement
@@ -43,54 +45,45 @@ def minimal(linear: Linear, accumulation: int) -> Routes:
     if linear.shape.stored == "in_out":
         across, along = along, across
     passes = {
-        Routes(): uses[across],
-        Routes(**{across.value: Route.COPY}): written,
+        NATIVE: uses[across],
+        replace(NATIVE, **{across: Route.COPY}): written,
         Routes(forward=Route.COPY, dgrad=Route.COPY): uses[along] + (0 if linear.casts else written),
     }
     return min(passes, key=lambda routes: passes[routes])
 
 
 def fastest(linear: Linear, accumulation: int, timed: Timed, *, copies: bool) -> Routes:
-    """The routes with the fewest seconds per optimizer step, if they gain more than the margin.
-
-    Args:
-        copies: whether a second copy of the weight may be kept.
+    """The routes with the fewest seconds per optimizer step, if they gain more than the margin; ``copies`` allows a
+    second copy of the weight.
     """
     uses = uses_of(linear, accumulation)
-    best = Routes(**{gemm.value: _fastest_alone(timed.of(gemm)) for gemm in Gemm if uses[gemm]})
-    if copies:
-        gains = [
-            gemm
-            for gemm in (Gemm.FORWARD, Gemm.DGRAD)
-            if uses[gemm] and timed.of(gemm).get(Route.COPY, float("inf")) < timed.of(gemm)[best.of(gemm)]
-        ]
-        shared = replace(best, **{gemm.value: Route.COPY for gemm in gains})
-        native_s = sum(uses[gemm] * timed.of(gemm)[Route.NATIVE] for gemm in gains)
-        gain_s = seconds(best, linear, accumulation, timed) - seconds(shared, linear, accumulation, timed)
-        if _pays(gain_s, native_s, sum(uses[gemm] for gemm in gains)):
-            best = shared
-    native_s = seconds(Routes(), linear, accumulation, timed)
-    gain_s = native_s - seconds(best, linear, accumulation, timed)
-    return best if _pays(gain_s, native_s, uses[Gemm.FORWARD]) else Routes()
+    alone = Routes(**{gemm: _fastest_alone(timed.of(gemm)) for gemm in Gemm if uses[gemm]})
+    shared = [
+        gemm
+        for gemm in (Gemm.FORWARD, Gemm.DGRAD)
+        if copies and uses[gemm] and timed.of(gemm).get(Route.COPY, inf) < timed.of(gemm)[alone.of(gemm)]
+    ]
+    copied = replace(alone, **dict.fromkeys(shared, Route.COPY))
+    step_s = {each: seconds(each, linear, accumulation, timed) for each in (NATIVE, alone, copied)}
+    at_stake_s = sum(uses[gemm] * timed.of(gemm)[Route.NATIVE] for gemm in shared)
+    pays = _pays(step_s[alone] - step_s[copied], at_stake_s, sum(uses[gemm] for gemm in shared))
+    best = copied if pays else alone
+    return best if _pays(step_s[NATIVE] - step_s[best], step_s[NATIVE], uses[Gemm.FORWARD]) else NATIVE
 
 
 def seconds(routes: Routes, linear: Linear, accumulation: int, timed: Timed) -> float:
-    """Seconds of one layer in one optimizer step: products, routing, writing the copy.
-
-    Raises:
-        KeyError: one of the routes was not timed.
-    """
+    """Seconds of one layer in one optimizer step: products, routing, writing the copy. KeyError for untimed routes."""
     uses = uses_of(linear, accumulation)
     total = sum(uses[gemm] * timed.of(gemm)[routes.of(gemm)] for gemm in Gemm if uses[gemm])
-    total += 0.0 if routes.native else uses[Gemm.FORWARD] * timed.overhead_s
+    total += 0.0 if routes == NATIVE else uses[Gemm.FORWARD] * timed.overhead_s
     return total + (timed.refresh_s if routes.copies and linear.trains else 0.0)
 
 
-def _fastest_alone(by_route: Mapping[Route, float]) -> Route:
+def _fastest_alone(by_route: dict[Route, float]) -> Route:
     """The fastest of the routes that need no second copy."""
-    native = by_route[Route.NATIVE]
+    native_s = by_route[Route.NATIVE]
     route = min((route for route in by_route if route is not Route.COPY), key=lambda route: by_route[route])
-    return route if _pays(native - by_route[route], native) else Route.NATIVE
+    return route if _pays(native_s - by_route[route], native_s) else Route.NATIVE
 
 
 def _pays(gain_s: float, native_s: float, runs: int = 1) -> bool:
@@ -99,17 +92,10 @@ def _pays(gain_s: float, native_s: float, runs: int = 1) -> bool:
 
 def shapes_of(facts: Facts) -> list[Shape]:
     """Every shape once, the one with the most work first, so that a spent budget leaves out the least important."""
-    work: dict[Shape, int] = {}
+    work: Counter[Shape] = Counter()
     for linear in facts.linears:
-        shape = linear.shape
-        work[shape] = work.get(shape, 0) + linear.calls * shape.rows * shape.inputs * shape.outputs
-    return sorted(work, key=lambda shape: -work[shape])
-
-
-def unmeasured(facts: Facts) -> list[Shape]:
-    """The shapes without timings."""
-    known = {timed.shape for timed in facts.timings}
-    return [shape for shape in shapes_of(facts) if shape not in known]
+        work[linear.shape] += linear.calls * linear.shape.rows * linear.shape.inputs * linear.shape.outputs
+    return [shape for shape, _ in work.most_common()]
 
 
 def chosen(plan: Plan) -> dict[str, Routes]:
@@ -127,19 +113,19 @@ def lines(plan: Plan) -> Iterator[str]:
     facts, routes = plan.facts, chosen(plan)
     if not routes:
         return
-    timings = {timed.shape: timed for timed in facts.timings}
     stay = len(facts.linears) - len(routes)
     yield f"linear layers: {len(routes)} take other routes than torch's, {stay} stay as they are"
     groups: dict[tuple[Shape, Routes], list[Linear]] = {}
     for linear in facts.linears:
         if taken := routes.get(_path(facts, linear.unit, linear.name)):
             groups.setdefault((linear.shape, taken), []).append(linear)
-    for (shape, taken), (linear, *others) in groups.items():
+    timings = {timed.shape: timed for timed in facts.timings}
+    for (shape, taken), alike in groups.items():
         gain = ""
         if timed := timings.get(shape):
-            native, now = (seconds(each, linear, facts.run.accumulation, timed) for each in (Routes(), taken))
+            native, now = (seconds(each, alike[0], facts.run.accumulation, timed) for each in (NATIVE, taken))
             gain = f"; measured {native * 1e3:.3g} -> {now * 1e3:.3g} ms per step ({now / native - 1:+.1%})"
-        yield f"  {shape}, x{1 + len(others)}: {taken}{gain}"
-    if timings and (missing := len(unmeasured(facts))):
+        yield f"  {shape}, x{len(alike)}: {taken}{gain}"
+    if timings and (missing := len(shapes_of(facts)) - len(timings)):
         words = "shape is not measured and stays" if missing == 1 else "shapes are not measured and stay"
         yield f"  {missing} {words} native"

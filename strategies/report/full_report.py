@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from strategies.core.linears import Gemm
 from strategies.core.plan import Plan
 from strategies.planner import gemm_routes
 from strategies.planner.step_cost import StepCost
@@ -27,9 +27,7 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     """``plan_table.to_json`` and ``linears`` (routes by path), ``recompute``, ``buckets``, ``simulated`` (the cost)."""
     return {
         **plan_table.to_json(plan),
-        "linears": {
-            path: {gemm.value: each.of(gemm).value for gemm in Gemm} for path, each in gemm_routes.chosen(plan).items()
-        },
+        "linears": {path: asdict(routes) for path, routes in gemm_routes.chosen(plan).items()},
         "recompute": recompute_table.to_json(plan),
         "buckets": bucket_table.to_json(plan),
         "simulated": cost.to_json() if cost else None,

@@ -19,7 +19,7 @@ from tests.parity.test_strategies import GPT2, LLAMA, RANKS, STEPS
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
-from trainer.machine import gemm_cache
+from trainer.machine import gemm_timing
 from trainer.machine.probe import probe
 from trainer.planning.facts import gather, run_facts
 from trainer.planning.from_config import plan_of
@@ -60,13 +60,9 @@ def with_routes(config: RunConfig, wanted: Routes, file: Path, ranks: int = RANK
     threads = None if ranks == 1 else max(1, machine.usable_cores // ranks)
     shapes = gemm_routes.shapes_of(gather(config, ranks, ranks, machine))
     assert shapes
-    timings = {}
-    for shape in shapes:
-        seconds = tuple(
-            (gemm, route, 1.0 if route is wanted.of(gemm) else 2.0) for gemm in Gemm for route in LEGAL[gemm]
-        )
-        timings[gemm_cache.name_of(shape)] = gemm_cache.to_json(Timed(shape, seconds, 0.1))
-    gemm_cache.save(file, gemm_cache.place_of(machine, threads), timings)
+    seconds = tuple((gemm, route, 1.0 if route is wanted.of(gemm) else 2.0) for gemm in Gemm for route in LEGAL[gemm])
+    timings = [Timed(shape, seconds, 0.1) for shape in shapes]
+    gemm_timing.save(file, gemm_timing.place_of(machine, threads), timings)
     plan = plan_of(config, Ranks(0, 0, ranks, ranks), machine)
     assert set(gemm_routes.chosen(plan).values()) == {wanted} and len(gemm_routes.chosen(plan)) == len(
         plan.facts.linears
@@ -122,7 +118,7 @@ def test_together(other: dict[str, Any], wanted: Routes, case: str, tmp_path: Pa
 
 def kinds_of_layers(ranks: Ranks, config: RunConfig) -> list[list[Any]]:
     """Names and classes of the layers of a built model, and whether its weights are those of the untouched one."""
-    from strategies.engine.routed_linear import Routed, copies_of
+    from strategies.engine.routed_linear import Routed
 
     run = random_run(config, ranks)
     make_trainer(run)  # reads the arguments
@@ -132,7 +128,8 @@ def kinds_of_layers(ranks: Ranks, config: RunConfig) -> list[list[Any]]:
         for name, value in model.state_dict().items()
     )
     routed = [module for module in model.modules() if isinstance(module, Routed)]
-    return [[len(routed), len(copies_of(model)), same, all(type(m).__name__.startswith("Routed") for m in routed)]]
+    copies = sum(module._routes.copies for module in routed)
+    return [[len(routed), copies, same, all(type(m).__name__.startswith("Routed") for m in routed)]]
 
 
 @pytest.mark.ranks
@@ -163,13 +160,13 @@ def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
 
 def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
     """How often each layer's second copy was made in a training run."""
-    from strategies.engine.routed_linear import copies_of
+    from strategies.engine.routed_linear import Routed
 
     trainer = make_trainer(random_run(config, ranks))
     try:
         trainer.train()
-        layers: list[Any] = list(copies_of(trainer.accelerator.unwrap_model(trainer.model_wrapped)))
-        return [layer._copy._tensor._version for layer in layers]
+        layers: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped).modules()
+        return [layer._copy._version for layer in layers if isinstance(layer, Routed)]
     finally:
         trainer.accelerator.free_memory()
 

@@ -180,7 +180,7 @@ def test_recompute_has_contenders_of_its_own() -> None:
     ("words", "parts"),
     [
         ("offload --subjects deepspeed-zero", ["--subjects deepspeed-zero: must be one of plain, ", "did you mean"]),
-        ("offload --round 3", ["--round: no such option", "--gpu-memory", "did you mean --rounds?"]),
+        ("offload --round 3", ["--round: no such option", "--gpu-memory", "did you mean '--rounds'?"]),
         ("offload --rows", ["--rows", "expected one argument"]),
         ("ofload", ["ofload", "offload"]),
         ("", ["THEME"]),

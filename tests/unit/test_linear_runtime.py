@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from strategies.core.linears import LEGAL, Gemm, Route, Routes
-from strategies.engine.routed_linear import Routed, copies_of, route, storage_of, transposed, weights_changed
+from strategies.engine.routed_linear import Routed, route, storage_of, transposed, weights_changed
 from tests.helpers.pairwise import Table
 
 KINDS = ("linear", "conv1d")
@@ -168,14 +168,14 @@ def test_announced_steps_make_the_copy_once_each() -> None:
     made = routed(layer("linear", 5, 5), BOTH)
     x = torch.randn(2, 5, dtype=torch.float64)
     made(x).sum().backward()
-    weights_changed([made])
+    weights_changed(made)
     made(x).sum().backward()
-    held = made._copy._tensor
+    held = made._copy
     version = held._version
     made(x).sum().backward()  # the second micro-batch
     assert held._version == version
     made.weight.data.fill_(2.0)
-    weights_changed([made])
+    weights_changed(made)
     made(x)
     assert held._version > version and torch.equal(held, made.weight.t())
 
@@ -184,7 +184,7 @@ def test_the_copy_is_made_once_per_change() -> None:
     made = routed(layer("linear", 3, 4), BOTH)
     x = torch.randn(2, 3, dtype=torch.float64)
     made(x)
-    held = made._copy.of(made.weight, torch.float64)
+    held = made._copy
     version = held._version
     made(x), made(x)
     assert held._version == version
@@ -205,15 +205,23 @@ def test_changes_behind_autograd_are_seen_or_announced() -> None:
     assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
     made.weight.data.fill_(3.0)  # what engines with flat buffers do: the same address, no version
     assert not torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
-    weights_changed(copies_of(made))
+    weights_changed(made)
     assert torch.equal(made(x), torch.addmm(made.bias, x, made.weight.t()))
 
 
 def test_steps_leave_copies_of_frozen_weights() -> None:
     made = routed(layer("linear", 3, 4), BOTH)
-    assert copies_of(made) == [made]
+    x = torch.randn(2, 3, dtype=torch.float64)
     made.weight.requires_grad_(False)
-    assert copies_of(made) == []
+    made(x)
+    version = made._copy._version
+    weights_changed(made)
+    made(x)
+    assert made._copy._version == version
+    made.weight.requires_grad_(True)
+    weights_changed(made)
+    made(x)
+    assert made._copy._version > version
 
 
 def test_backward_refuses_a_copy_made_since_its_forward() -> None:
@@ -221,7 +229,7 @@ def test_backward_refuses_a_copy_made_since_its_forward() -> None:
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     first = made(x)
     made.weight.data.add_(1.0)
-    weights_changed([made])
+    weights_changed(made)
     made(x)
     with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
         first.sum().backward()

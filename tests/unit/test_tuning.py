@@ -12,12 +12,26 @@ import torch
 
 from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
 from strategies.core.registry import find
+from strategies.engine import routed_linear
 from tests.helpers.fakes import facts
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
-from trainer.machine import gemm_cache, gemm_timing
-from trainer.machine.gemm_cache import from_json, load, name_of, place_of, save, timings_of, to_json
-from trainer.machine.gemm_timing import REFRESH, ROUNDS, ROUTED, STOCK, Say, timers_of, tune
+from trainer.machine import gemm_timing
+from trainer.machine.gemm_timing import (
+    REFRESH,
+    ROUNDS,
+    ROUTED,
+    STOCK,
+    Say,
+    from_json,
+    load,
+    measure,
+    name_of,
+    place_of,
+    save,
+    timers_of,
+    to_json,
+)
 from trainer.machine.probe import probe
 
 SMALL, LARGE = Shape(4, 8, 8, "out_in", "float32"), Shape(4, 16, 32, "out_in", "float32")
@@ -56,7 +70,7 @@ def made(shape: Shape = SMALL, value: float = 1e-3) -> Timed:
 def test_routes_take_turns_and_the_least_counts() -> None:
     flipped = (Gemm.FORWARD, Route.FLIP)
     fake = Fake(each_s=0.001, readings={flipped: [9.0, 0.0012, 5.0, 0.0011, *[7.0] * 20]})
-    found = tune([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[SMALL]
+    found = measure([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[0]
     assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 0.0011}
     assert found.refresh_s == 0.001 and found.overhead_s == 0.0
     one_round = list(fake.prepare(SMALL))
@@ -65,21 +79,21 @@ def test_routes_take_turns_and_the_least_counts() -> None:
 
 def test_what_routing_itself_costs_is_measured() -> None:
     fake = Fake(each_s=0.001, readings={ROUTED: [0.003] * 20, STOCK: [0.0025, 0.002] * 10})
-    assert tune([SMALL], fake.prepare, 60.0, lambda line: None, fake.clock)[SMALL].overhead_s == pytest.approx(0.001)
+    assert measure([SMALL], fake.prepare, 60.0, lambda line: None, fake.clock)[0].overhead_s == pytest.approx(0.001)
 
 
 def test_what_is_far_behind_after_two_rounds_gets_no_more() -> None:
     flipped = (Gemm.FORWARD, Route.FLIP)
     fake = Fake(each_s=0.001, readings={flipped: [9.0, 3.0, 0.0001]})
-    found = tune([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[SMALL]
+    found = measure([SMALL], fake.prepare, 1000.0, lambda line: None, fake.clock)[0]
     assert found.of(Gemm.FORWARD) == {Route.NATIVE: 0.001, Route.FLIP: 3.0}
     assert fake.calls.count(flipped) == 2 and fake.calls.count((Gemm.FORWARD, Route.NATIVE)) == ROUNDS
 
 
 def test_the_budget_ends_it_and_what_is_left_is_said() -> None:
     fake, said = Fake(each_s=1.0), []
-    found = tune([LARGE, SMALL, replace(SMALL, rows=5)], fake.prepare, 30.0, said.append, fake.clock)
-    assert list(found) == [LARGE, SMALL]  # two rounds of seven each: 14 s and 14 s
+    found = measure([LARGE, SMALL, replace(SMALL, rows=5)], fake.prepare, 30.0, said.append, fake.clock)
+    assert [timed.shape for timed in found] == [LARGE, SMALL]  # two rounds of seven each: 14 s and 14 s
     assert said[0].startswith("measuring linear layers, 1 of 3: 16 -> 32, 4 tokens, float32; 0 of 30 s")
     assert "1 were not reached and stay native: raise strategies.linear.budget_s" in said[-1]
 
@@ -92,14 +106,16 @@ def test_a_shape_that_cannot_be_measured_costs_a_line() -> None:
             raise RuntimeError("out of memory\nand much more")
         return fake.prepare(shape)
 
-    assert list(tune([LARGE, SMALL], prepare, 60.0, said.append, fake.clock)) == [SMALL]
+    (found,) = measure([LARGE, SMALL], prepare, 60.0, said.append, fake.clock)
+    assert found.shape == SMALL
     assert said[1] == "16 -> 32, 4 tokens, float32 stays native, it could not be measured: out of memory"
     assert "not reached" not in said[-1]
 
 
 def test_a_first_shape_is_measured_however_small_the_budget() -> None:
     fake = Fake(each_s=10.0)
-    assert list(tune([LARGE, SMALL], fake.prepare, 0.1, lambda line: None, fake.clock)) == [LARGE]
+    (found,) = measure([LARGE, SMALL], fake.prepare, 0.1, lambda line: None, fake.clock)
+    assert found.shape == LARGE
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -107,8 +123,8 @@ def test_a_first_shape_is_measured_however_small_the_budget() -> None:
 
 def test_what_was_measured_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "linear.json"
-    save(path, PLACE, {name_of(SMALL): to_json(made())})
-    save(path, PLACE, {name_of(LARGE): to_json(made(LARGE))})
+    save(path, PLACE, [made()])
+    save(path, PLACE, [made(LARGE)])
     shapes, ignored = load(path, PLACE)
     assert ignored == "" and set(shapes) == {name_of(SMALL), name_of(LARGE)}
     assert from_json(SMALL, shapes[name_of(SMALL)]) == made()
@@ -116,12 +132,12 @@ def test_what_was_measured_comes_back(tmp_path: Path) -> None:
 
 def test_other_machines_keep_their_entries(tmp_path: Path) -> None:
     path, other = tmp_path / "linear.json", {**PLACE, "threads": 99}
-    save(path, other, {name_of(SMALL): to_json(made())})
-    save(path, PLACE, {name_of(LARGE): to_json(made(LARGE))})
+    save(path, other, [made()])
+    save(path, PLACE, [made(LARGE)])
     assert set(load(path, other)[0]) == {name_of(SMALL)} and set(load(path, PLACE)[0]) == {name_of(LARGE)}
     for threads in range(100, 140):
-        save(path, {**PLACE, "threads": threads}, {})
-    assert len(json.loads(path.read_text())["measured"]) == gemm_cache.MOST_ENTRIES
+        save(path, {**PLACE, "threads": threads}, [])
+    assert len(json.loads(path.read_text())["measured"]) == gemm_timing.MOST_ENTRIES
 
 
 @pytest.mark.parametrize(
@@ -136,7 +152,7 @@ def test_other_machines_keep_their_entries(tmp_path: Path) -> None:
 )
 def test_timings_of_another_machine_are_not_used(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "linear.json"
-    save(path, {**PLACE, **change}, {name_of(SMALL): to_json(made())})
+    save(path, {**PLACE, **change}, [made()])
     shapes, ignored = load(path, PLACE)
     assert shapes == {} and ignored.startswith(f"{path} is not used") and "\n" not in ignored
 
@@ -151,13 +167,13 @@ def test_a_broken_file_is_ignored_in_one_line_and_replaced(text: str, tmp_path: 
     path.write_text(text, encoding="latin-1")
     shapes, ignored = load(path, PLACE)
     assert shapes == {} and ignored.startswith(f"{path} is ignored") and "\n" not in ignored
-    save(path, PLACE, {name_of(SMALL): to_json(made())})
+    save(path, PLACE, [made()])
     assert load(path, PLACE) == ({name_of(SMALL): to_json(made())}, "")
 
 
 def test_a_file_of_another_format_is_ignored_by_name(tmp_path: Path) -> None:
     path = tmp_path / "linear.json"
-    save(path, PLACE, {name_of(SMALL): to_json(made())})
+    save(path, PLACE, [made()])
     path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
     assert load(path, PLACE) == ({}, f"{path} is ignored: its format is 7, this is 1")
 
@@ -204,12 +220,18 @@ def test_every_part_of_a_shape_is_in_its_key(change: dict[str, Any]) -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake(each_s=1e-3)
-    monkeypatch.setattr(gemm_cache, "timers_of", lambda shape, device: fake.prepare(shape))
+    monkeypatch.setattr(gemm_timing, "timers_of", lambda shape, device: fake.prepare(shape))
     return fake
 
 
-def timings(path: Path, *shapes: Shape, budget_s: float = 60.0, say: Say = lambda line: None) -> tuple[Timed, ...]:
-    return timings_of(shapes, probe(), path, threads=None, budget_s=budget_s, say=say)
+def timings(
+    path: Path, *shapes: Shape, tune: bool = True, say: Say = lambda line: None, origin: Any = "here", **options: Any
+) -> tuple[Timed, ...]:
+    strategy = find("linear").model_validate({"cache": str(path), **options})
+    config: Any = SimpleNamespace(strategies={"linear": strategy})
+    given = replace(facts(), linears=tuple(Linear("l", "layers.0", shape) for shape in shapes))
+    machine = replace(probe(), origin=origin)
+    return gemm_timing.for_config(config, given, Ranks(), machine, tune=tune, say=say).timings
 
 
 def test_the_second_run_measures_nothing(fake: Fake, tmp_path: Path) -> None:
@@ -223,7 +245,7 @@ def test_the_second_run_measures_nothing(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_showing_a_plan_measures_nothing(fake: Fake, tmp_path: Path) -> None:
-    assert timings(tmp_path / "none.json", SMALL, budget_s=0.0) == ()
+    assert timings(tmp_path / "none.json", SMALL, tune=False) == ()
     assert fake.calls == []
 
 
@@ -234,31 +256,18 @@ def test_a_file_that_cannot_be_written_costs_a_line(fake: Fake, tmp_path: Path) 
     assert len(found) == 1 and "the next run measures again" in said[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "origin", "tune", "asked"),
-    [
-        ({"budget_s": 7.0}, "here", True, ["linear.json", None, 7.0]),
-        ({"budget_s": 7.0, "cache": "x.json"}, "here", False, ["x.json", None, 0.0]),
-        ({"transpose": "minimal"}, "here", True, None),
-        ({}, "profile", True, None),
-    ],
-    ids=str,
-)
-def test_only_adaptive_asks_for_timings_of_this_machine(
-    options: dict[str, Any], origin: Any, tune: bool, asked: list[Any] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[list[Any]] = []
+def test_only_adaptive_asks_for_timings_of_this_machine(fake: Fake, tmp_path: Path) -> None:
+    path = tmp_path / "linear.json"
+    assert timings(path, SMALL, transpose="minimal") == () and timings(path, SMALL, origin="profile") == ()
+    assert fake.calls == [] and not path.exists()
+    said: list[str] = []
+    assert timings(path, SMALL, LARGE, budget_s=0.001, say=said.append) and "of 0.001 s" in said[0]
 
-    def record(shapes: Any, machine: Any, path: Path, *, threads: int | None, budget_s: float, say: Say) -> Any:
-        calls.append([path.name, threads, budget_s])
-        return (made(),)
 
-    monkeypatch.setattr(gemm_cache, "timings_of", record)
-    config: Any = SimpleNamespace(strategies={"linear": find("linear").model_validate(options)})
-    given = replace(facts(), linears=(Linear("l", "layers.0", SMALL),))
-    machine = replace(probe(), origin=origin)
-    found = gemm_cache.for_config(config, given, Ranks(), machine, tune=tune, say=lambda line: None)
-    assert calls == ([asked] if asked else []) and found.timings == ((made(),) if asked else ())
+def test_the_usual_file_is_in_the_home_folder(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert timings(tmp_path, SMALL, cache=None)
+    assert (tmp_path / ".cache/deepstow/linear.json").exists()
 
 
 def decided(ranks: Ranks) -> list[float]:
@@ -268,7 +277,7 @@ def decided(ranks: Ranks) -> list[float]:
         assert ranks.rank == 0
         return (made(value=1.0),)
 
-    (taken,) = gemm_cache.of_first_rank(find)
+    (taken,) = gemm_timing.of_first_rank(find)
     seconds = torch.tensor([taken.of(Gemm.FORWARD)[Route.NATIVE]])
     torch.distributed.all_reduce(seconds)
     return [float(seconds)]
@@ -285,18 +294,18 @@ def test_the_first_rank_decides_for_all() -> None:
 @pytest.mark.parametrize("stored", ["out_in", "in_out"])
 def test_real_products_are_timed_over_every_route(stored: Any) -> None:
     shape = Shape(3, 5, 7, stored, "float32")
-    found = tune([shape], lambda shape: timers_of(shape, "cpu"), 5.0, lambda line: None)[shape]
+    found = measure([shape], lambda shape: timers_of(shape, "cpu"), 5.0, lambda line: None)[0]
     assert {gemm: len(found.of(gemm)) for gemm in Gemm} == {Gemm.FORWARD: 5, Gemm.DGRAD: 5, Gemm.WGRAD: 4}
     assert all(seconds > 0 for *_, seconds in found.seconds) and found.refresh_s > 0
     assert 0 <= found.overhead_s < 1e-2
 
 
 def test_a_route_with_another_result_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gemm_timing.compute
+    right = routed_linear.product
 
-    def wrong(shape: Shape, gemm: Gemm, route: Route, operands: Any) -> Any:
-        return right(shape, gemm, route, operands) * (1.01 if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else 1.0)
+    def wrong(gemm: Gemm, route: Route, *operands: Any) -> Any:
+        return right(gemm, route, *operands) * (1.01 if (gemm, route) == (Gemm.DGRAD, Route.FLIP) else 1.0)
 
-    monkeypatch.setattr(gemm_timing, "compute", wrong)
+    monkeypatch.setattr(routed_linear, "product", wrong)
     timers = timers_of(Shape(3, 5, 7, "out_in", "float32"), "cpu")
     assert (Gemm.DGRAD, Route.FLIP) not in timers and (Gemm.FORWARD, Route.FLIP) in timers

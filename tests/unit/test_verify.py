@@ -14,12 +14,13 @@ from strategies.core.facts import Facts
 from strategies.core.layout import Site
 from strategies.core.protocol import Strategy
 from strategies.core.registry import find
+from strategies.planner.memory_rows import UPDATES
 from tests.helpers.tiny import GPT2, LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.errors import ExitCode
 from trainer.machine.probe import probe
-from trainer.model.shrink import TRAVEL, UPDATES, features, leaves, moves, moving
+from trainer.model.shrink import TRAVEL, features, leaves, moves, moving
 from trainer.planning import facts
 from trainer.planning.from_config import plan_of
 from trainer.verify import verify

@@ -25,7 +25,7 @@ from strategies.core.plan import RUN, Stow
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.sizes import AUTO, parse_bytes, written
 from strategies.planner.buckets import block_bytes
-from strategies.planner.memory_rows import UPDATES as UPDATES  # the words of ``features``
+from strategies.planner.memory_rows import UPDATES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -27,7 +27,7 @@ from trainer.errors import ConfigError
 from trainer.machine.profiles import known_rates
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
-from trainer.model.linear_layers import LinearCounter
+from trainer.model.linear_layers import listed
 from trainer.model.params import decay_groups, list_params
 
 if TYPE_CHECKING:
@@ -143,7 +143,6 @@ def count_model(config: RunConfig) -> ModelCount:
 
     precision = precision_of(config)
     needs = needs_of(config.strategies)
-    linears = LinearCounter() if Need.LINEARS in needs else None
     casts = precision is not Precision.FP32 and Need.COMPUTE_DTYPE in needs
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
@@ -165,8 +164,8 @@ def count_model(config: RunConfig) -> ModelCount:
         third = "position_ids" if config.data.packing else "attention_mask"
         inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
-        hooked = linears.counting(model) if linears else contextlib.nullcontext()
-        with counter, flops, hooked, autocast or contextlib.nullcontext():
+        listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=products_again(config))
+        with counter, flops, listing as linears, autocast or contextlib.nullcontext():
             model(**inputs)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
@@ -177,9 +176,7 @@ def count_model(config: RunConfig) -> ModelCount:
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found)
         if Need.PARAMETERS in needs
         else (),
-        linears=linears.listed(find_blocks(model), compute if autocast else None, recomputes=products_again(config))
-        if linears
-        else (),
+        linears=tuple(linears.values()) if Need.LINEARS in needs else (),
     )
 
 

@@ -16,7 +16,7 @@ from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Need, Refusal
 from strategies.core.sizes import human
 from trainer.errors import ConfigError
-from trainer.machine import block_timing, gemm_cache
+from trainer.machine import block_timing, gemm_timing
 from trainer.model import build
 from trainer.model.shrink import PER_LAYER
 from trainer.planning import facts
@@ -49,7 +49,7 @@ def plan_of(
     """
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if known.linears:
-        known = gemm_cache.for_config(config, known, ranks, machine, tune=tune, say=say)
+        known = gemm_timing.for_config(config, known, ranks, machine, tune=tune, say=say)
     if Need.BLOCK_TIMES in needs_of(config.strategies) and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=block_timing.read(folder, known, "unit_times" if resumes else "measured"))

@@ -120,15 +120,10 @@ class Meter(TrainerCallback):
 class StepSeen(TrainerCallback):
     """Tells linear layers that keep a second copy of their weight about each optimizer step."""
 
-    def __init__(self) -> None:
-        self._layers: list[Any] | None = None
-
     def on_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        from strategies.engine.routed_linear import copies_of, weights_changed
+        from strategies.engine.routed_linear import weights_changed
 
-        if self._layers is None:
-            self._layers = copies_of(model)
-        weights_changed(self._layers)
+        weights_changed(model)
 
     on_train_begin = on_optimizer_step
 

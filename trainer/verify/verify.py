@@ -26,13 +26,13 @@ from strategies.core.layout import Site
 from strategies.core.plan import RUN, Place
 from strategies.core.registry import find
 from strategies.engine.memory import accelerator
+from strategies.planner.memory_rows import UPDATES
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, DataError, UserError
 from trainer.model.shrink import (
     LAYERS,
     LENGTH,
     MOVING_LAYERS,
-    UPDATES,
     VOCAB,
     CopyRun,
     features,
