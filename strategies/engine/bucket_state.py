@@ -50,19 +50,19 @@ class Pending(Enum):
 class Scale:
     """The factor on every gradient of a step, and whether the step is to be skipped.
 
-    ``factor`` and ``bad`` (1.0: a gradient is not finite) are single fp32 numbers on the device; ``on_host`` holds
-    both for the worker, once ``known`` has passed. None: there is nothing to multiply or to check.
+    ``factor`` (None: there is nothing to multiply) and ``bad`` (1.0: a gradient is not finite) are single fp32 numbers
+    on the device; ``on_host`` holds both for the worker, once ``known`` has passed.
     """
 
-    factor: Tensor | None = None
-    bad: Tensor | None = None
-    on_host: Tensor | None = None
-    known: Event | None = None
+    factor: Tensor | None
+    bad: Tensor
+    on_host: Tensor
+    known: Event
 
     @property
     def skips(self) -> bool:
         """Whether the step is to be skipped. Only valid after ``known`` has passed; reads host memory."""
-        return self.on_host is not None and bool(self.on_host.numpy()[1])
+        return bool(self.on_host.numpy()[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Clipping:
 
     def _make(self, factor: Tensor | None, norms: Tensor, before: Scale | None = None) -> Scale:
         bad = torch.logical_not(norms.isfinite().all()).float()
-        if before is not None and before.bad is not None:
+        if before is not None:
             bad = torch.maximum(bad, before.bad)
         on_host = torch.empty(2, pin_memory=self._device.type != "cpu")
         on_host.copy_(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]), non_blocking=True)

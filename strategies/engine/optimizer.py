@@ -251,8 +251,12 @@ class StowOptimizer(torch.optim.Optimizer):
         The model and state dicts use what was written. ``param.data`` of offloaded parameters, taken inside, is a copy
         afterwards. Refused inside: ``step``, ``close``, and a backward that updates.
         """
-        with self._access.present(list(params)):
+        self._access.end_module_loans()
+        lent = self._access.loans.lend(list(params))
+        try:
             yield
+        finally:
+            self._access.loans.give_back(lent)
 
     @property
     def skipped(self) -> int:

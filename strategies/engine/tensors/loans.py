@@ -63,7 +63,7 @@ class Loans:
         """Lend those of ``params`` that are not on loan until ``give_back``, and return them."""
         chosen = [param for param in dict.fromkeys(params) if param not in self._out]
         places = [self._access.settle(param) for param in chosen]  # all first: settling one bucket may hide another
-        values = [self._access.value_to_lend(*place) for place in places]
+        values = [param._keeper.value_to_lend() for param in chosen]  # type: ignore[attr-defined]
         for param, (bucket, index), value in zip(chosen, places, values, strict=True):
             bucket.views.lend(index, value, LentParameter)
             self._out[param] = bucket, index
