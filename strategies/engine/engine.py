@@ -125,7 +125,7 @@ class Engine(Copied):
         self.refuse_partly_updated()
         self.hooks.forget_calls()
         self.hooks.close_all()
-        self.prefetch.order.begin()
+        self.prefetch.begin()
         if torch.is_grad_enabled():
             if self._buffers is not None:
                 self._buffers.forward(is_last=self.gradients.passes + 1 >= self.layout.accumulation)
@@ -133,12 +133,9 @@ class Engine(Copied):
 
     @unseen
     def _enter_forward(self, scope: Scope) -> None:
-        recomputing = self.hooks.recomputing
-        if not recomputing:
-            self.prefetch.order.enter_forward(scope)
         self._ensure(scope)
-        if not recomputing:
-            self.prefetch.start(self.prefetch.order.after_forward())
+        if not self.hooks.backward:
+            self.prefetch.in_forward(scope)
 
     def _ensure(self, scope: Scope) -> None:
         for bucket in scope.buckets:
@@ -146,10 +143,9 @@ class Engine(Copied):
 
     @unseen
     def _enter_backward(self, scope: Scope) -> None:
-        self.prefetch.order.enter_backward(scope)
         self._update_ready()
         self._ensure(scope)
-        self.prefetch.start(self.prefetch.order.after_backward())
+        self.prefetch.in_backward(scope)
 
     @unseen
     def _bring_unannounced(self, bucket: BucketState) -> None:
@@ -237,7 +233,7 @@ class Engine(Copied):
         self.gradients.spend()
         self._used.clear()
         self.hooks.choose_guards()
-        self.prefetch.start(self.prefetch.order.from_start())
+        self.prefetch.in_step()
         self.skipped_steps.refuse()
 
     def _submit(self, bucket: BucketState, scale: Scale) -> None:
