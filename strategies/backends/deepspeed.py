@@ -26,11 +26,6 @@ STAGE_3_FROM = (5, 23)  # releases of Transformers
 MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
 
 
-def uses_engine(plan: Plan) -> bool:
-    """Whether any strategy runs in DeepSpeed's engine."""
-    return bool(plan.engine())
-
-
 def stage(plan: Plan) -> int | None:
     """The ZeRO stage in DeepSpeed's engine, or None without it."""
     value = plan.engine().get("zero_optimization.stage")
@@ -44,7 +39,7 @@ def clips_itself(plan: Plan) -> bool:
 
 def ds_config(plan: Plan) -> dict[str, Any]:
     """The dict for ``deepspeed.initialize``; empty when no strategy uses the engine."""
-    if not uses_engine(plan):
+    if not plan.engine():
         return {}
     run = plan.facts.run
     config: dict[str, Any] = {

@@ -7,7 +7,7 @@ parameters are to the model (``parameter_views.py``).
     pending     NOTHING -> DEVICE -> VISITING -> NOTHING  an update on the device: ``submit``, ``begin_visit``,
                                                           ``settled_on_device``
                 NOTHING -> HOST -> NOTHING                an update by the worker: ``submit``, ``settled_on_host``
-    present     its home holds its weights, or UP is writing them: from ``claim`` or ``arrive`` until ``vacate``
+    present     its home holds its weights, or UP is writing them: from ``claim`` until ``vacate``
     open        how many scopes that use it have been entered and not left
 
 Events of a bucket, each the last of its kind:
@@ -176,7 +176,6 @@ class BucketState:
     def arrive(self, *, arrived: Event) -> None:
         """UP has been given the copies of the newest weights into the home."""
         self.arrived = arrived
-        self.present = True
 
     def was_used(self, *, used: Event) -> None:
         """COMPUTE has been given everything that uses the home for now."""
@@ -221,7 +220,6 @@ class BucketState:
     def settled_on_device(self, *, used: Event) -> None:
         """COMPUTE has been given the update; the home holds the newest weights."""
         self.used = used
-        self.present = True
         self.pending, self.job = Pending.NOTHING, None
 
     def write_back(self, *, stored: Event) -> None:

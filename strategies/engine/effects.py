@@ -54,38 +54,25 @@ class Effects:
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self.name = name
+        self.block, self.name = block, name
         self.counts = not any(hasattr(param, "ds_id") for param in block.parameters())
-        self._block = block
-        self._written: dict[tuple[bool, ...], frozenset[tuple[str, str]]] = {}  # by what is in training
-
-    def begin(self) -> Snapshot:
-        """The state that a run finds that begins now."""
-        modules = list(self._block.named_modules())
-        return Snapshot(self, modules, self._written.get(_modes(modules)))
-
-    def learn(self, modules: list[tuple[str, nn.Module]], written: frozenset[tuple[str, str]]) -> None:
-        """Remember what the first run of this kind has written to."""
-        self._written[_modes(modules)] = written
+        # Module paths and names of tensors, by which modules are in training. Snapshots of first runs add to it.
+        self.written: dict[tuple[bool, ...], set[tuple[str, str]]] = {}
 
 
 class Snapshot(AbstractContextManager[None]):
-    """The state that one run of a block found; as a context, it is that state again, for replays.
+    """The state that one run of a block found; as a context, it is that state again, for replays."""
 
-    Args:
-        known: module paths and names of tensors that such a run writes to; None before the first run.
-    """
-
-    def __init__(
-        self, effects: Effects, modules: list[tuple[str, nn.Module]], known: frozenset[tuple[str, str]] | None
-    ) -> None:
-        self._effects, self._modules, self._known = effects, modules, known
+    def __init__(self, effects: Effects) -> None:
+        modules = dict(effects.block.named_modules())
+        self._effects, self._mode = effects, tuple(module.training for module in modules.values())
+        self._known = effects.written.get(self._mode)  # None: this is the first such run
         self._before: list[tuple[Owner, Owner]] = []  # the dict of a module, and a copy of it
         self._states: list[tuple[str, Owner, str, Tensor, int]] = []  # path, owner, name, tensor and its version
         self._copies: dict[int, Tensor] = {}  # by id of the tensor
         self._changed: list[tuple[Owner, str, Any]] = []  # owner, name and the former value
         self._sources = list(GLOBAL)
-        for path, module in modules:
+        for path, module in modules.items():
             for owner in (module._buffers, module.__dict__):
                 self._before.append((owner, owner.copy()))
                 self._note(path, owner)
@@ -121,7 +108,7 @@ class Snapshot(AbstractContextManager[None]):
             elif owner.get(name) is not was:
                 self._changed.append((owner, name, _detached(was)))
         if self._known is None:
-            self._effects.learn(self._modules, frozenset(written))
+            self._effects.written[self._mode] = written
         self._add_new()
         self._states.clear()
         self._copies.clear()
@@ -193,10 +180,6 @@ def source(value: Any) -> Source | None:
     if isinstance(bits, np.random.BitGenerator):
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
-
-
-def _modes(modules: list[tuple[str, nn.Module]]) -> tuple[bool, ...]:
-    return tuple(module.training for _, module in modules)
 
 
 def _is_state(value: Any) -> bool:

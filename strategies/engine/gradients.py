@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
@@ -130,8 +131,9 @@ class Gradients:
     def _start_pass(self) -> None:
         if self._finished or self.passes >= self._layout.accumulation:
             self._refuse_pass()
-        self._end_pass()
         for bucket in self._buckets:
+            if bucket.grads_on_host:
+                self._send(bucket)  # incomplete, since some parameters got no gradient
             bucket.grads.new_pass()
         self._fresh = False
         self.passes += 1
@@ -167,12 +169,6 @@ class Gradients:
             self._reduce(bucket)
             self._finish(bucket)
 
-    def _end_pass(self) -> None:
-        """Send the gradients of buckets that are incomplete, since some parameters got none."""
-        for bucket in self._buckets:
-            if bucket.grads.unsent and bucket.grads_on_host and not self.last_pass:
-                self._send(bucket)
-
     @torch.no_grad()
     def learn(self) -> None:
         """Find out which parameters have a gradient on any rank. A collective, if there are several."""
@@ -206,21 +202,17 @@ class Gradients:
 
     def _reduce(self, bucket: BucketState) -> None:
         """Mean over the ranks, in place; as torch's data parallelism does it: divide, then sum."""
-        import torch.distributed as dist
-
         assert bucket.grad is not None and self._group is not None
         if bucket.grads_on_host:
             self._enter_slot(bucket)
-        missing = [index for index in range(len(bucket.params)) if index not in bucket.grads.touched]
-        for index in missing:
-            bucket.part(bucket.grad, index).zero_()
+        for index in range(len(bucket.params)):
+            if index not in bucket.grads.touched:
+                bucket.part(bucket.grad, index).zero_()
         bucket.grad.div_(dist.get_world_size(self._group))
         dist.all_reduce(bucket.grad, group=self._group)
 
     def _share_touched(self) -> None:
         """A parameter that had a gradient on any rank has one on all."""
-        import torch.distributed as dist
-
         device = self._buckets[0].weight.device
         flags = torch.tensor([float(index in bucket.grads.touched) for bucket, index in self._order], device=device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)

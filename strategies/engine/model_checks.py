@@ -62,7 +62,7 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
             yield f"{name}: its memory is not in order of rows: build it with .contiguous()"
         if own.requires_grad and getattr(own, "_post_accumulate_grad_hooks", None):
             yield f"{name}: {ACCUMULATED}"
-    places = sorted((_begin(own), _begin(own) + own.nbytes, name) for name, own in params.items() if own.numel())
+    places = sorted((own.data_ptr(), own.data_ptr() + own.nbytes, name) for name, own in params.items() if own.numel())
     for (_, end, first), (begin, _, second) in pairwise(places):
         if begin < end:
             yield f"{first} and {second} share memory and are two parameters: tie them by giving both modules the same"
@@ -75,8 +75,8 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
             del kept[key]  # torch.nn.utils.spectral_norm computes it anew in every forward
         for key, value in kept.items():
             for tensor in _tensors(value) if key != "_buffers" else ():
-                begin, end, owner = places[bisect(starts, _begin(tensor)) - 1]
-                if id(tensor) not in mine and begin <= _begin(tensor) < end:
+                begin, end, owner = places[bisect(starts, tensor.data_ptr()) - 1]
+                if id(tensor) not in mine and begin <= tensor.data_ptr() < end:
                     yield f"{owner}: {name}.{key} shares its memory, and would keep the old weight: make a clone"
 
 
@@ -84,10 +84,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
             yield leaf
-
-
-def _begin(tensor: Tensor) -> int:
-    return tensor.data_ptr()
 
 
 def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Iterator[str]:

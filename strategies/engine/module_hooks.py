@@ -186,10 +186,8 @@ class ModuleHooks:
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any]:
         """The guard for a forward of ``scope``, if it needs one."""
-        if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
-            return nullcontext()
         offloaded = [bucket for bucket in scope.buckets if not bucket.spec.resident]
-        if not offloaded:
+        if not (offloaded and torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
             return nullcontext()
         refuse_transforms()
         return guard(offloaded, partial(self._unannounced, scope))

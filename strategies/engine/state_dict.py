@@ -29,8 +29,8 @@ from strategies.engine.clipping import Clipping
 from strategies.engine.engine import Engine
 from strategies.engine.memory.arena import alone
 from strategies.engine.tensors.loans import LentParameter, Loans
-from strategies.engine.tensors.parameters import Alias, Copied, Elsewhere, StowedParameter, set_data
-from strategies.engine.tensors.pending_gradient import pending
+from strategies.engine.tensors.parameters import RAW_DATA, Alias, Copied, Elsewhere, StowedParameter
+from strategies.engine.tensors.pending_gradient import PendingGradient
 from strategies.engine.transfer.transfer import Lane
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class StateAccess(Copied):
                 param.__class__ = nn.Parameter
                 if not torch._has_compatible_shallow_copy_type(param, value):
                     value = value.to(self._engine.device)  # ``_after_load`` copies it back
-                set_data(param, value)
+                RAW_DATA.__set__(param, value)
 
     def _after_load(self, module: nn.Module, *rest: Any) -> None:
         for param in module.parameters(recurse=False):
@@ -301,7 +301,9 @@ class Keeper(Copied):
         self._engine.gradients.learn()
         if not self._bucket.grads.exists(self._index):
             return None
-        return pending(self, self._bucket.views.absent(self._index), self.window)
+        gradient: PendingGradient = self._bucket.views.absent(self._index).as_subclass(PendingGradient)
+        gradient._keeper, gradient._window = self, self.window
+        return gradient
 
     def forget_gradient(self) -> None:
         self._engine.forget(self._bucket, self._index)

@@ -31,9 +31,10 @@ ABOUT = frozenset(
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
 GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # need the node in the graph
 HOOKS = frozenset([Tensor.register_hook, Tensor.retain_grad])
-NODES = frozenset([Tensor.expand_as, Tensor.view_as])  # of a tensor as itself: how torch gets at its node
+NODES = frozenset(
+    [Tensor.expand_as, Tensor.view_as]
+)  # of a leaf as itself: how torch gets at the node that accumulates its gradient
 VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes that are views of the value
-ADDRESSES = frozenset([Tensor.data_ptr])
 CONVERSIONS = frozenset(
     [Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type]
 )
@@ -97,11 +98,6 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
         return func(*args, **kwargs)
     with torch._C._EnableTorchFunction():
         return func(*args, **kwargs)
-
-
-def makes_node(func: Any, args: Any) -> bool:
-    """Whether the call is how torch gets at the node that accumulates the gradient of a leaf."""
-    return func in NODES and args[0] is args[1]
 
 
 def replace_views(out: Any, begin: int, end: int, do: Callable[[Tensor], Tensor]) -> Any:
