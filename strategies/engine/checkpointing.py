@@ -215,7 +215,12 @@ class Checkpointed:
             out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if recorder is not None:
             on_device = args[1:] if INPUT in self._hosted else args
-            self._look(recorder, [*tensors_in(on_device), *tensors_in(kwargs)])
+            if self.watch is not None:
+                outputs = recorder.tensors_of(self._kept - self._hosted)  # or will be kept, the first time
+                for tensor in (*tensors_in(on_device), *tensors_in(kwargs), *outputs):
+                    self.watch(tensor)
+            if self._written is None:
+                self._written = recorder.written
         return out
 
     @contextmanager
@@ -269,13 +274,6 @@ class Checkpointed:
             return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
         return policy
-
-    def _look(self, recorder: OutputRecorder, inputs: list[Tensor]) -> None:
-        if self.watch is not None:
-            for tensor in (*inputs, *recorder.tensors_of(self._kept - self._hosted)):  # or will be kept, the first time
-                self.watch(tensor)
-        if self._written is None:
-            self._written = recorder.written
 
 
 class Within(AbstractContextManager[None]):

@@ -122,7 +122,8 @@ class Clipping:
 
     def forget(self, bucket: BucketState, index: int) -> None:
         """Drop this gradient and its factor."""
-        self._gradients.forget(bucket, index)
+        self._gradients.finish()
+        bucket.grads.forget(index)
         self._factors.pop((bucket.index, index), None)
 
     def _scale_of_loop(self, buckets: Sequence[BucketState]) -> None:

@@ -106,7 +106,8 @@ class Snapshot(AbstractContextManager[None]):
                     self._refuse(path, name)
                 self._changed.append((owner, name, self._copies[id(was)]))
             elif owner.get(name) is not was:
-                self._changed.append((owner, name, _detached(was)))
+                # without its graph, which would stay alive with it
+                self._changed.append((owner, name, was.detach().requires_grad_(was.requires_grad)))
         if self._known is None:
             self._effects.written[self._mode] = written
         self._add_new()
@@ -128,7 +129,8 @@ class Snapshot(AbstractContextManager[None]):
     def _is_written(self, tensor: Tensor, version: int) -> bool:
         if _version(tensor) != version:
             return True
-        return self._known is None and type(tensor) is Tensor and not _same(tensor, self._copies[id(tensor)])
+        comparable = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        return self._known is None and comparable and not same_bits(tensor, self._copies[id(tensor)])
 
     def _refuse(self, path: str, name: str) -> None:
         where = ".".join(filter(None, (self._effects.name, path, name)))
@@ -190,18 +192,9 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph, which would stay alive with it; requires a gradient if it did."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
 def _copy(value: Any) -> Any:
     with torch.no_grad():
         return value.clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first.layout is not torch.strided or first.is_meta or same_bits(first, second)
 
 
 def _put(owner: Owner, name: str, value: Any) -> None:

@@ -155,19 +155,16 @@ class Gradients:
 
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
-        if self.last_pass and self._group is None:
+        if not self.last_pass:
+            if bucket.grads_on_host:
+                self._send(bucket)
+        elif self._group is None:
             self._finish(bucket)
-        elif self.last_pass:
-            self._reduce_in_turn()
-        elif bucket.grads_on_host:
-            self._send(bucket)
-
-    def _reduce_in_turn(self) -> None:
-        # All ranks reduce in one order, whatever the order in which their gradients land.
-        while self._to_reduce and self._to_reduce[0].grads.complete:
-            bucket = self._to_reduce.pop(0)
-            self._reduce(bucket)
-            self._finish(bucket)
+        else:  # all ranks reduce in one order, whatever the order in which their gradients land
+            while self._to_reduce and self._to_reduce[0].grads.complete:
+                first = self._to_reduce.pop(0)
+                self._reduce(first)
+                self._finish(first)
 
     @torch.no_grad()
     def learn(self) -> None:
@@ -326,20 +323,10 @@ class Gradients:
         self._transfer.host_wait(bucket.grads.sent)
         return bucket.shaped(bucket.parked, index).to(device, copy=True)
 
-    def forget(self, bucket: BucketState, index: int) -> None:
-        """As if parameter ``index`` had got no gradient for this update."""
-        self.finish()
-        bucket.grads.forget(index)
-
     def refuse_leftovers(self) -> None:
         """Raise RuntimeError if plain torch would step with other gradients; see ``gradient_state.py``."""
         for bucket in self._buckets:
             bucket.grads.refuse_leftovers()
-
-    def zero(self, *, to_none: bool) -> None:
-        """Mark gradients as None, or as zero if there were any; those that wait are still to be discarded."""
-        for bucket in self._buckets:
-            bucket.grads.zero(to_none=to_none)
 
     def discard(self) -> None:
         """Drop the gradients since the last step, after the worker has added what was sent."""

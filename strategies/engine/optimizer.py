@@ -171,13 +171,14 @@ class StowOptimizer(torch.optim.Optimizer):
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The norm of all gradients before clipping, on the device; ``step`` applies the clipping.
 
         Raises:
             RuntimeError: the plan updates in backward.
         """
-        return self.engine.clip(max_norm)
+        return self.engine.clipping_after_backward().clip(max_norm)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Submit the updates. They are computed during the next forward, each before its weights are used."""

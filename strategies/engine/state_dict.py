@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from strategies.core.sizes import human
 from strategies.engine.bucket_state import BucketState
-from strategies.engine.clipping import Clipping
 from strategies.engine.engine import Engine
 from strategies.engine.memory.arena import alone
 from strategies.engine.tensors.loans import LentParameter, Loans
@@ -113,7 +112,8 @@ class StateAccess(Copied):
     def refuse_loans(self, what: str) -> None:
         """Raise RuntimeError if a parameter is on loan while ``what`` changes weights."""
         self.end_module_loans()
-        self.loans.refuse(what)
+        if self.loans.out:
+            raise RuntimeError(f"{what} inside of `with optimizer.present(...)`: leave the block before")
 
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -291,11 +291,6 @@ class Keeper(Copied):
         """How often all gradients were taken or discarded."""
         return self._engine.gradients.window
 
-    @property
-    def _clipping(self) -> Clipping:
-        self._engine.hooks.close_all()  # gradients are read and written after backward
-        return self._engine.clipping
-
     def gradient(self) -> Tensor | None:
         """The stand-in for the gradient that waits for a step, if there is one."""
         self._engine.gradients.learn()
@@ -315,15 +310,15 @@ class Keeper(Copied):
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        return self._clipping.norm_of(self._bucket, self._index)
+        return self._engine.clipping_after_backward().norm_of(self._bucket, self._index)
 
     @torch.no_grad()
     def gradient_value(self) -> Tensor:
-        return self._clipping.value_of(self._bucket, self._index)
+        return self._engine.clipping_after_backward().value_of(self._bucket, self._index)
 
     @torch.no_grad()
     def scale_gradient(self, factor: Tensor | float) -> None:
-        self._clipping.multiply(self._bucket, self._index, factor)
+        self._engine.clipping_after_backward().multiply(self._bucket, self._index, factor)
 
 
 def _refuse_casts(name: str, param: nn.Parameter) -> None:

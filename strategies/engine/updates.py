@@ -119,13 +119,11 @@ class Updates:
 
     def _visit(self, bucket: BucketState) -> None:
         assert bucket.visit is not None
-        former = self._visiting.get(bucket.visit.data_ptr())
-        if former is not None and former is not bucket:
-            if former.pending is Pending.VISITING:
-                self.settle(former)
-            self._transfer.wait(Lane.UP, former.stored)
+        former = self._visiting.get(bucket.visit.data_ptr(), bucket)
+        if former.pending is Pending.VISITING:
+            self.settle(former)
         self._visiting[bucket.visit.data_ptr()] = bucket
-        self._transfer.wait(Lane.UP, bucket.stored)  # what is stored was used before
+        self._transfer.wait(Lane.UP, former.stored, bucket.stored)  # what is stored was used before
         for place, state in zip(_visit_views(bucket), bucket.states(), strict=True):
             self._transfer.copy(Lane.UP, place, state)
 
@@ -176,16 +174,8 @@ class Updates:
         if mixed:
             _round(bucket, bucket.weight, state[0])
         bucket.settled_on_device(used=transfer.record(Lane.COMPUTE))
-        if bucket.visit is not None or bucket.copy is not None:
-            self._write_back(bucket, state)
-
-    def _known_bad(self, scale: Scale) -> bool:
-        """Whether the step is skipped, after waiting until that is known."""
-        self._transfer.host_wait(scale.known)
-        return scale.skips
-
-    def _write_back(self, bucket: BucketState, state: Sequence[Tensor]) -> None:
-        transfer = self._transfer
+        if bucket.visit is None and bucket.copy is None:
+            return
         transfer.wait(Lane.DOWN, bucket.used)
         if bucket.visit is not None:
             for place, target in zip(state, bucket.states(), strict=True):
@@ -193,6 +183,11 @@ class Updates:
         if bucket.copy is not None:
             transfer.copy(Lane.DOWN, bucket.copy, bucket.weight)
         bucket.write_back(stored=transfer.record(Lane.DOWN))
+
+    def _known_bad(self, scale: Scale) -> bool:
+        """Whether the step is skipped, after waiting until that is known."""
+        self._transfer.host_wait(scale.known)
+        return scale.skips
 
     # --- host ------------------------------------------------------------------------------------------------------
 

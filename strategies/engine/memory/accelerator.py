@@ -50,15 +50,10 @@ def _clear_last_error() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of device.
+    """One kind of device."""
 
-    Attributes:
-        driver: registers host memory; None: torch exposes no call for it.
-        software: the name and version of what the device runs on.
-    """
-
-    driver: Driver | None = None
-    software: Callable[[], str] = lambda: ""
+    driver: Driver | None = None  # None: torch exposes no call that registers host memory
+    software: Callable[[], str] = lambda: ""  # the name and version of what the device runs on
 
 
 TABLE: dict[str, Row] = {

@@ -13,7 +13,6 @@ class is called. Classes that replace nothing, because the memory is right as it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -116,12 +115,11 @@ def read_only(func: Any, out: Any, copies: Sequence[Tensor], kind: type[Tensor])
     if func in ARRAYS:
         out.setflags(write=False)
         return out
+
+    def as_kind(tensor: Tensor) -> Tensor:
+        tensor.__class__ = kind  # not as_subclass, which would add a node to the graph
+        return tensor
+
     for copy in copies:
-        begin = copy.data_ptr()
-        out = replace_views(out, begin, begin + copy.nbytes, partial(_as_kind, kind))
+        out = replace_views(out, copy.data_ptr(), copy.data_ptr() + copy.nbytes, as_kind)
     return out
-
-
-def _as_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    tensor.__class__ = kind  # not as_subclass, which would add a node to the graph
-    return tensor
