@@ -12,23 +12,15 @@ Refused: ZeRO stage 3 with Transformers before 5.23, which initializes some weig
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, UnitKind
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 
-if TYPE_CHECKING:
-    from torch import nn
-
 STAGE_3_FROM = (5, 23)  # releases of Transformers
 MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
-
-
-def uses_engine(plan: Plan) -> bool:
-    """Whether any strategy runs in DeepSpeed's engine."""
-    return bool(plan.engine())
 
 
 def stage(plan: Plan) -> int | None:
@@ -44,7 +36,7 @@ def clips_itself(plan: Plan) -> bool:
 
 def ds_config(plan: Plan) -> dict[str, Any]:
     """The dict for ``deepspeed.initialize``; empty when no strategy uses the engine."""
-    if not uses_engine(plan):
+    if not plan.engine():
         return {}
     run = plan.facts.run
     config: dict[str, Any] = {
@@ -112,7 +104,7 @@ def _largest_block(facts: Facts) -> int:
     return max(blocks or [unit.num_params for unit in facts.units], default=1)
 
 
-def set_leaf_modules(model: nn.Module, plan: Plan) -> None:
+def set_leaf_modules(model: Any, plan: Plan) -> None:
     """Under stage 3 let DeepSpeed gather each block as a whole, so that its hooks sit at the ends of blocks only.
 
     [Note: order of sums] Its hooks are autograd nodes around every module that holds weights. Around the norm of
@@ -125,10 +117,6 @@ def set_leaf_modules(model: nn.Module, plan: Plan) -> None:
     blocks = [unit.name for unit in plan.facts.units if unit.kind is UnitKind.BLOCK]
     set_z3_leaf_modules_by_name(model, blocks)
     log_applied("zero", ((block, "weights are gathered for the whole block") for block in blocks))
-    _let_gradients_through(model)
-
-
-def _let_gradients_through(model: Any) -> None:
     # DeepSpeed reduces a block's gradients in torch's full backward hook. If a block's input needs no gradient, as
     # behind a frozen embedding, torch calls that hook before the block's backward instead of after it.
     if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):

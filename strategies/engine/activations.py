@@ -151,7 +151,13 @@ class HostRoom:
         source = flat(tensor)
         slot = None if source is None else self._take(tensor.nbytes)
         if source is None or slot is None or self._memory is None:
-            self._refuse(tensor)
+            self.num_refused += 1
+            if self.num_refused == 1:
+                logger.warning(
+                    "a saved tensor of %s is not sent to the host: it has gaps, or the memory there is full (before "
+                    "stow and after close there is none); inputs then stay on the device, outputs are computed again",
+                    human(tensor.nbytes),
+                )
             return None
         if self._transfer is None:
             self._transfer = transfer_for(tensor.device)
@@ -245,15 +251,6 @@ class HostRoom:
             return None
         self._slots.append(slot)
         return slot
-
-    def _refuse(self, tensor: Tensor) -> None:
-        self.num_refused += 1
-        if self.num_refused == 1:
-            logger.warning(
-                "a saved tensor of %s is not sent to the host: it has gaps, or the memory there is full (before "
-                "stow and after close there is none); inputs then stay on the device, outputs are computed again",
-                human(tensor.nbytes),
-            )
 
 
 def arena_of_saved(num_bytes: int, device: torch.device) -> Arena:

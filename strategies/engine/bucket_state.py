@@ -7,7 +7,7 @@ parameters are to the model (``parameter_views.py``).
     pending     NOTHING -> DEVICE -> VISITING -> NOTHING  an update on the device: ``submit``, ``begin_visit``,
                                                           ``settled_on_device``
                 NOTHING -> HOST -> NOTHING                an update by the worker: ``submit``, ``settled_on_host``
-    present     its home holds its weights, or UP is writing them: from ``claim`` or ``arrive`` until ``vacate``
+    present     its home holds its weights, or UP is writing them: from ``claim`` until ``vacate``
     open        how many scopes that use it have been entered and not left
 
 Events of a bucket, each the last of its kind:
@@ -50,19 +50,19 @@ class Pending(Enum):
 class Scale:
     """The factor on every gradient of a step, and whether the step is to be skipped.
 
-    ``factor`` and ``bad`` (1.0: a gradient is not finite) are single fp32 numbers on the device; ``on_host`` holds
-    both for the worker, once ``known`` has passed. None: there is nothing to multiply or to check.
+    ``factor`` (None: there is nothing to multiply) and ``bad`` (1.0: a gradient is not finite) are single fp32 numbers
+    on the device; ``on_host`` holds both for the worker, once ``known`` has passed.
     """
 
-    factor: Tensor | None = None
-    bad: Tensor | None = None
-    on_host: Tensor | None = None
-    known: Event | None = None
+    factor: Tensor | None
+    bad: Tensor
+    on_host: Tensor
+    known: Event
 
     @property
     def skips(self) -> bool:
         """Whether the step is to be skipped. Only valid after ``known`` has passed; reads host memory."""
-        return self.on_host is not None and bool(self.on_host.numpy()[1])
+        return bool(self.on_host.numpy()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,6 @@ class BucketState:
     def arrive(self, *, arrived: Event) -> None:
         """UP has been given the copies of the newest weights into the home."""
         self.arrived = arrived
-        self.present = True
 
     def was_used(self, *, used: Event) -> None:
         """COMPUTE has been given everything that uses the home for now."""
@@ -221,7 +220,6 @@ class BucketState:
     def settled_on_device(self, *, used: Event) -> None:
         """COMPUTE has been given the update; the home holds the newest weights."""
         self.used = used
-        self.present = True
         self.pending, self.job = Pending.NOTHING, None
 
     def write_back(self, *, stored: Event) -> None:

@@ -29,7 +29,6 @@ Sources: torch.utils.checkpoint; Korthikanti et al., "Reducing Activation Recomp
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -49,7 +48,7 @@ from strategies.core.applied import log_applied
 from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT, Keep
 from strategies.engine.activations import HostRoom, Sent, arena_of_saved, unwritten
-from strategies.engine.effects import Effects
+from strategies.engine.effects import Effects, Snapshot
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.tensors.nested import tensors_in
 
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.engine.transfer.transfer import Transfer
 
-logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 WITH_WEIGHTS = {aten.mm, aten.addmm, aten._addmm_activation, aten.convolution, aten._grouped_mm}
 BATCHED = {aten.bmm, aten.baddbmm}
@@ -176,12 +174,8 @@ class Receiving(TorchDispatchMode):
         call = (func, self._calls[func])
         self._calls[func] += 1
         if call in self._sending.sent:
-            return tree_map(_received, self._sending.sent[call])
+            return tree_map(lambda value: value.get() if isinstance(value, Sent) else value, self._sending.sent[call])
         return func(*args, **(kwargs or {}))
-
-
-def _received(value: Any) -> Any:
-    return value.get() if isinstance(value, Sent) else value
 
 
 class Checkpointed:
@@ -221,7 +215,12 @@ class Checkpointed:
             out = checkpoint(self._run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if recorder is not None:
             on_device = args[1:] if INPUT in self._hosted else args
-            self._look(recorder, [*tensors_in(on_device), *tensors_in(kwargs)])
+            if self.watch is not None:
+                outputs = recorder.tensors_of(self._kept - self._hosted)  # or will be kept, the first time
+                for tensor in (*tensors_in(on_device), *tensors_in(kwargs), *outputs):
+                    self.watch(tensor)
+            if self._written is None:
+                self._written = recorder.written
         return out
 
     @contextmanager
@@ -250,7 +249,7 @@ class Checkpointed:
             return self.forward(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
 
     def _contexts(self, recorder: OutputRecorder | None) -> Contexts:
-        snapshot = self._effects.begin()
+        snapshot = Snapshot(self._effects)
         forwards: list[AbstractContextManager[Any]] = [snapshot.first(), *([recorder] if recorder is not None else [])]
         replays: list[AbstractContextManager[Any]] = [snapshot]
         if self._written is None:
@@ -275,13 +274,6 @@ class Checkpointed:
             return CheckpointPolicy.MUST_SAVE if found else CheckpointPolicy.PREFER_RECOMPUTE
 
         return policy
-
-    def _look(self, recorder: OutputRecorder, inputs: list[Tensor]) -> None:
-        if self.watch is not None:
-            for tensor in (*inputs, *recorder.tensors_of(self._kept - self._hosted)):  # or will be kept, the first time
-                self.watch(tensor)
-        if self._written is None:
-            self._written = recorder.written
 
 
 class Within(AbstractContextManager[None]):
@@ -361,7 +353,6 @@ def checkpoint_blocks(
         if checkpointed(block) is not None or getattr(block, "gradient_checkpointing", False):
             raise ValueError(f"{path} is recomputed already")
         block.forward = Checkpointed(block, names, hosted.get(path, ()), room, path)
-        logger.info("strategies.recompute: %s keeps %s", path, ", ".join(["its input", *names]))
 
 
 def checkpointed(module: nn.Module) -> Checkpointed | None:

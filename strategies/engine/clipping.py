@@ -71,7 +71,7 @@ class Clipping:
 
     def _make(self, factor: Tensor | None, norms: Tensor, before: Scale | None = None) -> Scale:
         bad = torch.logical_not(norms.isfinite().all()).float()
-        if before is not None and before.bad is not None:
+        if before is not None:
             bad = torch.maximum(bad, before.bad)
         on_host = torch.empty(2, pin_memory=self._device.type != "cpu")
         on_host.copy_(torch.stack([torch.ones_like(bad) if factor is None else factor, bad]), non_blocking=True)
@@ -122,7 +122,8 @@ class Clipping:
 
     def forget(self, bucket: BucketState, index: int) -> None:
         """Drop this gradient and its factor."""
-        self._gradients.forget(bucket, index)
+        self._gradients.finish()
+        bucket.grads.forget(index)
         self._factors.pop((bucket.index, index), None)
 
     def _scale_of_loop(self, buckets: Sequence[BucketState]) -> None:

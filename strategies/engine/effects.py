@@ -54,38 +54,25 @@ class Effects:
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self.name = name
+        self.block, self.name = block, name
         self.counts = not any(hasattr(param, "ds_id") for param in block.parameters())
-        self._block = block
-        self._written: dict[tuple[bool, ...], frozenset[tuple[str, str]]] = {}  # by what is in training
-
-    def begin(self) -> Snapshot:
-        """The state that a run finds that begins now."""
-        modules = list(self._block.named_modules())
-        return Snapshot(self, modules, self._written.get(_modes(modules)))
-
-    def learn(self, modules: list[tuple[str, nn.Module]], written: frozenset[tuple[str, str]]) -> None:
-        """Remember what the first run of this kind has written to."""
-        self._written[_modes(modules)] = written
+        # Module paths and names of tensors, by which modules are in training. Snapshots of first runs add to it.
+        self.written: dict[tuple[bool, ...], set[tuple[str, str]]] = {}
 
 
 class Snapshot(AbstractContextManager[None]):
-    """The state that one run of a block found; as a context, it is that state again, for replays.
+    """The state that one run of a block found; as a context, it is that state again, for replays."""
 
-    Args:
-        known: module paths and names of tensors that such a run writes to; None before the first run.
-    """
-
-    def __init__(
-        self, effects: Effects, modules: list[tuple[str, nn.Module]], known: frozenset[tuple[str, str]] | None
-    ) -> None:
-        self._effects, self._modules, self._known = effects, modules, known
+    def __init__(self, effects: Effects) -> None:
+        modules = dict(effects.block.named_modules())
+        self._effects, self._mode = effects, tuple(module.training for module in modules.values())
+        self._known = effects.written.get(self._mode)  # None: this is the first such run
         self._before: list[tuple[Owner, Owner]] = []  # the dict of a module, and a copy of it
         self._states: list[tuple[str, Owner, str, Tensor, int]] = []  # path, owner, name, tensor and its version
         self._copies: dict[int, Tensor] = {}  # by id of the tensor
         self._changed: list[tuple[Owner, str, Any]] = []  # owner, name and the former value
         self._sources = list(GLOBAL)
-        for path, module in modules:
+        for path, module in modules.items():
             for owner in (module._buffers, module.__dict__):
                 self._before.append((owner, owner.copy()))
                 self._note(path, owner)
@@ -119,9 +106,10 @@ class Snapshot(AbstractContextManager[None]):
                     self._refuse(path, name)
                 self._changed.append((owner, name, self._copies[id(was)]))
             elif owner.get(name) is not was:
-                self._changed.append((owner, name, _detached(was)))
+                # without its graph, which would stay alive with it
+                self._changed.append((owner, name, was.detach().requires_grad_(was.requires_grad)))
         if self._known is None:
-            self._effects.learn(self._modules, frozenset(written))
+            self._effects.written[self._mode] = written
         self._add_new()
         self._states.clear()
         self._copies.clear()
@@ -141,7 +129,8 @@ class Snapshot(AbstractContextManager[None]):
     def _is_written(self, tensor: Tensor, version: int) -> bool:
         if _version(tensor) != version:
             return True
-        return self._known is None and type(tensor) is Tensor and not _same(tensor, self._copies[id(tensor)])
+        comparable = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        return self._known is None and comparable and not same_bits(tensor, self._copies[id(tensor)])
 
     def _refuse(self, path: str, name: str) -> None:
         where = ".".join(filter(None, (self._effects.name, path, name)))
@@ -195,10 +184,6 @@ def source(value: Any) -> Source | None:
     return None
 
 
-def _modes(modules: list[tuple[str, nn.Module]]) -> tuple[bool, ...]:
-    return tuple(module.training for _, module in modules)
-
-
 def _is_state(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
@@ -207,18 +192,9 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph, which would stay alive with it; requires a gradient if it did."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
 def _copy(value: Any) -> Any:
     with torch.no_grad():
         return value.clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first.layout is not torch.strided or first.is_meta or same_bits(first, second)
 
 
 def _put(owner: Owner, name: str, value: Any) -> None:

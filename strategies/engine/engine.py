@@ -28,7 +28,7 @@ from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes
 from strategies.engine.optim import UpdateRule
 from strategies.engine.outside_modes import unseen
 from strategies.engine.prefetch import Prefetch
-from strategies.engine.rank_sync import SharedBuffers, share_start
+from strategies.engine.rank_sync import SharedBuffers
 from strategies.engine.residency import Residency
 from strategies.engine.skipped_steps import SkippedSteps
 from strategies.engine.tensors.guard import refuse_transforms
@@ -71,9 +71,7 @@ class Engine(Copied):
         self.arena = Arena(addresses, device)
         dtypes = {param.dtype for param in model.parameters()}
         self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
-        self._buffers = None if group is None else SharedBuffers(model, group)
-        if group is not None:
-            share_start(model, device, group)
+        self._buffers = None if group is None else SharedBuffers(model, device, group)
         self.buckets = list(self._make_buckets(model))
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
@@ -125,7 +123,7 @@ class Engine(Copied):
         self.refuse_partly_updated()
         self.hooks.forget_calls()
         self.hooks.close_all()
-        self.prefetch.order.begin()
+        self.prefetch.begin()
         if torch.is_grad_enabled():
             if self._buffers is not None:
                 self._buffers.forward(is_last=self.gradients.passes + 1 >= self.layout.accumulation)
@@ -133,23 +131,15 @@ class Engine(Copied):
 
     @unseen
     def _enter_forward(self, scope: Scope) -> None:
-        recomputing = self.hooks.recomputing
-        if not recomputing:
-            self.prefetch.order.enter_forward(scope)
-        self._ensure(scope)
-        if not recomputing:
-            self.prefetch.start(self.prefetch.order.after_forward())
-
-    def _ensure(self, scope: Scope) -> None:
-        for bucket in scope.buckets:
-            self.ensure(bucket)
+        self.ensure(*scope.buckets)
+        if not self.hooks.backward:
+            self.prefetch.in_forward(scope)
 
     @unseen
     def _enter_backward(self, scope: Scope) -> None:
-        self.prefetch.order.enter_backward(scope)
         self._update_ready()
-        self._ensure(scope)
-        self.prefetch.start(self.prefetch.order.after_backward())
+        self.ensure(*scope.buckets)
+        self.prefetch.in_backward(scope)
 
     @unseen
     def _bring_unannounced(self, bucket: BucketState) -> None:
@@ -162,12 +152,13 @@ class Engine(Copied):
         self.ensure(bucket)
         self.hooks.add_to_running(bucket)
 
-    def ensure(self, bucket: BucketState) -> None:
-        """Bring the newest weights of ``bucket`` into its home and show them to COMPUTE."""
-        self.settle(bucket)
-        if not bucket.present:
-            self.residency.fetch(bucket)
-        self.residency.use(bucket)
+    def ensure(self, *buckets: BucketState) -> None:
+        """Bring the newest weights of ``buckets``, one after the other, into their homes and show them to COMPUTE."""
+        for bucket in buckets:
+            self.settle(bucket)
+            if not bucket.present:
+                self.residency.fetch(bucket)
+            self.residency.use(bucket)
 
     @unseen
     def settle(self, bucket: BucketState) -> None:
@@ -180,10 +171,10 @@ class Engine(Copied):
 
     # --- gradients and updates ---------------------------------------------------------------------------------------
 
-    def refuse_partly_updated(self) -> None:
+    def refuse_partly_updated(self, cure: str = "call step() before weights are read") -> None:
         """Raise RuntimeError between backward and step if only some weights are updated already."""
         if self.layout.in_backward and self._used:
-            raise RuntimeError(f"{PARTLY_UPDATED}: call step() before weights are read")
+            raise RuntimeError(f"the plan updates in backward (without max_grad_norm), and updates have begun: {cure}")
 
     def _completed(self, bucket: BucketState) -> None:
         if self.layout.in_backward:
@@ -203,11 +194,10 @@ class Engine(Copied):
                 bucket.views.make_absent()  # not read before step; see ``refuse_partly_updated``
         self._ready = waiting
 
-    @torch.no_grad()
-    def clip(self, max_norm: float) -> Tensor:
-        """Set the norm to which the update clips and return the norm of all gradients; see ``clipping.py``."""
+    def clipping_after_backward(self) -> Clipping:
+        """For those who read, write or clip gradients: backward has ended."""
         self.hooks.close_all()
-        return self.clipping.clip(max_norm)
+        return self.clipping
 
     @torch.no_grad()
     def step(self) -> None:
@@ -237,7 +227,7 @@ class Engine(Copied):
         self.gradients.spend()
         self._used.clear()
         self.hooks.choose_guards()
-        self.prefetch.start(self.prefetch.order.from_start())
+        self.prefetch.in_step()
         self.skipped_steps.refuse()
 
     def _submit(self, bucket: BucketState, scale: Scale) -> None:
@@ -266,7 +256,8 @@ class Engine(Copied):
 
     def zero(self, *, to_none: bool) -> None:
         """Set gradients to None, or to zero if there were any; those that wait for a step are discarded."""
-        self.gradients.zero(to_none=to_none)
+        for bucket in self.buckets:
+            bucket.grads.zero(to_none=to_none)
         if not self.gradients.empty:
             self.discard()
 
@@ -276,10 +267,7 @@ class Engine(Copied):
         Raises:
             RuntimeError: updates with them have begun.
         """
-        if self.layout.in_backward and self._used:
-            raise RuntimeError(
-                f"{PARTLY_UPDATED}: call step(), or if backward was interrupted, start from a checkpoint"
-            )
+        self.refuse_partly_updated("call step(), or if backward was interrupted, start from a checkpoint")
         self.hooks.close_all()
         self.gradients.discard()
         self.clipping.clear()
@@ -316,4 +304,3 @@ class Engine(Copied):
 
 
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-PARTLY_UPDATED = "the plan updates in backward (without max_grad_norm), and updates have begun"

@@ -77,8 +77,8 @@ class GradientState:
         self.host_norms = indices, norms
 
     def measured(self, indices: Iterable[int], norms: Iterable[Tensor]) -> None:
-        """The norms of these gradients are known."""
-        self.norms |= zip(indices, norms, strict=True)
+        """The norms of these gradients are known, of which some may have been forgotten since."""
+        self.norms |= {index: norm for index, norm in zip(indices, norms, strict=True) if index in self.touched}
         self.host_norms = None
 
     def forget(self, index: int) -> None:

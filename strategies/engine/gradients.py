@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
@@ -130,8 +131,9 @@ class Gradients:
     def _start_pass(self) -> None:
         if self._finished or self.passes >= self._layout.accumulation:
             self._refuse_pass()
-        self._end_pass()
         for bucket in self._buckets:
+            if bucket.grads_on_host:
+                self._send(bucket)  # incomplete, since some parameters got no gradient
             bucket.grads.new_pass()
         self._fresh = False
         self.passes += 1
@@ -153,25 +155,16 @@ class Gradients:
 
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
-        if self.last_pass and self._group is None:
-            self._finish(bucket)
-        elif self.last_pass:
-            self._reduce_in_turn()
-        elif bucket.grads_on_host:
-            self._send(bucket)
-
-    def _reduce_in_turn(self) -> None:
-        # All ranks reduce in one order, whatever the order in which their gradients land.
-        while self._to_reduce and self._to_reduce[0].grads.complete:
-            bucket = self._to_reduce.pop(0)
-            self._reduce(bucket)
-            self._finish(bucket)
-
-    def _end_pass(self) -> None:
-        """Send the gradients of buckets that are incomplete, since some parameters got none."""
-        for bucket in self._buckets:
-            if bucket.grads.unsent and bucket.grads_on_host and not self.last_pass:
+        if not self.last_pass:
+            if bucket.grads_on_host:
                 self._send(bucket)
+        elif self._group is None:
+            self._finish(bucket)
+        else:  # all ranks reduce in one order, whatever the order in which their gradients land
+            while self._to_reduce and self._to_reduce[0].grads.complete:
+                first = self._to_reduce.pop(0)
+                self._reduce(first)
+                self._finish(first)
 
     @torch.no_grad()
     def learn(self) -> None:
@@ -206,21 +199,17 @@ class Gradients:
 
     def _reduce(self, bucket: BucketState) -> None:
         """Mean over the ranks, in place; as torch's data parallelism does it: divide, then sum."""
-        import torch.distributed as dist
-
         assert bucket.grad is not None and self._group is not None
         if bucket.grads_on_host:
             self._enter_slot(bucket)
-        missing = [index for index in range(len(bucket.params)) if index not in bucket.grads.touched]
-        for index in missing:
-            bucket.part(bucket.grad, index).zero_()
+        for index in range(len(bucket.params)):
+            if index not in bucket.grads.touched:
+                bucket.part(bucket.grad, index).zero_()
         bucket.grad.div_(dist.get_world_size(self._group))
         dist.all_reduce(bucket.grad, group=self._group)
 
     def _share_touched(self) -> None:
         """A parameter that had a gradient on any rank has one on all."""
-        import torch.distributed as dist
-
         device = self._buckets[0].weight.device
         flags = torch.tensor([float(index in bucket.grads.touched) for bucket, index in self._order], device=device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -334,20 +323,10 @@ class Gradients:
         self._transfer.host_wait(bucket.grads.sent)
         return bucket.shaped(bucket.parked, index).to(device, copy=True)
 
-    def forget(self, bucket: BucketState, index: int) -> None:
-        """As if parameter ``index`` had got no gradient for this update."""
-        self.finish()
-        bucket.grads.forget(index)
-
     def refuse_leftovers(self) -> None:
         """Raise RuntimeError if plain torch would step with other gradients; see ``gradient_state.py``."""
         for bucket in self._buckets:
             bucket.grads.refuse_leftovers()
-
-    def zero(self, *, to_none: bool) -> None:
-        """Mark gradients as None, or as zero if there were any; those that wait are still to be discarded."""
-        for bucket in self._buckets:
-            bucket.grads.zero(to_none=to_none)
 
     def discard(self) -> None:
         """Drop the gradients since the last step, after the worker has added what was sent."""

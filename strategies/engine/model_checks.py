@@ -31,10 +31,8 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], r
     moments = len(rule.names)
     if layout.moments != moments:
         yield f"the plan has room for {layout.moments} moments per parameter, the update rule keeps {moments}"
-    planned: set[str] = set()
     for bucket in layout.buckets:
         for name, size in zip(bucket.params, bucket.sizes, strict=True):
-            planned.add(name)
             param = params.get(name)
             if param is None:
                 yield f"{name}: the model has no such parameter"
@@ -46,7 +44,7 @@ def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], r
                     f"{name}: the plan has {size} x {bucket.dtype} in group {bucket.group}, the model {found[0]} x "
                     f"{found[1]} in group {found[2]}"
                 )
-    for name in params.keys() - planned:
+    for name in params.keys() - {name for bucket in layout.buckets for name in bucket.params}:
         yield f"{name}: not in the plan"
 
 
@@ -62,7 +60,7 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
             yield f"{name}: its memory is not in order of rows: build it with .contiguous()"
         if own.requires_grad and getattr(own, "_post_accumulate_grad_hooks", None):
             yield f"{name}: {ACCUMULATED}"
-    places = sorted((_begin(own), _begin(own) + own.nbytes, name) for name, own in params.items() if own.numel())
+    places = sorted((own.data_ptr(), own.data_ptr() + own.nbytes, name) for name, own in params.items() if own.numel())
     for (_, end, first), (begin, _, second) in pairwise(places):
         if begin < end:
             yield f"{first} and {second} share memory and are two parameters: tie them by giving both modules the same"
@@ -70,13 +68,12 @@ def _unmovable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator
         return
     starts, mine = [begin for begin, _, _ in places], {id(own) for own in params.values()}
     for name, module in model.named_modules():
-        kept = {**vars(module), **module._buffers}
-        for key in [key for key in kept if f"{key}_orig" in module._parameters]:
-            del kept[key]  # torch.nn.utils.spectral_norm computes it anew in every forward
-        for key, value in kept.items():
-            for tensor in _tensors(value) if key != "_buffers" else ():
-                begin, end, owner = places[bisect(starts, _begin(tensor)) - 1]
-                if id(tensor) not in mine and begin <= _begin(tensor) < end:
+        for key, value in {**vars(module), **module._buffers}.items():
+            if key == "_buffers" or f"{key}_orig" in module._parameters:
+                continue  # torch.nn.utils.spectral_norm computes the latter anew in every forward
+            for tensor in _tensors(value):
+                begin, end, owner = places[bisect(starts, tensor.data_ptr()) - 1]
+                if id(tensor) not in mine and begin <= tensor.data_ptr() < end:
                     yield f"{owner}: {name}.{key} shares its memory, and would keep the old weight: make a clone"
 
 
@@ -84,10 +81,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
             yield leaf
-
-
-def _begin(tensor: Tensor) -> int:
-    return tensor.data_ptr()
 
 
 def not_in_kernels(groups: Sequence[Mapping[str, Any]], rule: UpdateRule) -> Iterator[str]:

@@ -33,7 +33,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -50,14 +49,6 @@ Handle = torch.utils.hooks.RemovableHandle
 logger = logging.getLogger(__name__)
 
 
-class Seen(Enum):
-    """Whether hooks announced all backward nodes of a scope so far; see [Note: unannounced nodes]."""
-
-    NOTHING = "it has not run with gradients"
-    ANNOUNCED = "all of them ran after a hook"
-    UNANNOUNCED = "some ran before the hook, or may have"
-
-
 @dataclass(slots=True, eq=False)
 class Scope:
     """A module, the buckets that it uses, and the names of the scopes around it."""
@@ -67,8 +58,8 @@ class Scope:
     buckets: list[BucketState]
     outer: frozenset[str] = field(default_factory=frozenset)
     is_block: bool = True
-    seen: Seen = Seen.NOTHING
-    guarded: bool = True
+    announced: bool | None = None  # whether hooks announced all its backward nodes so far; None: it has none yet
+    guarded: bool = True  # see [Note: unannounced nodes]
 
     @property
     def saves_weights(self) -> bool:
@@ -135,7 +126,7 @@ class ModuleHooks:
         self._in_backward: list[Scope] = []
         self._read_only: Scope | None = None  # open in backward by an unannounced read; its hook has not run
         self._to_leave: list[Scope] = []  # left by an unannounced read; that node may have read their weights before
-        self._backward = False  # backward has begun
+        self.backward = False  # backward has begun: a forward now is recomputation
         self._node = -1  # number of the node whose hook ran last
 
     def attach(self) -> list[Handle]:
@@ -161,14 +152,9 @@ class ModuleHooks:
             if own is not None:
                 own.around = nullcontext
 
-    @property
-    def recomputing(self) -> bool:
-        """Whether a forward now would be part of a backward."""
-        return self._backward
-
     def add_to_running(self, bucket: BucketState) -> None:
         """Add this bucket to the scope whose forward runs, if one does."""
-        scope = self._in_forward[-1] if self._in_forward and not self._backward else None
+        scope = self._in_forward[-1] if self._in_forward and not self.backward else None
         if scope is not None and bucket not in scope.buckets:
             scope.buckets.append(bucket)
             bucket.enter(self._in_forward.count(scope))
@@ -176,14 +162,14 @@ class ModuleHooks:
     def choose_guards(self) -> None:
         """At a step: guard only those scopes that need it from now on."""
         for scope in self._scopes:
-            scope.guarded = self._debug or scope.seen is not Seen.ANNOUNCED
+            scope.guarded = self._debug or not scope.announced
 
     def close_all(self) -> None:
         """Forward and backward have ended or were interrupted."""
         self._leave_pending()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
-        self._backward, self._read_only, self._node = False, None, -1
+        self.backward, self._read_only, self._node = False, None, -1
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
         self._leave_pending()
@@ -200,10 +186,8 @@ class ModuleHooks:
 
     def _guarded(self, scope: Scope) -> AbstractContextManager[Any]:
         """The guard for a forward of ``scope``, if it needs one."""
-        if not (torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
-            return nullcontext()
         offloaded = [bucket for bucket in scope.buckets if not bucket.spec.resident]
-        if not offloaded:
+        if not (offloaded and torch.is_grad_enabled() and scope.saves_weights and (scope.guarded or hooked())):
             return nullcontext()
         refuse_transforms()
         return guard(offloaded, partial(self._unannounced, scope))
@@ -235,9 +219,9 @@ class ModuleHooks:
                     "parameter was modified in place, train with strategies.buffers.debug: true",
                     scope.name,
                 )
-            scope.seen = Seen.UNANNOUNCED
-        elif scope.seen is Seen.NOTHING:
-            scope.seen = Seen.ANNOUNCED
+            scope.announced = False
+        elif scope.announced is None:
+            scope.announced = True
 
     def _before_backward(self, scope: Scope, number: int, grads: Any) -> None:
         if torch.is_grad_enabled() and not all(bucket.spec.resident for bucket in scope.buckets):
@@ -260,7 +244,7 @@ class ModuleHooks:
     @contextmanager
     def _run_again(self, scope: Scope) -> Iterator[None]:
         """Around each forward of a checkpointed block: the first, inside its hooks, and the recomputation."""
-        recomputes = self._backward or scope not in self._in_forward  # backward may begin with recomputation
+        recomputes = self.backward or scope not in self._in_forward  # backward may begin with recomputation
         if recomputes and (scope not in self._in_backward or scope is self._read_only):
             self._unannounced(scope, *scope.buckets)
         with self._guarded(scope):
@@ -273,7 +257,7 @@ class ModuleHooks:
         are left a second time when the node is done. Until then only ``buckets`` are fetched, and what one node reads
         was present at once in forward, so that it does not overlap.
         """
-        scope.seen = Seen.UNANNOUNCED
+        scope.announced = False
         self._leave_pending()
         if not (self._in_backward and self._in_backward[-1] is scope):
             opened = (*self._in_forward, *self._in_backward)
@@ -284,10 +268,10 @@ class ModuleHooks:
             self._bring(bucket)
 
     def _open_in_backward(self, scope: Scope) -> None:
-        if self._backward:
+        if self.backward:
             self._close(self._in_forward, scope)  # what was recomputed
         self._close(self._in_backward, scope)
-        self._backward = True
+        self.backward = True
         self._open(self._in_backward, scope)
 
     def _open(self, opened: list[Scope], scope: Scope, place: int | None = None) -> None:

@@ -10,7 +10,7 @@ in ``updates.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -24,10 +24,10 @@ from torch.optim.sgd import sgd
 class Operands:
     """Views that one call updates, in equal order. ``state`` has one list for each of the rule's ``names``."""
 
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    state: Sequence[Sequence[Tensor]]
-    steps: Sequence[Tensor]
+    params: list[Tensor]
+    grads: list[Tensor]
+    state: list[list[Tensor]]
+    steps: list[Tensor]
 
 
 class UpdateRule(Protocol):
@@ -78,12 +78,12 @@ class AdamW:
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         beta1, beta2 = group["betas"]
         adamw(
-            list(on.params),
-            list(on.grads),
-            list(on.state[0]),
-            list(on.state[1]),
+            on.params,
+            on.grads,
+            on.state[0],
+            on.state[1],
             [],
-            list(on.steps),
+            on.steps,
             fused=self.fused or None,  # None: torch chooses, as in torch.optim.AdamW
             found_inf=bad,
             amsgrad=False,
@@ -114,8 +114,8 @@ class SGD:
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         sgd(
-            list(on.params),
-            list(on.grads),
+            on.params,
+            on.grads,
             [None] * len(on.params),
             weight_decay=group["weight_decay"],
             momentum=0.0,
@@ -124,4 +124,4 @@ class SGD:
             nesterov=False,
             maximize=False,
         )
-        torch._foreach_add_(list(on.steps), 1)
+        torch._foreach_add_(on.steps, 1)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.applied import log_stowed
@@ -81,8 +82,6 @@ def stow(
         ValueError: the plan does not fit the model or the ranks, or the model is stowed already.
         OutOfMemoryError: the machine has less memory than the plan needs.
     """
-    import torch.distributed as dist
-
     where = device_of(device)
     rule = rule or AdamW()
     if stowed_by(model) is not None:
@@ -145,11 +144,8 @@ class StowOptimizer(torch.optim.Optimizer):
         if layout is None or place is None:
             raise ValueError("the plan has no layout: switch strategies.offload on")
         check(layout, place.addresses, hosted_bytes=plan.hosted_bytes())
-        if (
-            process_group is not None
-            and layout.accumulation > 1
-            and any(b.grad_home is Home.HOST for b in layout.buckets)
-        ):
+        grads_leave = any(bucket.grad_home is Home.HOST for bucket in layout.buckets)
+        if process_group is not None and layout.accumulation > 1 and grads_leave:
             raise ValueError("over ranks, gradients of several micro-batches must stay on the device: gradients=device")
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
@@ -163,7 +159,7 @@ class StowOptimizer(torch.optim.Optimizer):
         if self._room is not None:
             self._room.use(self.engine.arena)
         self._name_of = {id(param): name for name, param in model.named_parameters()}
-        self._access = StateAccess(model, self.engine)
+        self.access = StateAccess(model, self.engine)
         self._model = model
         self._first_look = model.register_forward_pre_hook(self._look_once)
         self._planned = self._members()
@@ -172,20 +168,21 @@ class StowOptimizer(torch.optim.Optimizer):
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The norm of all gradients before clipping, on the device; ``step`` applies the clipping.
 
         Raises:
             RuntimeError: the plan updates in backward.
         """
-        return self.engine.clip(max_norm)
+        return self.engine.clipping_after_backward().clip(max_norm)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Submit the updates. They are computed during the next forward, each before its weights are used."""
         if closure is not None:
             raise ValueError("closures are not supported: weights are updated while the next forward runs")
         self._refuse_closed()
-        self._access.refuse_loans("step()")
+        self.access.refuse_loans("step()")
         self._refuse_strangers()
         self._refuse_edits()
         self.engine.step()
@@ -242,7 +239,7 @@ class StowOptimizer(torch.optim.Optimizer):
         """Complete all updates that are under way. Afterwards only offloaded weights are absent."""
         self.engine.refuse_partly_updated()
         self.engine.drain()
-        self._access.loans.keep()
+        self.access.loans.keep()
 
     @contextmanager
     def present(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -251,8 +248,12 @@ class StowOptimizer(torch.optim.Optimizer):
         The model and state dicts use what was written. ``param.data`` of offloaded parameters, taken inside, is a copy
         afterwards. Refused inside: ``step``, ``close``, and a backward that updates.
         """
-        with self._access.present(list(params)):
+        self.access.end_module_loans()
+        lent = self.access.loans.lend(list(params))
+        try:
             yield
+        finally:
+            self.access.loans.give_back(lent)
 
     @property
     def skipped(self) -> int:
@@ -272,12 +273,12 @@ class StowOptimizer(torch.optim.Optimizer):
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Views of a trained parameter's state by torch's names, and ``master`` in mixed precision; drains first."""
         self.drain()
-        return self._access.state_of(param)
+        return self.access.state_of(param)
 
     @property
     def state(self) -> Any:
         """As torch's: the state of each parameter that was updated, as views. Deleting a parameter resets its state."""
-        return State(self, self._access)
+        return State(self)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -308,7 +309,7 @@ class StowOptimizer(torch.optim.Optimizer):
         params = dict(zip([key for group in groups for key in group["params"]], ours, strict=False))
         state += [(param, given["state"][key]) for key, param in params.items() if given["state"].get(key)]
         for param, saved in state:
-            complaints += unlike(self._name_of[id(param)], saved, self._access.state_of(param), self.engine.rule)
+            complaints += unlike(self._name_of[id(param)], saved, self.access.state_of(param), self.engine.rule)
         if complaints:
             raise ValueError(complaints[0])
         return {**given, "state": {}, "param_groups": groups}
@@ -316,9 +317,9 @@ class StowOptimizer(torch.optim.Optimizer):
     def _put_state(self, state: Saved) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                self._access.forget_state(param)
+                self.access.forget_state(param)
         for param, saved in state:
-            self._access.set_state(param, saved)
+            self.access.set_state(param, saved)
 
     # --- on disk -----------------------------------------------------------------------------------------------------
 
@@ -333,9 +334,7 @@ class StowOptimizer(torch.optim.Optimizer):
             OSError: writing failed; an earlier save in ``folder`` is intact.
         """
         self.drain()
-        head = self._head()
-        state_file.check_json(head["param_groups"])
-        state_file.write(Path(folder), list(self._entries()), head)
+        state_file.write(Path(folder), list(self._entries()), self._head())
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
@@ -356,8 +355,8 @@ class StowOptimizer(torch.optim.Optimizer):
         self.zero_grad()
         params = dict(self._model.named_parameters())
         for name in expected:
-            self._access.forget_state(params[name])
-        state_file.read(where, content, lambda name, key, value: self._access.set_state(params[name], {key: value}))
+            self.access.forget_state(params[name])
+        state_file.read(where, content, lambda name, key, value: self.access.set_state(params[name], {key: value}))
         for group, saved in zip(self.param_groups, content["param_groups"], strict=True):
             for key, value in saved.items():
                 if key != "params":
@@ -373,7 +372,7 @@ class StowOptimizer(torch.optim.Optimizer):
         """Every trained parameter in the order of the layout. Those never updated have no count and moments."""
         for bucket in self.engine.buckets:
             for param in bucket.params if bucket.spec.group is not None else ():
-                state = self._access.state_of(param)
+                state = self.access.state_of(param)
                 if not state["step"] > 0:
                     state = {key: value for key, value in state.items() if key == "master"}
                 yield state_file.Entry(
@@ -384,12 +383,12 @@ class StowOptimizer(torch.optim.Optimizer):
         """Move the weights back to ordinary memory on the CPU and remove all hooks. Closing twice does nothing."""
         if self._closed:
             return
-        self._access.refuse_loans("close()")
+        self.access.refuse_loans("close()")
         self.engine.drain()
         if self._room is not None:
             self._room.use(None)
         self.engine.close()
-        self._access.release()
+        self.access.release()
         move_buffers(self._model, torch.device("cpu"))
         self._first_look.remove()
         for name in (STOWED, DDP_ASKS):

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from strategies.engine.optimizer import StowOptimizer
-    from strategies.engine.state_dict import StateAccess
 
 
 class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
     """State by parameter and torch's names. A parameter that was never updated has an empty dict and is not listed."""
 
-    def __init__(self, optimizer: StowOptimizer, access: StateAccess) -> None:
-        self._optimizer, self._access = optimizer, access
+    def __init__(self, optimizer: StowOptimizer) -> None:
+        self._optimizer = optimizer
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:
         state = self._optimizer.state_of(param)
@@ -28,11 +27,11 @@ class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
 
     def __setitem__(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         del self[param]
-        self._access.set_state(param, state)
+        self._optimizer.access.set_state(param, state)
 
     def __delitem__(self, param: nn.Parameter) -> None:
         self._optimizer.drain()
-        self._access.forget_state(param)
+        self._optimizer.access.forget_state(param)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for group in self._optimizer.param_groups:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from strategies.engine.tensors.parameters import (
+    RAW_DATA,
     WRITE,
     AbsentParameter,
     PresentParameter,
@@ -29,7 +30,6 @@ from strategies.engine.tensors.parameters import (
     VisitingParameter,
     put,
     set_counts,
-    set_data,
 )
 
 AWAY = 2**31 - 1  # see [Note: versions]; larger than any number of updates
@@ -78,7 +78,7 @@ class ParameterViews:
             param = self.params[index]
             param.__class__ = PresentParameter
             if not self.bound:
-                set_data(param, self.homes[index])
+                RAW_DATA.__set__(param, self.homes[index])
             param.__class__ = self.kind
         self.bound = self.shown = True
         self._count()

@@ -26,11 +26,22 @@ if TYPE_CHECKING:
 
 
 class SharedBuffers:
-    """Broadcasts the buffers of ``model`` before those forwards for which it is due."""
+    """Broadcasts parameters and buffers of ``model`` now, and its buffers before those forwards for which it is due.
 
-    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+    Raises:
+        ValueError: the ranks have different models.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, group: ProcessGroup) -> None:
         self._model, self._group = model, group
         self._due = True
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+        models: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(models, mine, group=group)
+        if any(other != mine for other in models):
+            raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
+        _share((tensor.detach() for _, tensor in tensors), group, device)
 
     def forward(self, *, is_last: bool) -> None:
         """A forward with gradients begins; ``is_last``: of the last micro-batch of a step. A collective if due."""
@@ -52,21 +63,6 @@ def _share(tensors: Iterable[Tensor], group: ProcessGroup, device: torch.device 
         dist.broadcast(value, first, group=group)
         if value is not tensor:
             tensor.copy_(value)
-
-
-def share_start(model: nn.Module, device: torch.device, group: ProcessGroup) -> None:
-    """Give all ranks the first one's parameters and buffers, as torch's data parallelism does. A collective.
-
-    Raises:
-        ValueError: the ranks have different models.
-    """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
-    models: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(models, mine, group=group)
-    if any(other != mine for other in models):
-        raise ValueError("the ranks have different models: names, shapes and dtypes of parameters must be the same")
-    _share((tensor.detach() for _, tensor in tensors), group, device)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

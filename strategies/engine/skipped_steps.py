@@ -42,11 +42,7 @@ class SkippedSteps:
         self._in_a_row: list[Mapping[str, Tensor]] = []
 
     def add(self, scale: Scale, norms: Mapping[str, Tensor]) -> None:
-        """A step was made; whether it was skipped is not known yet.
-
-        Args:
-            norms: of each gradient, by parameter, in the order of backward.
-        """
+        """A step was made with gradients of these ``norms``, by parameter in the order of backward."""
         self._waiting.append((scale, norms))
 
     def poll(self) -> None:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,12 +25,11 @@ from torch import Tensor, nn
 
 from strategies.core.sizes import human
 from strategies.engine.bucket_state import BucketState
-from strategies.engine.clipping import Clipping
 from strategies.engine.engine import Engine
 from strategies.engine.memory.arena import alone
 from strategies.engine.tensors.loans import LentParameter, Loans
-from strategies.engine.tensors.parameters import Alias, Copied, Elsewhere, StowedParameter, set_data
-from strategies.engine.tensors.pending_gradient import pending
+from strategies.engine.tensors.parameters import RAW_DATA, Alias, Copied, Elsewhere, StowedParameter
+from strategies.engine.tensors.pending_gradient import PendingGradient
 from strategies.engine.transfer.transfer import Lane
 
 logger = logging.getLogger(__name__)
@@ -47,17 +45,16 @@ class StateAccess(Copied):
     """Access to a stowed model's weights, gradients and optimizer state."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._model, self._engine = model, engine
+        self._engine = engine
         self._handles: list[Any] = []
         self.loans = Loans(self)
         self._lent_to_modules: dict[int, list[nn.Parameter]] = {}  # while a state dict is made, by id of the module
-        self._warned: set[int] = set()  # offloaded parameters that were read outside of the modules that own them
         # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
         # torch is set to do so, and the new ones would not be in planned memory.
         self._referred = [weakref.ref(param) for param in model.parameters()]
         for name, param in model.named_parameters():
             bucket, index = engine.bucket_of[id(param)]
-            param._keeper = Keeper(self, bucket, index, name)  # type: ignore[attr-defined]
+            param._keeper = Keeper(engine, bucket, index, name)  # type: ignore[attr-defined]
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 # torch marks these hooks with an attribute, which a bound method cannot have
@@ -73,60 +70,6 @@ class StateAccess(Copied):
         bucket, index = self.settle(param)
         return bucket.shaped(bucket.newest, index)
 
-    def copy_of(self, bucket: BucketState, index: int) -> Tensor:
-        """A copy of the newest weight, for COMPUTE."""
-        self._engine.refuse_partly_updated()
-        with torch.no_grad():
-            self._engine.settle(bucket)
-            self._engine.transfer.host_wait(bucket.stored)
-            self._engine.transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
-            loan = _lent_value(bucket.params[index])
-            return (bucket.shaped(bucket.newest, index) if loan is None else loan).to(self._engine.device, copy=True)
-
-    def value_to_lend(self, bucket: BucketState, index: int) -> Tensor:
-        """The memory of a parameter on loan: the home of a resident weight, so that its views see writes, or a copy."""
-        if not bucket.spec.resident:
-            return self.copy_of(bucket, index)
-        self._engine.ensure(bucket)
-        return alone(bucket.shaped(bucket.weight, index))
-
-    def read(self, bucket: BucketState, index: int, name: str) -> Tensor:
-        """The parameter itself if it is resident, else a copy through which gradients flow."""
-        param = bucket.params[index]
-        self._engine.refuse_partly_updated()
-        if bucket.spec.resident:
-            self._engine.add_reader(bucket)
-            return param
-        if id(param) not in self._warned:
-            self._warned.add(id(param))
-            logger.warning(
-                "%s travels and is read outside of the module that owns it: %s are copied for that each time. Plan "
-                "with a batch, so that this is seen, or with weights='resident'",
-                name,
-                human(bucket.spec.sizes[index] * bucket.weight.element_size()),
-            )
-        _refuse_casts(name, param)
-        return _with_gradient(param, self.copy_of(bucket, index))
-
-    def read_view(self, bucket: BucketState, index: int, view: Tensor) -> Tensor:
-        """``view`` itself while the weight is in its home, else a copy of the same part of the weight."""
-        if bucket.views.shows(index):
-            return view
-        value, name = self.copy_of(bucket, index), bucket.spec.params[index]
-        if view.dtype != value.dtype:
-            raise RuntimeError(f"{name} travels, and a view of it as {view.dtype} is used after it left the device")
-        start = view.storage_offset() - bucket.shaped(bucket.weight, index).storage_offset()
-        if view.requires_grad and torch.is_grad_enabled():
-            _refuse_casts(name, bucket.params[index])
-            if view.retains_grad or view._backward_hooks:
-                raise RuntimeError(
-                    f"a view of {name}, which travels, has hooks, which would not run for its use after its block: use "
-                    f"param.register_hook"
-                )
-        # From the parameter, not from the view: torch would make the view's node again, from its base's present value.
-        whole = _with_gradient(bucket.params[index], value) if view.requires_grad else value
-        return whole.as_strided(view.size(), view.stride(), start)
-
     def settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """The bucket of ``param`` and its index there, settled, so that the host may read its newest weight."""
         self._engine.refuse_partly_updated()
@@ -138,7 +81,7 @@ class StateAccess(Copied):
     def _before_state_dict(self, module: nn.Module, *rest: Any) -> None:
         """Make this module's parameters plain ones, with values if the module customizes its state dict."""
         self._engine.refuse_partly_updated()
-        self._end_module_loans(id(module))  # an earlier one was interrupted
+        self.end_module_loans(id(module))  # an earlier one was interrupted
         mine = list(module.parameters(recurse=False))
         if any(_customizes_state_dict(each) for each in module.modules()):
             self._lent_to_modules[id(module)] = self.loans.lend(mine)
@@ -149,7 +92,7 @@ class StateAccess(Copied):
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         lent = {id(param): param.data for param in self._lent_to_modules.get(id(module), ())}
-        self._end_module_loans(id(module))
+        self.end_module_loans(id(module))
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             saved = state.get(prefix + name)
             if _lent_value(param) is not None:  # by ``present``, until the end of its block
@@ -161,15 +104,16 @@ class StateAccess(Copied):
         if lent:
             _copies_to_host(state, prefix, lent.values())
 
-    def _end_module_loans(self, *modules: int) -> None:
+    def end_module_loans(self, *modules: int) -> None:
         """The state dicts of ``modules``, by id and by default of all, were made or interrupted."""
         for module in modules or tuple(self._lent_to_modules):
             self.loans.give_back(self._lent_to_modules.pop(module, ()))
 
     def refuse_loans(self, what: str) -> None:
         """Raise RuntimeError if a parameter is on loan while ``what`` changes weights."""
-        self._end_module_loans()
-        self.loans.refuse(what)
+        self.end_module_loans()
+        if self.loans.out:
+            raise RuntimeError(f"{what} inside of `with optimizer.present(...)`: leave the block before")
 
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -185,7 +129,7 @@ class StateAccess(Copied):
                 param.__class__ = nn.Parameter
                 if not torch._has_compatible_shallow_copy_type(param, value):
                     value = value.to(self._engine.device)  # ``_after_load`` copies it back
-                set_data(param, value)
+                RAW_DATA.__set__(param, value)
 
     def _after_load(self, module: nn.Module, *rest: Any) -> None:
         for param in module.parameters(recurse=False):
@@ -214,16 +158,6 @@ class StateAccess(Copied):
         if index in bucket.views.own:
             bucket.views.restore(index)
 
-    @contextmanager
-    def present(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        """See ``StowOptimizer.present``."""
-        self._end_module_loans()
-        lent = self.loans.lend(params)
-        try:
-            yield
-        finally:
-            self.loans.give_back(lent)
-
     def release(self) -> None:
         """Give every parameter ordinary memory on the CPU, and remove all hooks."""
         self._referred.clear()
@@ -233,21 +167,6 @@ class StateAccess(Copied):
                 bucket.views.lend(index, bucket.shaped(bucket.newest, index).to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
-    @property
-    def clipping(self) -> Clipping:
-        """For reads and writes of ``param.grad``, which come after backward."""
-        self._engine.hooks.close_all()
-        return self._engine.clipping
-
-    def gradient(self, bucket: BucketState, index: int, keeper: Keeper) -> Tensor | None:
-        """The stand-in for the gradient that waits for a step, if there is one."""
-        self._engine.gradients.learn()
-        if not bucket.grads.exists(index):
-            return None
-        return pending(keeper, bucket.views.absent(index), self._engine.gradients.window)
 
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
@@ -281,62 +200,125 @@ class StateAccess(Copied):
 
 
 class Keeper(Copied):
-    """Answers for one parameter; see ``parameters.py``."""
+    """Reads and changes one parameter, its gradient and its views, for their classes; see ``parameters.py``."""
 
-    def __init__(self, access: StateAccess, bucket: BucketState, index: int, name: str) -> None:
-        self._access, self._bucket, self._index, self.name = access, bucket, index, name
-        begin = bucket.part(bucket.weight, index).data_ptr()
-        self.home = (begin, begin + bucket.part(bucket.weight, index).nbytes)
+    def __init__(self, engine: Engine, bucket: BucketState, index: int, name: str) -> None:
+        self._engine, self._bucket, self._index, self.name = engine, bucket, index, name
+        weight = bucket.part(bucket.weight, index)
+        self.home = (weight.data_ptr(), weight.data_ptr() + weight.nbytes)
+        self._warned = False  # that it travels and is read outside of the module that owns it
 
-    def read(self) -> Tensor:
-        return self._access.read(self._bucket, self._index, self.name)
+    @property
+    def here(self) -> bool:
+        """Whether the weight is in its home and shown."""
+        return self._bucket.views.shows(self._index)
 
     def value(self) -> Tensor:
-        return self._access.copy_of(self._bucket, self._index)
+        """A copy of the newest weight, for COMPUTE."""
+        bucket, transfer = self._bucket, self._engine.transfer
+        self._engine.refuse_partly_updated()
+        with torch.no_grad():
+            self._engine.settle(bucket)
+            transfer.host_wait(bucket.stored)
+            transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
+            loan = _lent_value(bucket.params[self._index])
+            newest = bucket.shaped(bucket.newest, self._index) if loan is None else loan
+            return newest.to(self._engine.device, copy=True)
+
+    def value_to_lend(self) -> Tensor:
+        """The memory of a parameter on loan: the home of a resident weight, so that its views see writes, or a copy."""
+        if not self._bucket.spec.resident:
+            return self.value()
+        self._engine.ensure(self._bucket)
+        return alone(self._bucket.shaped(self._bucket.weight, self._index))
+
+    def read(self) -> Tensor:
+        """The parameter itself if it is resident, else a copy through which gradients flow."""
+        param = self._bucket.params[self._index]
+        self._engine.refuse_partly_updated()
+        if self._bucket.spec.resident:
+            self._engine.add_reader(self._bucket)
+            return param
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s travels and is read outside of the module that owns it: %s are copied for that each time. Plan "
+                "with a batch, so that this is seen, or with weights='resident'",
+                self.name,
+                human(param.nbytes),
+            )
+        _refuse_casts(self.name, param)
+        return _with_gradient(param, self.value())
 
     def require_present(self, what: str) -> None:
+        """Make the parameter present for ``what``, or raise RuntimeError if it travels."""
         if not self._bucket.spec.resident:
             raise RuntimeError(f"{self.name}: {what} of a parameter that travels; plan with weights='resident'")
         self.read()
 
-    def gradient(self) -> Tensor | None:
-        return self._access.gradient(self._bucket, self._index, self)
-
-    def forget_gradient(self) -> None:
-        self._access._engine.forget(self._bucket, self._index)
-
-    @property
-    def window(self) -> int:
-        return self._access._engine.gradients.window
-
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        return self._access.clipping.norm_of(self._bucket, self._index)
-
-    @torch.no_grad()
-    def gradient_value(self) -> Tensor:
-        return self._access.clipping.value_of(self._bucket, self._index)
-
-    @torch.no_grad()
-    def scale_gradient(self, factor: Tensor | float) -> None:
-        self._access.clipping.multiply(self._bucket, self._index, factor)
-
-    def zero_gradient(self) -> None:
-        self.forget_gradient()
-        self._bucket.grads.zero_one(self._index)
-
     def follow(self, view: Tensor) -> Tensor:
+        """Make ``view`` of the home an ``Alias``, which asks here when it is read."""
         if not isinstance(view, StowedParameter):
             view.__class__ = Alias  # and not as_subclass, which would put a node into the graph
             view._keeper = self  # type: ignore[attr-defined]
         return view
 
-    @property
-    def here(self) -> bool:
-        return self._bucket.views.shows(self._index)
-
     def read_view(self, view: Tensor) -> Tensor:
-        return self._access.read_view(self._bucket, self._index, view)
+        """``view`` itself while the weight is in its home, else a copy of the same part of the weight."""
+        if self.here:
+            return view
+        bucket, param, value = self._bucket, self._bucket.params[self._index], self.value()
+        if view.dtype != value.dtype:
+            raise RuntimeError(
+                f"{self.name} travels, and a view of it as {view.dtype} is used after it left the device"
+            )
+        start = view.storage_offset() - bucket.shaped(bucket.weight, self._index).storage_offset()
+        if view.requires_grad and torch.is_grad_enabled():
+            _refuse_casts(self.name, param)
+            if view.retains_grad or view._backward_hooks:
+                raise RuntimeError(
+                    f"a view of {self.name}, which travels, has hooks, which would not run for its use after its "
+                    f"block: use param.register_hook"
+                )
+        # From the parameter, not from the view: torch would make the view's node again, from its base's present value.
+        whole = _with_gradient(param, value) if view.requires_grad else value
+        return whole.as_strided(view.size(), view.stride(), start)
+
+    # --- the gradient ------------------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> int:
+        """How often all gradients were taken or discarded."""
+        return self._engine.gradients.window
+
+    def gradient(self) -> Tensor | None:
+        """The stand-in for the gradient that waits for a step, if there is one."""
+        self._engine.gradients.learn()
+        if not self._bucket.grads.exists(self._index):
+            return None
+        gradient: PendingGradient = self._bucket.views.absent(self._index).as_subclass(PendingGradient)
+        gradient._keeper, gradient._window = self, self.window
+        return gradient
+
+    def forget_gradient(self) -> None:
+        self._engine.forget(self._bucket, self._index)
+
+    def zero_gradient(self) -> None:
+        """Discard the gradient that waits; it counts as zero."""
+        self.forget_gradient()
+        self._bucket.grads.zero_one(self._index)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        return self._engine.clipping_after_backward().norm_of(self._bucket, self._index)
+
+    @torch.no_grad()
+    def gradient_value(self) -> Tensor:
+        return self._engine.clipping_after_backward().value_of(self._bucket, self._index)
+
+    @torch.no_grad()
+    def scale_gradient(self, factor: Tensor | float) -> None:
+        self._engine.clipping_after_backward().multiply(self._bucket, self._index, factor)
 
 
 def _refuse_casts(name: str, param: nn.Parameter) -> None:

@@ -27,7 +27,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,11 +65,13 @@ def write(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) -> No
     """Write a save into ``folder``, atomically.
 
     Args:
-        head: what ``optimizer.json`` says besides parameters and files; see ``check_json``.
+        head: what ``optimizer.json`` says besides parameters and files.
 
     Raises:
+        ValueError: a hyperparameter cannot be written as JSON.
         OSError: writing failed, or ``folder`` holds other files. What was in ``folder`` is still there.
     """
+    _check_json(head["param_groups"])
     _refuse_foreign(folder)
     need = sum(entry.num_bytes for entry in entries)
     try:
@@ -127,7 +129,8 @@ def _write_file(path: Path, part: Sequence[Entry]) -> tuple[int, str]:
         start = memoryview(len(text).to_bytes(8, "little") + text)
         for piece in itertools.chain([start], (piece for _, tensor in tensors for piece in _pieces(tensor))):
             digest.update(piece)
-            _write_whole(file, piece)
+            while len(piece):
+                piece = piece[file.write(piece) :]
         return file.tell(), digest.hexdigest()
 
 
@@ -136,11 +139,6 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     assert tensor.dtype is torch.float32
     for piece in tensor.detach().reshape(-1).split(PIECE_BYTES // 4):
         yield memoryview(piece.cpu().numpy()).cast("B")
-
-
-def _write_whole(file: BinaryIO | Any, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[file.write(piece) :]
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -156,7 +154,7 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def check_json(groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_json(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if a hyperparameter cannot be written as JSON."""
     for number, group in enumerate(groups):
         for key, value in group.items():

@@ -72,22 +72,6 @@ def chunks_of(bucket: BucketState, touched: Sequence[int], limit: int) -> Iterat
         yield call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateMemory:
-    """Flat views of one bucket that an update reads and writes, all on the device or all on the host.
-
-    ``scratch`` holds gradients of a lower precision as fp32; a call updates at most ``limit`` elements.
-    """
-
-    grad: Tensor
-    master: Tensor
-    moments: Sequence[Tensor]
-    scratch: Tensor | None
-    limit: int
-    factor: Tensor | None
-    bad: Tensor | None = None
-
-
 class Updates:
     """Carries out jobs.
 
@@ -135,13 +119,11 @@ class Updates:
 
     def _visit(self, bucket: BucketState) -> None:
         assert bucket.visit is not None
-        former = self._visiting.get(bucket.visit.data_ptr())
-        if former is not None and former is not bucket:
-            if former.pending is Pending.VISITING:
-                self.settle(former)
-            self._transfer.wait(Lane.UP, former.stored)
+        former = self._visiting.get(bucket.visit.data_ptr(), bucket)
+        if former.pending is Pending.VISITING:
+            self.settle(former)
         self._visiting[bucket.visit.data_ptr()] = bucket
-        self._transfer.wait(Lane.UP, bucket.stored)  # what is stored was used before
+        self._transfer.wait(Lane.UP, former.stored, bucket.stored)  # what is stored was used before
         for place, state in zip(_visit_views(bucket), bucket.states(), strict=True):
             self._transfer.copy(Lane.UP, place, state)
 
@@ -182,32 +164,18 @@ class Updates:
         state = _visit_views(bucket) if bucket.visit is not None else bucket.states()
         transfer.reads(Lane.COMPUTE, bucket.grad)
         transfer.writes(Lane.COMPUTE, bucket.weight, *state)
-        skips = job.scale.bad is not None and not self._rule.flagged and self._known_bad(job.scale)
         assert bucket.grad is not None
-        mixed, scratch = bucket.spec.mixed, self._scratch if bucket.spec.mixed else None
-        memory = UpdateMemory(
-            grad=bucket.grad,
-            master=state[0] if mixed else bucket.weight,
-            moments=state[1:] if mixed else state,
-            scratch=scratch,
-            limit=bucket.spec.num_elements if scratch is None else scratch.numel(),
-            factor=job.scale.factor,
-            bad=job.scale.bad if self._rule.flagged else None,
-        )
-        if not skips:
-            self._apply(bucket, job, memory)
+        mixed, flagged = bucket.spec.mixed, self._rule.flagged
+        if flagged or not self._known_bad(job.scale):
+            operands, scratch = (state, self._scratch) if mixed else ([bucket.weight, *state], None)
+            self._apply(
+                bucket, job, bucket.grad, operands, scratch, job.scale.factor, job.scale.bad if flagged else None
+            )
         if mixed:
-            _round(bucket, bucket.weight, memory.master)
+            _round(bucket, bucket.weight, state[0])
         bucket.settled_on_device(used=transfer.record(Lane.COMPUTE))
-        if bucket.visit is not None or bucket.copy is not None:
-            self._write_back(bucket, state)
-
-    def _known_bad(self, scale: Scale) -> bool:
-        self._transfer.host_wait(scale.known)
-        return scale.skips
-
-    def _write_back(self, bucket: BucketState, state: Sequence[Tensor]) -> None:
-        transfer = self._transfer
+        if bucket.visit is None and bucket.copy is None:
+            return
         transfer.wait(Lane.DOWN, bucket.used)
         if bucket.visit is not None:
             for place, target in zip(state, bucket.states(), strict=True):
@@ -216,30 +184,27 @@ class Updates:
             transfer.copy(Lane.DOWN, bucket.copy, bucket.weight)
         bucket.write_back(stored=transfer.record(Lane.DOWN))
 
+    def _known_bad(self, scale: Scale) -> bool:
+        """Whether the step is skipped, after waiting until that is known."""
+        self._transfer.host_wait(scale.known)
+        return scale.skips
+
     # --- host ------------------------------------------------------------------------------------------------------
 
     def _on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
         """In the worker: compute the update. Returns whether it changed the weights, and the event after it."""
         transfer = self._transfer
         transfer.host_wait(*waits)
-        if job.scale.bad is not None and self._known_bad(job.scale):
+        if self._known_bad(job.scale):
             return False, transfer.record(Lane.HOST)
-        assert bucket.parked is not None and bucket.steps is not None
+        assert bucket.parked is not None
         master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
         transfer.reads(Lane.HOST, bucket.parked)
         transfer.writes(Lane.HOST, master, *bucket.moments)
-        factor = None if job.scale.factor is None or job.scale.on_host is None else job.scale.on_host[0]
-        memory = UpdateMemory(
-            grad=bucket.parked,
-            master=master,
-            moments=bucket.moments,
-            scratch=self._host_scratch if bucket.spec.mixed else None,
-            limit=HOST_CHUNK,
-            factor=factor,
-        )
+        factor = None if job.scale.factor is None else job.scale.on_host[0]
         with torch.no_grad():
-            self._apply(bucket, job, memory)
+            self._apply(bucket, job, bucket.parked, [master, *bucket.moments], self._host_scratch, factor)
             if bucket.spec.mixed:
                 weight = bucket.parked if bucket.copy is None else bucket.copy
                 transfer.writes(Lane.HOST, weight)
@@ -258,29 +223,45 @@ class Updates:
 
     # --- both ------------------------------------------------------------------------------------------------------
 
-    def _apply(self, bucket: BucketState, job: Job, memory: UpdateMemory) -> None:
-        """Apply the update rule to all parameters that have a gradient, call by call."""
+    def _apply(
+        self,
+        bucket: BucketState,
+        job: Job,
+        grad: Tensor,
+        state: Sequence[Tensor],
+        scratch: Tensor | None,
+        factor: Tensor | None,
+        bad: Tensor | None = None,
+    ) -> None:
+        """Apply the update rule to all parameters that have a gradient, call by call.
+
+        Args:
+            grad, state: flat views of the bucket, all on the device or all on the host; ``state`` is the master, or in
+                fp32 the weight, and the moments.
+            scratch: takes gradients of a lower precision as fp32. A call updates at most as many elements as it has.
+        """
         assert bucket.steps is not None
+        limit = bucket.spec.num_elements if scratch is None else scratch.numel()
 
         def cut(flat: Tensor, chunk: Chunk) -> Tensor:
             return bucket.part(flat, chunk.index)[chunk.start : chunk.stop]
 
-        for call in chunks_of(bucket, job.touched, memory.limit):
-            grads = [cut(memory.grad, chunk) for chunk in call]
-            if memory.scratch is not None:
-                sizes = [grad.numel() for grad in grads]
-                places = list(memory.scratch[: sum(sizes)].split(sizes))
-                for place, grad in zip(places, grads, strict=True):
-                    place.copy_(grad)
+        for call in chunks_of(bucket, job.touched, limit):
+            grads = [cut(grad, chunk) for chunk in call]
+            if bucket.spec.mixed:
+                assert scratch is not None
+                sizes = [part.numel() for part in grads]
+                places = list(scratch[: sum(sizes)].split(sizes))
+                for place, part in zip(places, grads, strict=True):
+                    place.copy_(part)
                 grads = places
-            if memory.factor is not None:
-                torch._foreach_mul_(grads, memory.factor)
+            if factor is not None:
+                torch._foreach_mul_(grads, factor)
             # Torch counts an update per call: of a parameter in several chunks the last one counts, the others count
             # on copies.
             steps = [bucket.steps[chunk.index] if chunk.last else bucket.steps[chunk.index].clone() for chunk in call]
-            moments = [[cut(moment, chunk) for chunk in call] for moment in memory.moments]
-            on = Operands([cut(memory.master, chunk) for chunk in call], grads, moments, steps)
-            self._rule.update(on, job.group, memory.bad)
+            masters, *moments = ([cut(flat, chunk) for chunk in call] for flat in state)
+            self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
 
 
 def _round(bucket: BucketState, weight: Tensor, master: Tensor) -> None:

@@ -16,12 +16,11 @@ Source of the priority: AutoHete (arXiv 2503.01890) reports 1.16 to 1.21 times t
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import PriorityQueue
 from typing import Any, TypeVar
 
 import torch
@@ -38,8 +37,7 @@ class Worker:
     """
 
     def __init__(self, threads: int | None, device: torch.device | None = None) -> None:
-        self._waiting: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
-        self._lock = threading.Lock()
+        self._waiting: PriorityQueue[tuple[int, int, Callable[[], Any], Future[Any]]] = PriorityQueue()
         self._numbers = itertools.count()
         self._thread: ThreadPoolExecutor | None = None
         if threads is not None:
@@ -51,8 +49,7 @@ class Worker:
     def submit(self, priority: int, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` later; the future has its result or its error."""
         future: Future[T] = Future()
-        with self._lock:
-            heapq.heappush(self._waiting, (priority, next(self._numbers), work, future))
+        self._waiting.put((priority, next(self._numbers), work, future))
         if self._thread is None:
             self._run_most_urgent()
         else:
@@ -60,8 +57,7 @@ class Worker:
         return future
 
     def _run_most_urgent(self) -> None:
-        with self._lock:
-            _, _, work, future = heapq.heappop(self._waiting)
+        _, _, work, future = self._waiting.get()
         try:
             future.set_result(work())
         except BaseException as error:  # ``future.result()`` raises it

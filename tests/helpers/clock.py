@@ -84,7 +84,7 @@ def drive(
         last: list[str] = []
 
         def entered(scope: Scope) -> None:
-            again = seconds is forward and borders.recomputing  # its seconds are those of backward
+            again = seconds is forward and borders.backward  # its seconds are those of backward
             enter(scope)
             unit = of_scope[scope.name]
             if last != [unit] and not again:

@@ -123,26 +123,30 @@ def test_gradients_can_be_read() -> None:
             kept.norm()  # type: ignore[union-attr]
 
 
-def test_gradients_that_are_not_wanted() -> None:
-    """``model.zero_grad()`` before the step discards them; one that is set to None gets no update."""
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("clips", [True, False], ids=["the loop clips", "the plan clips"])
+def test_gradients_that_are_not_wanted(accumulation: int, clips: bool) -> None:
+    """``model.zero_grad()`` before the step discards them; one that is set to None has no update and no norm."""
     names = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")
 
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+    def script(model: nn.Module, optimizer: Any, *, clips: bool) -> list[Any]:
         model(**BATCHES[0]).loss.backward()
         model.zero_grad()
-        for batch in BATCHES[1:4]:
-            model(**batch).loss.backward()
+        for start in range(0, len(BATCHES), accumulation):
+            for batch in BATCHES[start : start + accumulation]:
+                model(**batch).loss.backward()
             for name in names:
                 model.get_parameter(name).grad = None
-            clip_grad_norm_(model.parameters(), NORM)
+            if clips:
+                clip_grad_norm_(model.parameters(), NORM)
             optimizer.step()
             optimizer.zero_grad()
         return [value.tolist() for value in model.state_dict().values()]
 
     model = build("llama")
-    wanted = script(model, adamw([{"params": list(model.parameters())}]))
+    wanted = script(model, adamw([{"params": list(model.parameters())}]), clips=True)
     for layout in LAYOUTS:
-        assert script(*stowed(layout)) == wanted, layout
+        assert script(*stowed(layout, accumulation=accumulation), clips=clips) == wanted, layout
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {

@@ -16,7 +16,6 @@ from strategies.core.facts import Home
 from strategies.core.protocol import Refusal
 from strategies.engine import AdamW, stow
 from strategies.engine.module_hooks import ModuleHooks
-from strategies.engine.tensors import guard
 from strategies.engine.tensors.parameters import AbsentParameter
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
@@ -150,7 +149,6 @@ def test_a_graph_of_shown_copies_ends_with_them() -> None:
 def test_without_the_guard_they_differ(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recompute = "later" if form == "in pairs" else "none"
     wanted = plain(branches(form, recompute), text(2), max_norm=NORM)
-    monkeypatch.setattr(guard, "Weight", guard.Weight)
     monkeypatch.setattr(
         "strategies.engine.module_hooks.guard", lambda *_: torch.autograd.graph.saved_tensors_hooks(id_, id_)
     )

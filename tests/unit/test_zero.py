@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strategies.backends import deepspeed as backend
-from strategies.backends.deepspeed import MAX_BUCKET, clips_itself, ds_config, refuse_transformers, uses_engine
+from strategies.backends.deepspeed import MAX_BUCKET, clips_itself, ds_config, refuse_transformers
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Precision
 from strategies.core.plan import RUN, Conflict, EngineSet, Home, Kind, Plan, When
@@ -119,7 +119,7 @@ def test_deepspeed_config_to_the_letter(stage: int) -> None:
 
 def test_without_strategies_there_is_no_engine() -> None:
     plan = compose({}, golden_facts())
-    assert (ds_config(plan), uses_engine(plan), backend.stage(plan)) == ({}, False, None)
+    assert (ds_config(plan), backend.stage(plan)) == ({}, None)
 
 
 def test_precision_and_overlap_follow_the_facts() -> None:

@@ -15,28 +15,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 WITHOUT_STREAMS = {"mps"}
 
 
-class Driver(Protocol):
-    """Registers host memory for copies: locks its pages and makes it known to the device."""
+class Driver:
+    """Registers host memory for copies: locks its pages and makes it known to the device.
+
+    By CUDA's runtime, as far as torch exposes it; in a ROCm build of torch the same names call HIP.
+    """
 
     def register(self, pointer: int, num_bytes: int) -> str | None:
         """Register a range; returns the error as text, or None."""
-
-    def unregister(self, pointer: int) -> None:
-        """Undo ``register`` for the range that begins at ``pointer``."""
-
-
-class CudaRuntime:
-    """CUDA's runtime, as far as torch exposes it; in a ROCm build of torch the same names call HIP."""
-
-    def register(self, pointer: int, num_bytes: int) -> str | None:
-        """See ``Driver``."""
         runtime = torch.cuda.cudart()
         failed = runtime.cudaHostRegister(pointer, num_bytes, 0)
         if not int(failed):
@@ -45,7 +37,7 @@ class CudaRuntime:
         return f"{runtime.cudaGetErrorString(failed)} (CUDA error {int(failed)})"
 
     def unregister(self, pointer: int) -> None:
-        """See ``Driver``."""
+        """Undo ``register`` for the range that begins at ``pointer``."""
         if int(torch.cuda.cudart().cudaHostUnregister(pointer)):
             _clear_last_error()
 
@@ -58,23 +50,14 @@ def _clear_last_error() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of device.
+    """One kind of device."""
 
-    Attributes:
-        driver: registers host memory; None: torch exposes no call for it.
-        software: the name and version of what the device runs on.
-    """
-
-    driver: Driver | None = None
-    software: Callable[[], str] = lambda: ""
-
-
-def _cuda_or_rocm() -> str:
-    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    driver: Driver | None = None  # None: torch exposes no call that registers host memory
+    software: Callable[[], str] = lambda: ""  # the name and version of what the device runs on
 
 
 TABLE: dict[str, Row] = {
-    "cuda": Row(CudaRuntime(), _cuda_or_rocm),
+    "cuda": Row(Driver(), lambda: f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"),
     "xpu": Row(software=lambda: f"XPU {torch.version.xpu}"),
 }
 
@@ -106,13 +89,9 @@ def device_of(wanted: torch.device | str | None) -> torch.device:
     if device.type == "cpu":
         return device
     if device.type != kind() or (device.index or 0) >= torch.accelerator.device_count():
-        raise ValueError(f"device={str(wanted)!r}: this machine has {', '.join(_devices())}")
+        found = ["cpu", *(f"{kind()}:{index}" for index in range(torch.accelerator.device_count() if kind() else 0))]
+        raise ValueError(f"device={str(wanted)!r}: this machine has {', '.join(found)}")
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def _devices() -> list[str]:
-    found = kind()
-    return ["cpu"] + [f"{found}:{index}" for index in range(torch.accelerator.device_count() if found else 0)]
 
 
 def name_of(device: torch.device) -> str:

@@ -45,7 +45,7 @@ class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
 
 
-class Memory:
+class ArenaMemory:
     """The memory of one arena, as bytes. As it is, one tensor on the device.
 
     Raises:
@@ -66,7 +66,7 @@ class Memory:
         """Undo ``pin``."""
 
 
-class HostMemory(Memory):
+class HostMemory(ArenaMemory):
     """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
 
     Raises:
@@ -141,7 +141,7 @@ def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
         last = start
 
 
-RESERVE: Mapping[Home, type[Memory]] = {Home.DEVICE: Memory, Home.HOST: HostMemory}
+RESERVE: Mapping[Home, type[ArenaMemory]] = {Home.DEVICE: ArenaMemory, Home.HOST: HostMemory}
 
 
 class Arena:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 @dataclass(slots=True, eq=False)
-class Weight:
+class SavedWeight:
     """A view of a weight that autograd saved."""
 
     bucket: BucketState
@@ -59,18 +59,24 @@ def guard(offloaded: Sequence[BucketState], bring: Callable[[BucketState], None]
         if tensor.layout is strided and first <= tensor.data_ptr() < last:
             for bucket, start, end in places:
                 if start <= tensor.data_ptr() < end:
-                    return Weight(bucket, tensor.detach(), tensor._version)
+                    return SavedWeight(bucket, tensor.detach(), tensor._version)
         return (tensor.detach(), tensor._version) if others is None else others[0](tensor)
 
     pack.ours = True  # type: ignore[attr-defined]
 
     def unpack(kept: Any) -> Tensor:
-        if type(kept) is Weight:
+        if type(kept) is SavedWeight:
             return _read(kept, bring)
         if others is not None:
             return others[1](kept)
         tensor: Tensor = kept[0]
-        return tensor if tensor._version == kept[1] else _refuse_written(*kept)
+        if tensor._version != kept[1]:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {kept[1]} "
+                f"instead"
+            )
+        return tensor
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -91,7 +97,7 @@ def others_keep() -> bool:
     return not hasattr(hooks[0], "ours") and hooks[0].__module__ != "torch.utils.checkpoint"
 
 
-def _read(kept: Weight, bring: Callable[[BucketState], None]) -> Tensor:
+def _read(kept: SavedWeight, bring: Callable[[BucketState], None]) -> Tensor:
     if not kept.bucket.views.shown:
         bring(kept.bucket)
     if kept.view._version != kept.version:
@@ -118,10 +124,3 @@ def refuse_transforms() -> None:
 DOUBLE = (
     "backward with create_graph=True needs weights again that travel: plan with weights='resident', or more gpu_memory"
 )
-
-
-def _refuse_written(tensor: Tensor, version: int) -> NoReturn:
-    raise RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
-    )

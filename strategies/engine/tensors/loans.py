@@ -56,22 +56,22 @@ class Loans:
 
     def __init__(self, access: StateAccess) -> None:
         self._access = access
-        self._out: dict[nn.Parameter, tuple[BucketState, int]] = {}
+        self.out: dict[nn.Parameter, tuple[BucketState, int]] = {}
 
     @torch.no_grad()
     def lend(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Lend those of ``params`` that are not on loan until ``give_back``, and return them."""
-        chosen = [param for param in dict.fromkeys(params) if param not in self._out]
+        chosen = [param for param in dict.fromkeys(params) if param not in self.out]
         places = [self._access.settle(param) for param in chosen]  # all first: settling one bucket may hide another
-        values = [self._access.value_to_lend(*place) for place in places]
+        values = [param._keeper.value_to_lend() for param in chosen]  # type: ignore[attr-defined]
         for param, (bucket, index), value in zip(chosen, places, values, strict=True):
             bucket.views.lend(index, value, LentParameter)
-            self._out[param] = bucket, index
+            self.out[param] = bucket, index
         return chosen
 
     def keep(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make the values of ``params``, by default of all on loan, their weights."""
-        for param in tuple(self._out) if params is None else params:
+        for param in tuple(self.out) if params is None else params:
             bucket, index = self._access.settle(param)
             known = bucket.part(bucket.newest if bucket.master is None else bucket.master, index).to(param.dtype)
             if not same_bits(param.data.cpu(), known.cpu()):
@@ -83,11 +83,6 @@ class Loans:
             self.keep(params)
         finally:
             for param in params:
-                bucket, index = self._out.pop(param)
+                bucket, index = self.out.pop(param)
                 bucket.views.take_back(index)
                 self._access.was_used(bucket)
-
-    def refuse(self, what: str) -> None:
-        """Raise RuntimeError if a parameter is on loan, since ``what`` changes weights."""
-        if self._out:
-            raise RuntimeError(f"{what} inside of `with optimizer.present(...)`: leave the block before")

@@ -37,13 +37,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.engine.tensors.guard import others_keep
 from strategies.engine.tensors.torch_functions import (
-    ADDRESSES,
     ARRAYS,
     NEW,
+    NODES,
     call,
     has_other_stand_ins,
     is_no_conversion,
-    makes_node,
     needs_node,
     read_only,
     reads_no_value,
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
 RAW_GRAD: Any = Tensor.grad
-RAW_REGISTER: Any = Tensor.register_hook
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 set_counts: Any = torch._C._autograd._unsafe_set_version_counter  # of writes, which torch compares in backward
 WRITE = "write under `with optimizer.present([parameter]):`, use load_state_dict, or close() the optimizer first"
@@ -214,9 +212,9 @@ class AbsentParameter(StowedParameter):
             for target in written(func, args, kwargs):
                 if isinstance(target, AbsentParameter):
                     raise RuntimeError(f"{target._keeper.name}: {func.__name__} on a parameter that is away; {WRITE}")
-            if makes_node(func, args):
+            if func in NODES and args[0] is args[1]:
                 raise RuntimeError(f"{args[0]._keeper.name} is away; {NODE}")
-            if func in ADDRESSES:
+            if func is Tensor.data_ptr:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
             copies: list[Tensor] = []
@@ -268,11 +266,6 @@ ACCUMULATED = (
 # --- changing the class ----------------------------------------------------------------------------------------------
 
 
-def set_data(param: Tensor, value: Tensor) -> None:
-    """``param.data = value``, for any class."""
-    RAW_DATA.__set__(param, value)
-
-
 def put(tensor: Tensor, value: Tensor) -> None:
     """``tensor.data = value``, also from one kind of device to another.
 
@@ -282,7 +275,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     backward through it raises.
     """
     if torch._has_compatible_shallow_copy_type(tensor, value):
-        set_data(tensor, value)
+        RAW_DATA.__set__(tensor, value)
         return
     version, given, trained = tensor._version, tensor.__class__, tensor.requires_grad and tensor.is_leaf
     other = torch.Tensor._make_subclass(given, RAW_DATA.__get__(value), tensor.requires_grad)
@@ -294,7 +287,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     for name, called in hooks.items():  # torch calls hooks that are set again, but not those in a dict that stayed
         setattr(tensor, name, called or None)
     if trained:
-        RAW_REGISTER(other, _refuse_old_graph)
+        Tensor.register_hook(other, _refuse_old_graph)  # type: ignore[no-untyped-call]
     tensor.__class__ = given
     set_counts((tensor,), (version,))
 

@@ -38,7 +38,6 @@ NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, t
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
 SCALINGS = DIVISIONS | {Tensor.mul_, Tensor.multiply_, Tensor.__imul__, torch._foreach_mul_}
 ITSELF = frozenset([Tensor.detach, Tensor.detach_, Tensor.requires_grad_])  # they change nothing: it has no graph
-Factor = Tensor | float
 
 
 class ReadOnlyGradient(ReadOnly):
@@ -51,7 +50,7 @@ class ReadOnlyGradient(ReadOnly):
 
 
 class PendingGradient(Tensor):
-    """Stands for a gradient that waits for the step; its own elements are NaN."""
+    """Stands for a gradient that waits until the next step, with its shape; its own elements are NaN."""
 
     _stand_in = True
     _keeper: Keeper
@@ -116,13 +115,6 @@ class PendingGradient(Tensor):
             return read_only(func, out, copies, ReadOnlyGradient)
 
 
-def pending(keeper: Keeper, like: Tensor, window: int) -> PendingGradient:
-    """The stand-in for the gradient of ``keeper``'s parameter until the next step, with the shape of ``like``."""
-    gradient: PendingGradient = like.as_subclass(PendingGradient)
-    gradient._keeper, gradient._window = keeper, window
-    return gradient
-
-
 def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the call computes the 2-norm over all elements of whole gradients, as clipping does."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
@@ -130,7 +122,7 @@ def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     return order in (2, 2.0, "fro") and len(args) <= 2 and not rest
 
 
-def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Factor | None:
+def _factor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | float | None:
     """The single number by which the call multiplies gradients; None if it does anything else."""
     factor = args[1] if func in SCALINGS and len(args) == 2 and not kwargs else None
     if func in DIVISIONS:

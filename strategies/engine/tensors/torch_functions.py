@@ -13,7 +13,6 @@ class is called. Classes that replace nothing, because the memory is right as it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +30,10 @@ ABOUT = frozenset(
 ) | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}  # fmt: skip
 GRAPH = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])  # need the node in the graph
 HOOKS = frozenset([Tensor.register_hook, Tensor.retain_grad])
-NODES = frozenset([Tensor.expand_as, Tensor.view_as])  # of a tensor as itself: how torch gets at its node
+NODES = frozenset(
+    [Tensor.expand_as, Tensor.view_as]
+)  # of a leaf as itself: how torch gets at the node that accumulates its gradient
 VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes that are views of the value
-ADDRESSES = frozenset([Tensor.data_ptr])
 CONVERSIONS = frozenset(
     [Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type]
 )
@@ -99,11 +99,6 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
         return func(*args, **kwargs)
 
 
-def makes_node(func: Any, args: Any) -> bool:
-    """Whether the call is how torch gets at the node that accumulates the gradient of a leaf."""
-    return func in NODES and args[0] is args[1]
-
-
 def replace_views(out: Any, begin: int, end: int, do: Callable[[Tensor], Tensor]) -> Any:
     """``out`` with each of its tensors that begins between these addresses replaced by ``do`` of it."""
 
@@ -120,12 +115,11 @@ def read_only(func: Any, out: Any, copies: Sequence[Tensor], kind: type[Tensor])
     if func in ARRAYS:
         out.setflags(write=False)
         return out
+
+    def as_kind(tensor: Tensor) -> Tensor:
+        tensor.__class__ = kind  # not as_subclass, which would add a node to the graph
+        return tensor
+
     for copy in copies:
-        begin = copy.data_ptr()
-        out = replace_views(out, begin, begin + copy.nbytes, partial(_as_kind, kind))
+        out = replace_views(out, copy.data_ptr(), copy.data_ptr() + copy.nbytes, as_kind)
     return out
-
-
-def _as_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    tensor.__class__ = kind  # not as_subclass, which would add a node to the graph
-    return tensor

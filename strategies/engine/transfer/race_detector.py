@@ -11,6 +11,7 @@ Clocks, and the Ordering of Events in a Distributed System", 1978.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
@@ -73,16 +74,13 @@ class RaceDetector(Transfer):
         return True
 
     def _wait(self, lane: Lane, event: Event) -> None:
-        self._merge(lane, event)
-
-    def _host_wait(self, event: Event) -> None:
-        self._merge(Lane.HOST, event)
-
-    def _merge(self, lane: Lane, event: Event) -> None:
         with self._lock:
             known = self._clocks[lane]
             for other, time in event.handle.items():
                 known[other] = max(known[other], time)
+
+    def _host_wait(self, event: Event) -> None:
+        self._wait(Lane.HOST, event)
 
     def _access(self, lane: Lane, region: Tensor | None, *, writes: bool) -> None:
         if region is None or region.numel() == 0:
@@ -93,15 +91,15 @@ class RaceDetector(Transfer):
             start = region.data_ptr()
             now = Access(lane, clock[lane], start, start + region.nbytes, writes, _caller())
             for before in self._history:
-                if self._conflict(before, now) and clock[before.lane] < before.time:
+                if _conflict(before, now) and clock[before.lane] < before.time:
                     self.races.append(f"{before.what} on {before.lane.value}, then {now.what} on {lane.value}")
             self._history = [old for old in self._history if not _covered(old, now)]
             self._history.append(now)
 
-    @staticmethod
-    def _conflict(before: Access, now: Access) -> bool:
-        overlap = before.start < now.stop and now.start < before.stop
-        return overlap and before.lane is not now.lane and (before.writes or now.writes)
+
+def _conflict(before: Access, now: Access) -> bool:
+    overlap = before.start < now.stop and now.start < before.stop
+    return overlap and before.lane is not now.lane and (before.writes or now.writes)
 
 
 def _covered(old: Access, now: Access) -> bool:
@@ -111,8 +109,6 @@ def _covered(old: Access, now: Access) -> bool:
 
 
 def _caller() -> str:
-    import sys
-
     frame: Any = sys._getframe(3)
     while frame.f_code.co_filename == __file__ or frame.f_code.co_filename.endswith("transfer.py"):
         frame = frame.f_back

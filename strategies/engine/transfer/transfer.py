@@ -88,7 +88,7 @@ class Transfer:
 
     def poison(self, lane: Lane, region: Tensor) -> None:
         """Fill ``region`` with NaN on ``lane``, so that reading it before the copy that follows shows."""
-        self._fill(lane, region)
+        region.fill_(math.nan)
 
     def done(self, event: Event | None) -> bool:
         """Whether ``event`` has passed, without waiting."""
@@ -111,9 +111,6 @@ class Transfer:
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def _fill(self, lane: Lane, region: Tensor) -> None:
-        region.fill_(math.nan)
-
     def _record(self, lane: Lane) -> Any:
         return None
 
@@ -135,9 +132,6 @@ class AcceleratorTransfer(Transfer):
         self._device = device
         self._compute: torch.Stream | None = None
 
-    def _stream(self, lane: Lane) -> torch.Stream:
-        return self._streams.get(lane) or self._current()
-
     @contextmanager
     def _on(self, lane: Lane) -> Iterator[None]:
         """What is issued inside runs on ``lane``. (``with stream:`` would share the former stream between threads.)"""
@@ -148,8 +142,10 @@ class AcceleratorTransfer(Transfer):
         finally:
             torch.accelerator.set_stream(former)
 
-    def _current(self) -> torch.Stream:
-        """The caller's stream; backward runs in a thread of its own, on the stream of the forward it belongs to."""
+    def _stream(self, lane: Lane) -> torch.Stream:
+        """COMPUTE: the caller's; backward runs in a thread of its own, on the stream of the forward it belongs to."""
+        if lane in self._streams:
+            return self._streams[lane]
         current = torch.accelerator.current_stream(self._device)
         if self._compute is None:
             self._compute = current
@@ -161,7 +157,7 @@ class AcceleratorTransfer(Transfer):
         with self._on(lane):
             target.copy_(source, non_blocking=True)
 
-    def _fill(self, lane: Lane, region: Tensor) -> None:
+    def poison(self, lane: Lane, region: Tensor) -> None:
         with self._on(lane):
             region.fill_(math.nan)
 
@@ -200,7 +196,7 @@ class Delayed(Transfer):
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         self._queues[lane].append(lambda: target.copy_(source))
 
-    def _fill(self, lane: Lane, region: Tensor) -> None:
+    def poison(self, lane: Lane, region: Tensor) -> None:
         self._queues[lane].append(lambda: region.fill_(math.nan))
 
     def _record(self, lane: Lane) -> None:
