@@ -29,7 +29,7 @@ from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.linears import Linear as Layer
 from strategies.core.linears import Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from strategies.core.protocol import BITWISE, GemmTiming, Idle, Need, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, GemmTiming, Idle, Parity, Phase, Requirement, Strategy
 from strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Linear(Strategy):
     """
 
     phase = Phase.HOW
-    requires = frozenset([Need.LINEARS])
+    requires = frozenset([Requirement.LINEARS])
     excludes = {"training.torch_compile": "strategies.linear already decides how matrix products are taken"}
     examples = ({"transpose": "minimal"},)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from strategies.core.facts import Facts
 from strategies.core.plan import Decision, EngineSet, Impl, Keep, Place, Plan, Reserve, Rest, Share, Stow, Travel
-from strategies.core.protocol import Idle, Need, Phase, Strategy
+from strategies.core.protocol import Idle, Phase, Requirement, Strategy
 from strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
@@ -44,9 +44,9 @@ def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
     return whole
 
 
-def needs_of(strategies: Mapping[str, Strategy]) -> frozenset[Need]:
+def requirements_of(strategies: Mapping[str, Strategy]) -> frozenset[Requirement]:
     """What ``strategies`` and those that they imply require."""
-    return frozenset(need for strategy in with_implied(strategies).values() for need in strategy.requires)
+    return frozenset(each for strategy in with_implied(strategies).values() for each in strategy.requires)
 
 
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
@@ -77,7 +77,7 @@ def _check_answer(name: str, strategy: Strategy, decision: Decision, plan: Plan)
     """Raise TypeError if this question is not one that ``strategy`` answers; see the module docstring."""
     allowed = ANSWERS[strategy.phase]
     if isinstance(decision, EngineSet):
-        its_own = Need.DEEPSPEED in strategy.requires
+        its_own = Requirement.DEEPSPEED in strategy.requires
     elif isinstance(decision, Keep) and strategy.phase is not Phase.KEEP:
         its_own = plan.keep(decision.unit).open
     else:

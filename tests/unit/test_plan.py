@@ -27,7 +27,7 @@ from strategies.core.plan import (
     Travel,
     When,
 )
-from strategies.core.protocol import Idle, Need, Phase
+from strategies.core.protocol import Idle, Phase, Requirement
 from strategies.core.registry import find
 from strategies.report.plan_table import table, to_json
 from tests.helpers.fakes import block, embedding, facts, fake, head
@@ -186,7 +186,7 @@ def test_a_strategy_answers_only_its_own_question(phase: Phase) -> None:
             phases = f"its phase, {phase.name}, answers {ANSWERS[phase][0].__name__}"
             with pytest.raises(TypeError, match=rf"^strategies\.mine may not decide {kind.__name__}: {phases}"):
                 compose({"mine": fake(phase, [decision])}, facts())
-    engine = fake(phase, [given[EngineSet]], frozenset([Need.DEEPSPEED]))
+    engine = fake(phase, [given[EngineSet]], frozenset([Requirement.DEEPSPEED]))
     assert compose({"mine": engine}, facts()).engine() == {"a.b": 1}
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose, needs_of, with_implied
+from strategies.core.compose import compose, requirements_of, with_implied
 from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import Need, Refusal
+from strategies.core.protocol import Refusal, Requirement
 from strategies.core.sizes import human
 from trainer.errors import ConfigError
 from trainer.machine import block_timing, gemm_cache
@@ -50,7 +50,7 @@ def plan_of(
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if known.linears:
         known = gemm_cache.for_config(config, known, ranks, machine, tune=tune, say=say)
-    if Need.BLOCK_TIMES in needs_of(config.strategies) and ranks.world_size == ranks.local_world_size:
+    if Requirement.BLOCK_TIMES in requirements_of(config.strategies) and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=block_timing.read(folder, known, "unit_times" if resumes else "measured"))
     try:
@@ -107,7 +107,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         ConfigError: no plan would use the times, the folder cannot be written, the model cannot be built, or nothing
             could be measured.
     """
-    if Need.BLOCK_TIMES not in needs_of(config.strategies):
+    if Requirement.BLOCK_TIMES not in requirements_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload, which is not on")
     known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
     folder = Path(config.training.output_dir)
