@@ -16,7 +16,7 @@ from itertools import combinations
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.greedy import DoesNotFit, issue
+from strategies.planner.greedy import check_fits, issue
 from strategies.planner.problem import Eviction, Gap, Problem, Update, Weight, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import TaskBuilder
@@ -139,6 +139,7 @@ def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> 
     Raises:
         DoesNotFit: not even with all buckets leaving.
     """
+    check_fits(problem)
     best: tuple[float, tuple[Eviction, ...]] | None = None
     for chosen in _bucket_sets(problem):
         plan = issue(problem, [gap for gap in problem.gaps if gap.weight in chosen])
@@ -147,10 +148,7 @@ def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> 
         period = simulate(problem, plan, builder=builder).period
         if best is None or period < best[0]:
             best = (period, plan)
-    if best is None:
-        least = memory(problem, at_need(problem.gaps))
-        worst = max(range(len(least)), key=least.__getitem__)
-        raise DoesNotFit(problem.ticks[worst].name, least[worst] - problem.budget)
+    assert best is not None, "all buckets leaving is one of the sets"
     source = "PatrickStar, Gemini, StrongHold: the chunk is the unit of the decision, not the gap"
     return Policy("whole buckets", source, problem, best[1], builder=builder)
 

@@ -6,9 +6,9 @@ that ``trainer/run/order.py`` gives.
 
 Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the enum
 below, because each answer needs the sizes that the phases before it have settled; the order in the config is
-irrelevant. The rest of this project does not know strategies by name: what one requires, excludes or measures it declares
-here (``requires``, ``excludes``, ``gemm_timing``, ...). It also declares how exact training with it is (``parity``) and
-small options with which the parity tests run it (``examples``).
+irrelevant. The rest of this project does not know strategies by name: what one requires, excludes or measures it
+declares here (``requires``, ``excludes``, ``gemm_timing``, ...). It also declares how exact training with it is
+(``parity``) and small options with which the parity tests run it (``examples``).
 """
 
 from __future__ import annotations
