@@ -120,7 +120,7 @@ class Offload(Strategy):
 
     def suggest(self, plan: Plan) -> list[str]:
         found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.saved_peak())
-        return [edit.line() for edit in found]
+        return [f"  {change}: about {gain:+.0%} tokens per second" for change, gain in found.items()]
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:
         assert facts.params, "offload places single parameters; these facts do not list them"

@@ -17,6 +17,7 @@ them fit, and nothing saved goes to the host.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -30,7 +31,7 @@ from strategies.core.plan import NONE, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.activation_policy import KeepCosts, KeepOption, TradeoffCurve, within_host, work_seconds
 from strategies.planner.addresses import arena_bytes
-from strategies.planner.placement_search import choose, quickest
+from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
 from strategies.planner.step_cost import cost_of
 
@@ -49,7 +50,7 @@ def decide(plan: Plan, request: OffloadRequest) -> tuple[list[Keep], Layout]:
     """
     keeps = [plan.keep(unit.name) for unit in plan.facts.units]
     if not any(keep.open for keep in keeps):
-        return [], _chosen(plan, request)
+        return [], _placement_search(plan, request).best()
     search = _Search(plan, request)
     position = search.fastest() if search.knows_rates else search.first()
     reason = f"with offload, {'the fastest' if search.knows_rates else 'the least recomputation'} that fits"
@@ -68,8 +69,8 @@ def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Kee
     return [on_device, inputs, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
 
 
-def _chosen(plan: Plan, request: OffloadRequest) -> Layout:
-    return choose(plan.facts_as_kept(), request, plan.saved_peak(), plan.hosted_bytes())
+def _placement_search(plan: Plan, request: OffloadRequest) -> PlacementSearch:
+    return PlacementSearch(plan.facts_as_kept(), request, plan.saved_peak(), plan.hosted_bytes())
 
 
 class _Search:
@@ -97,12 +98,6 @@ class _Search:
         """Whether times can be compared."""
         return self._rates is not None
 
-    @property
-    def _smallest(self) -> Position:
-        """The position that takes the least of the device: all recomputed, with inputs on the host if they may be."""
-        curve = min(1, len(self._curves) - 1)
-        return (curve, len(self._curves[curve].moves))
-
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
         least = self._found((0, len(self._curves[0].moves)))
@@ -123,8 +118,9 @@ class _Search:
         positions = [(0, 0), *((curve, at) for curve, some in grid.items() for at in some if at)]
         ranked = sorted(positions, key=self._estimated)
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
-        if not tried:
-            return self._smallest
+        if not tried:  # the least of the device: all recomputed, with inputs on the host if they may be
+            curve = min(1, len(self._curves) - 1)
+            return (curve, len(self._curves[curve].moves))
         curve, at = min(tried, key=self._seconds)
         tried += [(curve, (at + other) // 2) for other in _neighbours(grid[curve], at)]
         best = min(map(self._seconds, tried))
@@ -140,11 +136,8 @@ class _Search:
 
     def first(self) -> Position:
         """The first position that fits with all saved tensors on the device; the last one if none does."""
-        low, high = 0, len(self._curves[0].moves)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if isinstance(self._found((0, middle)), Layout) else (middle + 1, high)
-        return (0, low)
+        positions = range(len(self._curves[0].moves))
+        return (0, bisect_left(positions, True, key=lambda at: isinstance(self._found((0, at)), Layout)))
 
     def layout(self, position: Position) -> Layout:
         """The layout at ``position``.
@@ -163,7 +156,7 @@ class _Search:
 
     def _try(self, position: Position) -> Layout | Refusal:
         try:
-            return _chosen(self._kept(position), self._request)
+            return _placement_search(self._kept(position), self._request).best()
         except Refusal as refused:
             return refused
 
@@ -175,9 +168,8 @@ class _Search:
         return cost_of(self._kept(position).facts_as_kept(), found, self._rates).seconds
 
     def _estimate(self, position: Position) -> float:
-        kept = self._kept(position)
         try:
-            return quickest(kept.facts_as_kept(), self._request, kept.saved_peak(), sure=False) or 0.0
+            return _placement_search(self._kept(position), self._request).estimated(sure=False) or 0.0
         except Refusal:
             return inf
 

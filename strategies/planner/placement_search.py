@@ -12,7 +12,7 @@ Refused: budgets that nothing fits into; the message says which budget would be 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from strategies.core.facts import Facts, Home
@@ -41,32 +41,12 @@ class _Candidate:
     seconds: float
 
 
-def choose(facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> Layout:
-    """The layout with the fastest simulated step.
+class PlacementSearch:
+    """One search. The budgets less what forward saves are what the arenas may take.
 
     Args:
         saved_bytes: kept on the device for backward; ``hosted_bytes`` on the host.
-
-    Raises:
-        Refusal: nothing fits.
     """
-    return _Search(facts, request, saved_bytes, hosted_bytes).best()
-
-
-def quickest(facts: Facts, request: OffloadRequest, saved_bytes: int, *, sure: bool = True) -> float | None:
-    """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
-
-    Args:
-        sure: only layouts that fit. Otherwise the layout may turn out not to fit, and the answer comes in milliseconds.
-
-    Raises:
-        Refusal: nothing fits.
-    """
-    return _Search(facts, request, saved_bytes).estimated(sure=sure)
-
-
-class _Search:
-    """One search. The budgets less what forward saves are what the arenas may take."""
 
     def __init__(self, facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> None:
         self._facts, self._request = facts, request
@@ -78,7 +58,7 @@ class _Search:
         self._costs: dict[int, tuple[Layout, float]] = {}  # by identity: comparing layouts costs as much as simulating
 
     def best(self) -> Layout:
-        """The fastest layout that fits.
+        """The layout with the fastest simulated step.
 
         Raises:
             Refusal: nothing fits.
@@ -93,8 +73,15 @@ class _Search:
         best = min(range(len(within)), key=seconds.__getitem__)
         return within[best] if seconds[best] < seconds[0] * (1 - GAIN) else within[0]
 
-    def estimated(self, *, sure: bool) -> float | None:
-        """Seconds per step of the most promising candidate."""
+    def estimated(self, *, sure: bool = True) -> float | None:
+        """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
+
+        Args:
+            sure: only layouts that fit. Otherwise it may turn out not to fit, and the answer comes in milliseconds.
+
+        Raises:
+            Refusal: nothing fits.
+        """
         if not self._knows_rates:
             return None
         for candidate in self._ranked(self._all, ESTIMATED // 2):
@@ -130,14 +117,15 @@ class _Search:
         if not made:
             return list(islice(self._all_worked_out(ranked), 1))
         best = min(made, key=lambda placement: self._seconds(made[placement]))
-        near = [one for one in ranked if one.placement in (best.with_eighths(-1), best.with_eighths(1))]
+        beside = [replace(best, eighths=best.eighths + more) for more in (-1, 1)]
+        near = [one for one in ranked if one.placement in beside]
         return [*made.values(), *self._all_worked_out(near)]
 
     def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
         """The most promising candidate, and the most promising one of some placements from first to last."""
         by_placement: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
-            by_placement.setdefault(one.placement.plain, one)
+            by_placement.setdefault(replace(one.placement, eighths=0), one)
         placements = sorted(by_placement, key=lambda placement: (placement.hosted, placement.grads_down))
         some = (by_placement[placement] for placement in spread(placements, TRIED))
         return list({id(one): one for one in (*ranked[:1], *some)}.values())

@@ -59,15 +59,6 @@ class StatePlacement:
     grads_down: int
     eighths: int = 0
 
-    @property
-    def plain(self) -> StatePlacement:
-        """The same, with nothing streamed."""
-        return replace(self, eighths=0)
-
-    def with_eighths(self, more: int) -> StatePlacement:
-        """The same, with ``more`` streamed."""
-        return replace(self, eighths=self.eighths + more)
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
