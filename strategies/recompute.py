@@ -148,7 +148,7 @@ class Recompute(Strategy):
         """
         machine, budget = facts.machine, device_budget(facts.machine)
         rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None
-        device_peak = plan.device_peak()
+        device_peak = plan.peak_with(Home.DEVICE)
 
         def peak(options: Sequence[KeepOption]) -> int:
             return device_peak([option.saved for option in options])

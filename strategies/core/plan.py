@@ -261,10 +261,6 @@ class Plan:
     def rest(self, unit: str, kind: Kind) -> Rest:
         return self._certain(Rest, unit, kind.name)
 
-    def home(self, unit: str, kind: Kind) -> Home:
-        """Where most of one kind of a unit's tensors rest."""
-        return self.rest(unit, kind).home
-
     def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
         share, rest = self.share(unit, kind), self.rest(unit, kind)
@@ -320,15 +316,12 @@ class Plan:
 
     def _kept(self) -> list[Saved]:
         """Per unit the bytes from its forward on, those during its backward, and those on the host."""
-        pairs = [(self.keep(unit.name), unit.choices) for unit in self.facts.units]
-        return [
-            Saved(
-                keep.saved_bytes,
-                choices.running_bytes if choices and keep.recomputes else keep.saved_bytes,
-                keep.hosted_bytes,
-            )
-            for keep, choices in pairs
-        ]
+        found = []
+        for unit in self.facts.units:
+            keep = self.keep(unit.name)
+            working = unit.choices.running_bytes if unit.choices and keep.recomputes else keep.saved_bytes
+            found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes))
+        return found
 
     def reserves(self, home: Home) -> tuple[Reserve, ...]:
         found = (d for d, _ in self.answers.values() if isinstance(d, Reserve))
@@ -344,13 +337,10 @@ class Plan:
             besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
             return self.addresses.num_bytes(home) + besides
         kept = self._kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
-        return self._peak_with(home)(kept)
+        return self.peak_with(home)(kept)
 
-    def device_peak(self) -> Callable[[Sequence[Saved]], int]:
-        """A function from the bytes that units save to the predicted peak on the device; all else as in this plan."""
-        return self._peak_with(Home.DEVICE)
-
-    def _peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
+    def peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
+        """A function from the bytes that units save to the predicted peak; all else as in this plan, unplaced."""
         always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
         standing = sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
         if home is Home.HOST:

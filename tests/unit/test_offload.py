@@ -93,7 +93,7 @@ def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
         (4, Home.DEVICE, 4 * 4 * 64),
     ]
     assert [row.reason for row in parameters] == ["fetched for use", "always present"]
-    assert plan.home("layers.0", Kind.PARAM) is Home.HOST
+    assert plan.rest("layers.0", Kind.PARAM).home is Home.HOST
 
 
 def test_units_that_travel_are_fetched_ahead() -> None:

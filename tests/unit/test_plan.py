@@ -155,7 +155,7 @@ def test_the_order_in_the_config_is_irrelevant() -> None:
     plans = [compose(dict(order), facts(world_size=2)) for order in itertools.permutations(three.items())]
     assert len({table(plan) for plan in plans}) == 1
     assert len({json.dumps(to_json(plan)) for plan in plans}) == 1
-    assert [plans[0].home(u.name, Kind.MOMENT) for u in plans[0].facts.units] == [Home.DEVICE] + 3 * [Home.HOST]
+    assert [plans[0].rest(u.name, Kind.MOMENT).home for u in plans[0].facts.units] == [Home.DEVICE] + 3 * [Home.HOST]
 
 
 def test_of_two_strategies_in_one_phase_the_name_decides() -> None:
