@@ -30,7 +30,7 @@ from strategies.core.layout import Layout
 from strategies.core.plan import NONE, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.activation_policy import KeepCosts, KeepOption, TradeoffCurve, within_host, work_seconds
-from strategies.planner.addresses import arena_bytes
+from strategies.planner.addresses import place
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
 from strategies.planner.step_cost import cost_of
@@ -101,7 +101,7 @@ class _Search:
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
         least = self._found((0, len(self._curves[0].moves)))
-        taken = arena_bytes(least)[Home.HOST] if isinstance(least, Layout) else 0
+        taken = place(least).num_bytes(Home.HOST) if isinstance(least, Layout) else 0
         return self._request.host_bytes - taken
 
     def options(self, position: Position) -> list[KeepOption]:

@@ -20,7 +20,7 @@ from strategies.core.layout import Layout
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import human, written
 from strategies.planner import weight_schedule
-from strategies.planner.addresses import arena_bytes
+from strategies.planner.addresses import place
 from strategies.planner.estimate import estimate
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
@@ -66,9 +66,10 @@ class PlacementSearch:
         fitting = self._streamed() if self._request.weights == "streamed" else self._fitting()
         if not fitting:
             raise self._no_device()
-        within = [layout for layout in fitting if arena_bytes(layout)[Home.HOST] <= self._room[Home.HOST]]
+        hosted = [place(layout).num_bytes(Home.HOST) for layout in fitting]
+        within = [layout for layout, size in zip(fitting, hosted, strict=True) if size <= self._room[Home.HOST]]
         if not within:
-            raise self._no_host(min(arena_bytes(layout)[Home.HOST] for layout in fitting))
+            raise self._no_host(min(hosted))
         seconds = [self._seconds(layout) for layout in within]
         best = min(range(len(within)), key=seconds.__getitem__)
         return within[best] if seconds[best] < seconds[0] * (1 - GAIN) else within[0]
@@ -175,7 +176,7 @@ class PlacementSearch:
         """The layout with the blocks' weights on the device around their uses only; None if it does not fit."""
         layout = self._placements.layout(placement)
         layout = weight_schedule.window(layout, self._placements.blocks, self._request.prefetch)
-        return layout if arena_bytes(layout)[Home.DEVICE] <= self._room[Home.DEVICE] else None
+        return layout if place(layout).num_bytes(Home.DEVICE) <= self._room[Home.DEVICE] else None
 
     def _least(self, placement: StatePlacement) -> int:
         """Device bytes of the placement with as many weights offloaded as possible."""

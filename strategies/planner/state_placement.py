@@ -151,7 +151,7 @@ class StatePlacements:
         return zip(self._buckets, self._places(placement), strict=True)
 
     def sizes(self, placement: StatePlacement) -> Sizes:
-        """Device bytes of the placement; the same as ``arena_bytes`` of its layout, much faster."""
+        """Device bytes of the placement; the same as ``place`` of its layout finds, much faster."""
         rest, mixed = 0, 0
         most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
         for index, place in enumerate(self._places(placement)):

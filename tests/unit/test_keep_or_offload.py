@@ -16,7 +16,7 @@ from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.offload import Offload
 from strategies.planner import edits
-from strategies.planner.addresses import arena_bytes
+from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import estimate
 from strategies.planner.placement_search import GAIN
@@ -59,7 +59,7 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
     for placement in placements.all():
         for shared in placements.with_streaming(placement):
             found = placements.sizes(shared)
-            assert found.total == arena_bytes(placements.layout(shared))[Home.DEVICE]
+            assert found.total == place(placements.layout(shared)).num_bytes(Home.DEVICE)
             assert 0 <= found.weights <= found.total
 
 
