@@ -158,19 +158,16 @@ def refuse_impossible(plan: Plan) -> None:
     """
     machine = plan.facts.machine
     for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
-        waiting = (
-            plan.hosted_bytes() if home is Home.HOST else 0
-        )  # reserved for saved tensors; in the arena if there is one
-        needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home) - waiting
-        if needs + waiting > has:
-            split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
-            cures = f"use {split}training.bf16, or model.lora"
-            who = "the training state needs"
-            if waiting:
-                who = "the training state and the tensors saved for backward need"
-                cures = "write strategies.recompute.activation_offloading: false" if needs <= has else cures
-            needs += waiting
-            raise ConfigError(
-                f"{who} {human(needs)} on each rank's {home.value}, which has {human(has)}: "
-                f"{human(needs - has)} too much; {cures}"
-            )
+        hosted = plan.hosted_bytes() if home is Home.HOST else 0  # part of the arena if there is one
+        needed = plan.states(home) + hosted if plan.addresses is None else plan.addresses.num_bytes(home)
+        if needed <= has:
+            continue
+        split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
+        cure = f"use {split}training.bf16, or model.lora"
+        if hosted and needed - hosted <= has:
+            cure = "write strategies.recompute.activation_offloading: false"
+        who = "the training state and the tensors saved for backward need" if hosted else "the training state needs"
+        raise ConfigError(
+            f"{who} {human(needed)} on each rank's {home.value}, which has {human(has)}: "
+            f"{human(needed - has)} too much; {cure}"
+        )
