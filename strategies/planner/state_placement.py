@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
@@ -103,7 +104,7 @@ class StatePlacements:
             grad_slots=1 + max(passing.values(), default=1),
         )
         self._weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
-        self._cache: list[dict[Place, tuple[int, tuple[tuple[Item, int], ...], int]]] = [{} for _ in self._buckets]
+        self._costs = cache(self._cost)
 
     def _free(self, indices: list[int], *, even_if: bool = False) -> list[int]:
         """Those of ``indices`` whose state may rest where their weight does not."""
@@ -136,7 +137,7 @@ class StatePlacements:
         sums: Counter[str] = Counter()
         for index in self.offloadable(placement):
             for unit in self._buckets[index].units:
-                sums[unit] += aligned(self._buckets[index].weight_bytes)
+                sums[unit] += self._weights[index]
         return max(sums.values(), default=0)
 
     def layout(self, placement: StatePlacement) -> Layout:
@@ -165,18 +166,14 @@ class StatePlacements:
         weights = sum(self._weights[index] for index in self.offloadable(placement))
         return Sizes(weights, rest - weights + scratch_of([mixed]))
 
-    def _costs(self, index: int, place: Place) -> tuple[int, tuple[tuple[Item, int], ...], int]:
+    def _cost(self, index: int, place: Place) -> tuple[int, list[tuple[Item, int]], int]:
         """One bucket on the device: permanent bytes, item and size of what uses slots, elements that use scratch."""
-        found = self._cache[index].get(place)
-        if found is None:
-            site, grad_home = place
-            bucket = replace(self._buckets[index], site=site, grad_home=grad_home)
-            here = [need for need in needs(bucket, self._empty) if need.home is Home.DEVICE]
-            permanent = sum(aligned(need.num_bytes) for need in here if not need.passes)
-            passing = tuple((need.item, aligned(need.num_bytes)) for need in here if need.passes)
-            found = (permanent, passing, bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0)
-            self._cache[index][place] = found
-        return found
+        site, grad_home = place
+        bucket = replace(self._buckets[index], site=site, grad_home=grad_home)
+        here = [need for need in needs(bucket, self._empty) if need.home is Home.DEVICE]
+        permanent = sum(aligned(need.num_bytes) for need in here if not need.passes)
+        passing = [(need.item, aligned(need.num_bytes)) for need in here if need.passes]
+        return permanent, passing, bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0
 
     def _places(self, placement: StatePlacement) -> list[Place]:
         sites = self._sites(placement)
