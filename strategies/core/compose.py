@@ -27,13 +27,8 @@ ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
 ORDER = tuple(Phase)
 
 
-def in_order(strategies: Mapping[str, Strategy]) -> list[tuple[str, Strategy]]:
-    """Sorted in the order of deciding: by phase, then by name."""
-    return sorted(strategies.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
-
-
-def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """``strategies`` and, with their default options, those that they imply."""
+def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
+    """``strategies``, and those that they imply with default options, in the order of deciding: by phase and name."""
     whole = dict(strategies)
     waiting = list(whole.values())
     while waiting:
@@ -41,12 +36,12 @@ def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
             if name not in whole:
                 whole[name] = find(name)()
                 waiting.append(whole[name])
-    return whole
+    return dict(sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0])))
 
 
 def requirements_of(strategies: Mapping[str, Strategy]) -> frozenset[Requirement]:
     """What ``strategies`` and those that they imply require."""
-    return frozenset(each for strategy in with_implied(strategies).values() for each in strategy.requires)
+    return frozenset(each for strategy in in_order(strategies).values() for each in strategy.requires)
 
 
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
@@ -59,7 +54,7 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """
     plan = Plan.baseline(facts)
     idle: dict[str, str] = {}
-    for name, strategy in in_order(with_implied(strategies)):
+    for name, strategy in in_order(strategies).items():
         try:
             decisions = list(strategy.decide(facts, plan))
         except Idle as nothing_to_do:

@@ -86,7 +86,6 @@ class _Search:
         self._kept = cache(self._keep)
         self._found = cache(self._try)
         self._seconds = cache(self._simulate)
-        self._estimated = cache(self._estimate)
         here, *others = keep_costs(facts, self._rates, may_host=any(keep.may_host for keep in keeps))
         self._curves = [TradeoffCurve(units, here)]
         if others:
@@ -116,7 +115,7 @@ class _Search:
             for index, curve in enumerate(self._curves)
         }
         positions = [(0, 0), *((curve, at) for curve, some in grid.items() for at in some if at)]
-        ranked = sorted(positions, key=self._estimated)
+        ranked = sorted(positions, key=self._estimate)
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
         if not tried:  # the least of the device: all recomputed, with inputs on the host if they may be
             curve = min(1, len(self._curves) - 1)

@@ -187,9 +187,6 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device: shapes and dtypes, no storage.
 
     Not made of fake tensors from the start, because modules of fake tensors cannot be moved or cast, and peft does.
-
-    Raises:
-        ConfigError: Transformers cannot build it.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose, requirements_of, with_implied
+from strategies.core.compose import compose, in_order, requirements_of
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal, Requirement
 from strategies.core.sizes import human
@@ -75,7 +75,7 @@ def check_installed(config: RunConfig) -> None:
         ConfigError: one does not.
     """
     try:
-        for strategy in with_implied(config.strategies).values():
+        for strategy in in_order(config.strategies).values():
             strategy.check_installed()
     except Refusal as refused:
         raise _located(config, refused) from None
@@ -135,11 +135,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
 
 
 def refuse_folder(config: RunConfig) -> None:
-    """Raise ConfigError unless the run folder exists or can be made. It is not made yet: the run may still be refused.
-
-    Raises:
-        ConfigError: the path or a parent is a file, or is not writable.
-    """
+    """Raise ConfigError unless the run folder exists or can be made. It is not made: the run may still be refused."""
     folder = Path(config.training.output_dir)
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
