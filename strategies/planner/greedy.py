@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from heapq import nsmallest
 from itertools import combinations
 from math import fsum, inf
 from typing import TypeAlias
@@ -139,9 +140,8 @@ class Search:
     def best(self, number: int) -> list[Gaps]:
         """The best plans so far."""
         fitting = [gaps for gaps, cost in self._costs.items() if cost[0] < inf]
-        return sorted(fitting, key=lambda gaps: (self._costs[gaps], sorted(map(self._index.__getitem__, gaps))))[
-            :number
-        ]
+        index = self._index.__getitem__
+        return nsmallest(number, fitting, key=lambda gaps: (self._costs[gaps], sorted(map(index, gaps))))
 
     @property
     def period(self) -> float:

@@ -52,11 +52,14 @@ def decide(plan: Plan, request: OffloadRequest) -> tuple[list[Keep], Layout]:
     if not any(keep.open for keep in keeps):
         return [], _placement_search(plan, request).best()
     search = _Search(plan, request)
-    position = search.fastest() if search.knows_rates else search.first()
-    reason = f"with offload, {'the fastest' if search.knows_rates else 'the least recomputation'} that fits"
+    position = search.fastest() if search.rates else search.first()
+    reason = f"with offload, {'the fastest' if search.rates else 'the least recomputation'} that fits"
     pairs = zip(keeps, search.options(position), strict=True)
     answers = [o.keep(keep.unit, reason if o.policy != NONE else "all kept") for keep, o in pairs if keep.open]
-    return answers, search.layout(position)
+    layout = search.found(position)
+    if isinstance(layout, Refusal):
+        raise layout
+    return answers, layout
 
 
 def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[KeepCosts]:
@@ -74,32 +77,27 @@ def _placement_search(plan: Plan, request: OffloadRequest) -> PlacementSearch:
 
 
 class _Search:
-    """Layouts and simulated times along the curves."""
+    """Layouts and simulated times along the curves; ``rates`` are None if times cannot be compared."""
 
     def __init__(self, plan: Plan, request: OffloadRequest) -> None:
         self._plan, self._request = plan, request
         facts = plan.facts
-        self._rates = facts.machine.rates if facts.run.forward_flops else None
+        self.rates = facts.machine.rates if facts.run.forward_flops else None
         keeps = [plan.keep(unit.name) for unit in facts.units]
         pairs = zip(facts.units, keeps, strict=True)
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
         self._kept = cache(self._keep)
-        self._found = cache(self._try)
+        self.found = cache(self._try)
         self._seconds = cache(self._simulate)
-        here, *others = keep_costs(facts, self._rates, may_host=any(keep.may_host for keep in keeps))
+        here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         self._curves = [TradeoffCurve(units, here)]
         if others:
             spare = self._spare_bytes()
             self._curves += [TradeoffCurve(units, within_host(units, each, spare)) for each in others]
 
-    @property
-    def knows_rates(self) -> bool:
-        """Whether times can be compared."""
-        return self._rates is not None
-
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
-        least = self._found((0, len(self._curves[0].moves)))
+        least = self.found((0, len(self._curves[0].moves)))
         taken = place(least).num_bytes(Home.HOST) if isinstance(least, Layout) else 0
         return self._request.host_bytes - taken
 
@@ -131,23 +129,12 @@ class _Search:
     def _fitting(self, positions: Sequence[Position], *, here: bool) -> Iterator[Position]:
         """The first ``TRIED`` that fit: with all saved tensors on the device, or on the other curves."""
         of_curve = (position for position in positions if (position[0] == 0) is here)
-        return islice((position for position in of_curve if isinstance(self._found(position), Layout)), TRIED)
+        return islice((position for position in of_curve if isinstance(self.found(position), Layout)), TRIED)
 
     def first(self) -> Position:
         """The first position that fits with all saved tensors on the device; the last one if none does."""
         positions = range(len(self._curves[0].moves))
-        return (0, bisect_left(positions, True, key=lambda at: isinstance(self._found((0, at)), Layout)))
-
-    def layout(self, position: Position) -> Layout:
-        """The layout at ``position``.
-
-        Raises:
-            Refusal: nothing fits.
-        """
-        found = self._found(position)
-        if isinstance(found, Refusal):
-            raise found
-        return found
+        return (0, bisect_left(positions, True, key=lambda at: isinstance(self.found((0, at)), Layout)))
 
     def _keep(self, position: Position) -> Plan:
         pairs = zip(self._plan.facts.units, self.options(position), strict=True)
@@ -160,11 +147,11 @@ class _Search:
             return refused
 
     def _simulate(self, position: Position) -> float:
-        found = self._found(position)
+        found = self.found(position)
         if isinstance(found, Refusal):
             return inf
-        assert self._rates is not None
-        return cost_of(self._kept(position).facts_as_kept(), found, self._rates).seconds
+        assert self.rates is not None
+        return cost_of(self._kept(position).facts_as_kept(), found, self.rates).seconds
 
     def _estimate(self, position: Position) -> float:
         try:

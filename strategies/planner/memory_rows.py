@@ -91,10 +91,11 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
         saved = sum(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units) if home is Home.HOST else 0
         if saved:
             named.append(("alignment of saved tensors", "room between saved tensors", plan.hosted_bytes() - saved))
-        uneven = _uneven(plan, layout, home)
-        left = addresses.num_bytes(home) - plan.states(home) - saved - sum(size for *_, size in named) - uneven
+        tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
+        resting_bytes = sum(part.element_bytes * number for part, number in tensors if part.home is home)
+        left = addresses.num_bytes(home) - resting_bytes - saved - sum(size for *_, size in named)
         assert left >= 0, f"{home.value}: the tensors are larger than the arena by {-left} bytes"
-        named.append(("odd tensors", "tensors unlike the others of their unit", uneven))
+        named.append(("odd tensors", "tensors unlike the others of their unit", resting_bytes - plan.states(home)))
         named.append(("alignment", "room between parameters", left))
         for name, reason, size in named:
             if size:
@@ -115,9 +116,3 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
         if need.home is home and need.item in (Item.STEPS, Item.PARKED) and not is_grad:
             totals[need.item] = totals.get(need.item, 0) + aligned(need.num_bytes, home)
     return totals
-
-
-def _uneven(plan: Plan, layout: Layout, home: Home) -> int:
-    """Bytes of parameters' tensors that the units' answers do not count."""
-    tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
-    return sum(part.element_bytes * number for part, number in tensors if part.home is home) - plan.states(home)

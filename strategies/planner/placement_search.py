@@ -101,7 +101,7 @@ class PlacementSearch:
 
     def _fitting(self) -> list[Layout]:
         """The first placement that fits as it is, and layouts with offloaded weights or streamed updates."""
-        fits = (self._placements.sizes(placement).total <= self._room[Home.DEVICE] for placement in self._all)
+        fits = (sum(self._placements.sizes(placement)) <= self._room[Home.DEVICE] for placement in self._all)
         first = next((index for index, fit in enumerate(fits) if fit), None)
         if first is None:
             return self._others(self._all)
@@ -142,11 +142,11 @@ class PlacementSearch:
         return sorted(fitting, key=lambda candidate: candidate.seconds)
 
     def _candidate(self, placement: StatePlacement) -> _Candidate:
-        size = self._placements.sizes(placement)
-        room = self._room[Home.DEVICE] - size.rest
+        weights, rest = self._placements.sizes(placement)
+        room = self._room[Home.DEVICE] - rest
         if not self._knows_rates:
             return _Candidate(placement, room, 0.0)
-        away = size.weights if self._request.weights == "streamed" else max(0, size.weights - room)
+        away = weights if self._request.weights == "streamed" else max(0, weights - room)
         placed = self._placements.placed(placement)
         return _Candidate(placement, room, estimate(self._facts, placed, away, in_backward=self._request.in_backward))
 
@@ -181,7 +181,7 @@ class PlacementSearch:
     def _least(self, placement: StatePlacement) -> int:
         """Device bytes of the placement with as many weights offloaded as possible."""
         layout, indices = self._placements.layout(placement), self._placements.offloadable(placement)
-        return self._placements.sizes(placement).rest + weight_schedule.least(self._facts, layout, indices)
+        return self._placements.sizes(placement)[1] + weight_schedule.least(self._facts, layout, indices)
 
     def _no_device(self) -> Refusal:
         smallest = self._saved_bytes + min(map(self._least, (self._all[0], self._all[-1])))

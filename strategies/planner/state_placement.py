@@ -61,18 +61,6 @@ class StatePlacement:
     eighths: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Device bytes of a placement: of the weights that may be offloaded, and of everything else."""
-
-    weights: int
-    rest: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.rest
-
-
 class StatePlacements:
     """The placements that a request allows."""
 
@@ -151,8 +139,11 @@ class StatePlacements:
         """Each bucket with its site and the home of its gradients."""
         return zip(self._buckets, self._places(placement), strict=True)
 
-    def sizes(self, placement: StatePlacement) -> Sizes:
-        """Device bytes of the placement; the same as ``place`` of its layout finds, much faster."""
+    def sizes(self, placement: StatePlacement) -> tuple[int, int]:
+        """Device bytes of the weights that may be offloaded, and of everything else.
+
+        Together they are what ``place`` finds for the layout, much faster.
+        """
         rest, mixed = 0, 0
         most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
         for index, place in enumerate(self._places(placement)):
@@ -164,7 +155,7 @@ class StatePlacements:
                 count[item] += 1
         rest += sum(most[item] * min(self._empty.slots(item), count[item]) for item in PASSING)
         weights = sum(self._weights[index] for index in self.offloadable(placement))
-        return Sizes(weights, rest - weights + scratch_of([mixed]))
+        return weights, rest - weights + scratch_of([mixed])
 
     def _cost(self, index: int, place: Place) -> tuple[int, list[tuple[Item, int]], int]:
         """One bucket on the device: permanent bytes, item and size of what uses slots, elements that use scratch."""

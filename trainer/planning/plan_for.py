@@ -206,6 +206,6 @@ def _shape(batch: Batch | None) -> tuple[int, int]:
         return (1, 1)
     if isinstance(batch, tuple):
         return batch
-    sizes = [tuple(value.shape) for value in batch.values() if hasattr(value, "shape") and len(value.shape)]
-    first = sizes[0] if sizes else ()
-    return (first[0] if first else 1, first[1] if len(first) > 1 else 1)
+    sizes = (tuple(value.shape) for value in batch.values() if hasattr(value, "shape") and len(value.shape))
+    rows, tokens = (*next(sizes, ()), 1, 1)[:2]
+    return rows, tokens
