@@ -119,7 +119,9 @@ class _Search:
             curve = min(1, len(self._curves) - 1)
             return (curve, len(self._curves[curve].moves))
         curve, at = min(tried, key=self._seconds)
-        tried += [(curve, (at + other) // 2) for other in _neighbours(grid[curve], at)]
+        index = grid[curve].index(at)  # 0 is on every curve
+        beside = grid[curve][max(0, index - 1) : index] + grid[curve][index + 1 : index + 2]
+        tried += [(curve, (at + other) // 2) for other in beside]
         best = min(map(self._seconds, tried))
         return min(
             (position for position in tried if self._seconds(position) <= best * (1 + SAME)),
@@ -158,9 +160,3 @@ class _Search:
             return _placement_search(self._kept(position), self._request).estimated(sure=False) or 0.0
         except Refusal:
             return inf
-
-
-def _neighbours(positions: Sequence[int], at: int) -> list[int]:
-    """The positions before and after; 0 is on every curve."""
-    index = positions.index(at)
-    return [*positions[max(0, index - 1) : index], *positions[index + 1 : index + 2]]
