@@ -8,6 +8,7 @@ the arenas.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -104,9 +105,9 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
 
 def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     """Bytes of slots, scratch, update counts, and gradients that wait for the CPU's update."""
-    totals = dict.fromkeys((Item.SCRATCH, Item.WEIGHT), 0)
+    totals = Counter[Item]()
     if home is Home.DEVICE:
-        totals = {Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena}
+        totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] = pool.num_bytes
@@ -114,5 +115,5 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     for need in all_needs(layout):
         is_grad = need.item is Item.PARKED and need.bucket in rests_on_host  # counted as the unit's gradient
         if need.home is home and need.item in (Item.STEPS, Item.PARKED) and not is_grad:
-            totals[need.item] = totals.get(need.item, 0) + aligned(need.num_bytes, home)
+            totals[need.item] += aligned(need.num_bytes, home)
     return totals
