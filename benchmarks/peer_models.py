@@ -16,7 +16,7 @@ from itertools import combinations
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.greedy import DoesNotFit, issue
+from strategies.planner.greedy import check_fits, issue
 from strategies.planner.problem import Eviction, Problem, Update, Weight, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import TaskBuilder
@@ -122,6 +122,7 @@ def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> 
     Raises:
         DoesNotFit: not even with all buckets leaving.
     """
+    check_fits(problem)
     best: tuple[float, tuple[Eviction, ...]] | None = None
     for chosen in _bucket_sets(problem):
         plan = issue(problem, [gap for gap in problem.gaps if gap.weight in chosen])
@@ -130,10 +131,7 @@ def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> 
         period = simulate(problem, plan, builder=builder).period
         if best is None or period < best[0]:
             best = (period, plan)
-    if best is None:
-        least = memory(problem, at_need(problem.gaps))
-        worst = max(range(len(least)), key=least.__getitem__)
-        raise DoesNotFit(problem.ticks[worst].name, least[worst] - problem.budget)
+    assert best is not None, "all buckets leaving is one of the sets"
     return Policy(problem, best[1], builder=builder)
 
 

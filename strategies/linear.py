@@ -27,7 +27,7 @@ from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.linears import NATIVE, Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from strategies.core.protocol import BITWISE, Idle, Need, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Requirement, Strategy
 from strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Linear(Strategy):
     """
 
     phase = Phase.HOW
-    requires = frozenset([Need.LINEARS])
+    requires = frozenset([Requirement.LINEARS])
     excludes = {"training.torch_compile": "strategies.linear already decides how matrix products are taken"}
     examples = ({"transpose": "minimal"},)
 

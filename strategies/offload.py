@@ -25,7 +25,7 @@ from pydantic import AfterValidator, Field
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
-from strategies.core.protocol import BITWISE, Need, Parity, Phase, Refusal, Strategy
+from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
@@ -60,7 +60,7 @@ class Offload(Strategy):
 
     phase = Phase.WHERE
     implies = ("buffers",)
-    requires = frozenset([Need.PARAMETERS, Need.COMPUTE_DTYPE, Need.BLOCK_TIMES])
+    requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
         {"site": "device"},
         {"site": "host"},
@@ -120,7 +120,7 @@ class Offload(Strategy):
 
     def suggest(self, plan: Plan) -> list[str]:
         found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.saved_peak())
-        return [edit.line() for edit in found]
+        return [f"  {change}: about {gain:+.0%} tokens per second" for change, gain in found.items()]
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:
         assert facts.params, "offload places single parameters; these facts do not list them"

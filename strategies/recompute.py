@@ -116,7 +116,9 @@ class Recompute(Strategy):
         options = self._fitting(facts, plan) if is_open else self._fixed(facts)
         for unit, option in zip(facts.units, options, strict=True):
             if unit.kind is UnitKind.BLOCK:
-                yield option.keep(unit.name, _why(option), is_open=is_open, may_host=is_open and self._may_host)
+                reason = WHY[option.policy] + (", what is kept waits on the host" if option.hosted else "")
+                may_host = is_open and self.activation_offloading is not False
+                yield option.keep(unit.name, reason, is_open=is_open, may_host=may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Replace the forward of each recomputed block by a checkpoint."""
@@ -137,10 +139,6 @@ class Recompute(Strategy):
             for index, unit in enumerate(facts.units)
         ]
 
-    @property
-    def _may_host(self) -> bool:
-        return self.activation_offloading is not False
-
     def _fitting(self, facts: Facts, plan: Plan) -> Sequence[KeepOption]:
         """The options that fit without offloading; ``strategies.offload`` decides again.
 
@@ -148,7 +146,7 @@ class Recompute(Strategy):
         """
         machine, budget = facts.machine, device_budget(facts.machine)
         rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None
-        device_peak = plan.device_peak()
+        device_peak = plan.peak_with(Home.DEVICE)
 
         def peak(options: Sequence[KeepOption]) -> int:
             return device_peak([option.saved for option in options])
@@ -159,13 +157,9 @@ class Recompute(Strategy):
             return cost_of(kept, empty(kept), rates).seconds
 
         spare = machine.host_bytes - plan.peak(Home.HOST)
-        costs = keep_costs(facts, rates, may_host=self._may_host)
+        costs = keep_costs(facts, rates, may_host=self.activation_offloading is not False)
         tried = [cheapest(facts.units, within_host(facts.units, each, spare), peak, budget) for each in costs]
         fitting = [options for options in tried if peak(options) <= budget]
         if rates is None or not fitting:
             return min(fitting or tried, key=peak)
         return min(fitting, key=lambda options: seconds(options, rates))
-
-
-def _why(option: KeepOption) -> str:
-    return WHY[option.policy] + (", what is kept waits on the host" if option.hosted else "")

@@ -33,7 +33,7 @@ from pydantic import Field
 from strategies.backends import deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts, Unit
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share, When
-from strategies.core.protocol import BITWISE, Need, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, Parity, Phase, Requirement, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ class Zero(Strategy):
     """
 
     phase = Phase.WHO
-    requires = frozenset([Need.DEEPSPEED, Need.COMPUTE_DTYPE])
+    requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})
 
     stage: Literal[0, 1, 2, 3] = Field(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from strategies.core.facts import Facts
 from strategies.core.plan import Decision, EngineSet, Impl, Keep, Place, Plan, Reserve, Rest, Share, Stow, Travel
-from strategies.core.protocol import Idle, Need, Phase, Strategy
+from strategies.core.protocol import Idle, Phase, Requirement, Strategy
 from strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
@@ -27,13 +27,8 @@ ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
 ORDER = tuple(Phase)
 
 
-def in_order(strategies: Mapping[str, Strategy]) -> list[tuple[str, Strategy]]:
-    """Sorted in the order of deciding: by phase, then by name."""
-    return sorted(strategies.items(), key=lambda item: (ORDER.index(item[1].phase), item[0]))
-
-
-def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """``strategies`` and, with their default options, those that they imply."""
+def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
+    """``strategies``, and those that they imply with default options, in the order of deciding: by phase and name."""
     whole = dict(strategies)
     waiting = list(whole.values())
     while waiting:
@@ -41,12 +36,12 @@ def with_implied(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
             if name not in whole:
                 whole[name] = find(name)()
                 waiting.append(whole[name])
-    return whole
+    return dict(sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0])))
 
 
-def needs_of(strategies: Mapping[str, Strategy]) -> frozenset[Need]:
+def requirements_of(strategies: Mapping[str, Strategy]) -> frozenset[Requirement]:
     """What ``strategies`` and those that they imply require."""
-    return frozenset(need for strategy in with_implied(strategies).values() for need in strategy.requires)
+    return frozenset(each for strategy in in_order(strategies).values() for each in strategy.requires)
 
 
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
@@ -59,7 +54,7 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """
     plan = Plan.baseline(facts)
     idle: dict[str, str] = {}
-    for name, strategy in in_order(with_implied(strategies)):
+    for name, strategy in in_order(strategies).items():
         try:
             decisions = list(strategy.decide(facts, plan))
         except Idle as nothing_to_do:
@@ -77,7 +72,7 @@ def _check_answer(name: str, strategy: Strategy, decision: Decision, plan: Plan)
     """Raise TypeError if this question is not one that ``strategy`` answers; see the module docstring."""
     allowed = ANSWERS[strategy.phase]
     if isinstance(decision, EngineSet):
-        its_own = Need.DEEPSPEED in strategy.requires
+        its_own = Requirement.DEEPSPEED in strategy.requires
     elif isinstance(decision, Keep) and strategy.phase is not Phase.KEEP:
         its_own = plan.keep(decision.unit).open
     else:

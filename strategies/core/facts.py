@@ -15,6 +15,8 @@ from enum import Enum
 from math import inf
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from strategies.core.linears import Linear, Timed
 
 
@@ -289,14 +291,5 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON types; enums by value."""
-        return asdict(self, dict_factory=_plain)
-
-
-def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: _plain_value(value) for key, value in items}
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    return [_plain_value(each) for each in value] if isinstance(value, tuple) else value
+        found: dict[str, Any] = TypeAdapter(Facts).dump_python(self, mode="json")
+        return found

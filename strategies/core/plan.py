@@ -186,10 +186,9 @@ class Conflict(ValueError):
 
     def __init__(self, slot: Slot, first: str, second: str) -> None:
         self.slot, self.first, self.second = slot, first, second
-        question = " ".join(part for part in slot[1:])
         super().__init__(
-            f"strategies.{first} and strategies.{second} both decide {slot[0].lower()} of {question}, differently: "
-            f"remove one of the two"
+            f"strategies.{first} and strategies.{second} both decide {slot[0].lower()} of {' '.join(slot[1:])}, "
+            f"differently: remove one of the two"
         )
 
 
@@ -245,25 +244,17 @@ class Plan:
             answers[decision.slot] = (decision, by)
         return replace(self, answers=MappingProxyType(answers))
 
-    def _answer(self, kind: type[D], *slot: str) -> D | None:
-        decision = self.answers.get((kind.__name__, *slot), (None, ""))[0]
-        return decision if isinstance(decision, kind) else None
-
-    def _certain(self, kind: type[D], *slot: str) -> D:
+    def _answer(self, kind: type[D], *slot: str) -> D:
         """An answer that every plan has: the baseline gives it."""
-        decision = self._answer(kind, *slot)
-        assert decision is not None, slot
+        decision = self.answers[kind.__name__, *slot][0]
+        assert isinstance(decision, kind)
         return decision
 
     def share(self, unit: str, kind: Kind) -> Share:
-        return self._certain(Share, unit, kind.name)
+        return self._answer(Share, unit, kind.name)
 
     def rest(self, unit: str, kind: Kind) -> Rest:
-        return self._certain(Rest, unit, kind.name)
-
-    def home(self, unit: str, kind: Kind) -> Home:
-        """Where most of one kind of a unit's tensors rest."""
-        return self.rest(unit, kind).home
+        return self._answer(Rest, unit, kind.name)
 
     def num_bytes(self, unit: str, kind: Kind, home: Home | None = None) -> int:
         """Bytes of one kind of one unit's tensors on one rank, at one home or anywhere."""
@@ -283,13 +274,12 @@ class Plan:
     @property
     def layout(self) -> Layout | None:
         """How parameters are stowed; None if no strategy stows them."""
-        decision = self._answer(Stow, RUN)
-        return decision.layout if decision else None
+        return self._answer(Stow, RUN).layout if (Stow.__name__, RUN) in self.answers else None
 
     @property
     def place(self) -> Place | None:
         """The addresses of what is stowed, and whether their use is checked at run time."""
-        return self._answer(Place, RUN)
+        return self._answer(Place, RUN) if (Place.__name__, RUN) in self.answers else None
 
     @property
     def addresses(self) -> Addresses | None:
@@ -297,7 +287,7 @@ class Plan:
         return self.place.addresses if self.place else None
 
     def keep(self, unit: str) -> Keep:
-        return self._certain(Keep, unit)
+        return self._answer(Keep, unit)
 
     def saved_bytes(self, unit: str) -> int:
         return self.keep(unit).saved_bytes
@@ -320,15 +310,12 @@ class Plan:
 
     def _kept(self) -> list[Saved]:
         """Per unit the bytes from its forward on, those during its backward, and those on the host."""
-        pairs = [(self.keep(unit.name), unit.choices) for unit in self.facts.units]
-        return [
-            Saved(
-                keep.saved_bytes,
-                choices.running_bytes if choices and keep.recomputes else keep.saved_bytes,
-                keep.hosted_bytes,
-            )
-            for keep, choices in pairs
-        ]
+        found = []
+        for unit in self.facts.units:
+            keep = self.keep(unit.name)
+            working = unit.choices.running_bytes if unit.choices and keep.recomputes else keep.saved_bytes
+            found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes))
+        return found
 
     def reserves(self, home: Home) -> tuple[Reserve, ...]:
         found = (d for d, _ in self.answers.values() if isinstance(d, Reserve))
@@ -344,13 +331,10 @@ class Plan:
             besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
             return self.addresses.num_bytes(home) + besides
         kept = self._kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
-        return self._peak_with(home)(kept)
+        return self.peak_with(home)(kept)
 
-    def device_peak(self) -> Callable[[Sequence[Saved]], int]:
-        """A function from the bytes that units save to the predicted peak on the device; all else as in this plan."""
-        return self._peak_with(Home.DEVICE)
-
-    def _peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
+    def peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
+        """A function from the bytes that units save to the predicted peak; all else as in this plan, unplaced."""
         always = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.ALWAYS)
         standing = sum(self.total(kind, home) for kind in Kind if kind is not Kind.GRAD) + always
         if home is Home.HOST:

@@ -6,9 +6,9 @@ that ``trainer/run/order.py`` gives.
 
 Each strategy answers one question, its phase, about units of the model. Phases are decided in the order of the enum
 below, because each answer needs the sizes that the phases before it have settled; the order in the config is
-irrelevant. The rest of this project does not know strategies by name: what one needs, excludes or measures it declares
-here (``requires``, ``excludes``, ``gemm_timing``, ...). It also declares how exact training with it is (``parity``) and
-small options with which the parity tests run it (``examples``).
+irrelevant. The rest of this project does not know strategies by name: what one requires, excludes or measures it
+declares here (``requires``, ``excludes``, ``gemm_timing``, ...). It also declares how exact training with it is
+(``parity``) and small options with which the parity tests run it (``examples``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Phase(Enum):
     BUFFER = "which buffer receives it"
 
 
-class Need(Enum):
+class Requirement(Enum):
     """Something that the trainer prepares only for strategies that declare it in ``requires``."""
 
     PARAMETERS = "the model's parameters, listed one by one"
@@ -76,7 +76,7 @@ class Strategy(BaseModel, ABC):
     examples: ClassVar[tuple[Mapping[str, Any], ...]]
     # Strategies that this one depends on: switched on with default options if the config does not name them.
     implies: ClassVar[tuple[str, ...]] = ()
-    requires: ClassVar[frozenset[Need]] = frozenset()
+    requires: ClassVar[frozenset[Requirement]] = frozenset()
     # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason.
     excludes: ClassVar[Mapping[str, str]] = {}
 

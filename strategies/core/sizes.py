@@ -8,9 +8,8 @@ import re
 AUTO = "auto"
 SHARE = 0.9  # of a memory if no size is given: the rest is for the context, libraries and fragmentation
 SMALLEST = 1024  # a smaller number is a mistake: 20 is not 20 bytes of memory
-DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-BINARY = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-UNITS = DECIMAL | BINARY
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def parse_bytes(text: str) -> int:

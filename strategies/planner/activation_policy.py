@@ -173,19 +173,19 @@ class TradeoffCurve:
     def __init__(self, units: Sequence[Unit], costs: KeepCosts) -> None:
         self._units = units
         known: dict[tuple[object, ...], list[KeepOption]] = {}  # blocks are mostly alike
-        self._frontiers: list[list[KeepOption]] = []
+        self.frontiers: list[list[KeepOption]] = []
         end = _end_of_senders(units, costs)
         for index, unit in enumerate(units):
             its = costs if index < end else replace(costs, link_s=None)
             key = (unit.saved_bytes, unit.choices, its.link_s)
             if key not in known:
                 known[key] = frontier(unit, its)
-            self._frontiers.append(known[key])
+            self.frontiers.append(known[key])
         # The first block also counts the masks that all blocks share. Apart from these it is like the others: blocks
         # that recompute the same work have the same cost per byte, and the first of them moves first.
         paid: dict[object, list[float]] = {}
         moves = []
-        for index, (unit, options) in enumerate(zip(units, self._frontiers, strict=True)):
+        for index, (unit, options) in enumerate(zip(units, self.frontiers, strict=True)):
             alike = (len(options), unit.choices and (unit.choices.operators, unit.choices.rest))
             own = [costs.per_byte(before, after) for before, after in pairwise(options)]
             moves += [(cost, rank, index) for rank, cost in enumerate(paid.setdefault(alike, own))]
@@ -198,11 +198,7 @@ class TradeoffCurve:
     def bare(self, position: int) -> list[KeepOption]:
         """The same without shared inputs."""
         taken = Counter(self.moves[:position])
-        return [options[taken[index]] for index, options in enumerate(self._frontiers)]
-
-    def most_hosted(self) -> list[int]:
-        """Per unit, the most bytes on the host at any position."""
-        return [max(host_room(o.hosted_bytes, len(o.hosted)) for o in options) for options in self._frontiers]
+        return [options[taken[index]] for index, options in enumerate(self.frontiers)]
 
 
 def _with_shared(units: Sequence[Unit], options: list[KeepOption]) -> list[KeepOption]:
@@ -232,7 +228,8 @@ def within_host(units: Sequence[Unit], costs: KeepCosts, spare: int) -> KeepCost
     """``costs`` with as many senders, from the first, as ``spare`` bytes on the host hold."""
     if costs.link_s is None:
         return costs
-    totals = accumulate(TradeoffCurve(units, costs).most_hosted())
+    options_of = TradeoffCurve(units, costs).frontiers
+    totals = accumulate(max(host_room(o.hosted_bytes, len(o.hosted)) for o in options) for options in options_of)
     return replace(costs, senders=next((index for index, total in enumerate(totals) if total > spare), None))
 
 

@@ -27,7 +27,6 @@ from strategies.core.layout import (
     aligned,
     common_needs,
     needs,
-    scratch_bytes,
 )
 from strategies.planner.packing import Packing, Piece, pack
 
@@ -115,14 +114,3 @@ def slot_pools(layout: Layout) -> Iterator[SlotPool]:
         home = passing[0].home
         size = max(aligned(need.num_bytes, home) for need in passing)
         yield SlotPool(item, home, num_slots, size, tuple(passing))
-
-
-def arena_bytes(layout: Layout) -> dict[Home, int]:
-    """The sizes of the arenas that ``place`` makes, without saved tensors that wait on the host."""
-    total = {Home.DEVICE: scratch_bytes(layout) + weight_packing(layout).arena, Home.HOST: 0}
-    for need in all_needs(layout):
-        if not need.passes:
-            total[need.home] += aligned(need.num_bytes, need.home)
-    for pool in slot_pools(layout):
-        total[pool.home] += pool.num_bytes
-    return total

@@ -18,7 +18,7 @@ block: they are used once per step, at its ends. A tied parameter is in the buck
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -124,11 +124,10 @@ def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str]) -> list[str]
     """``model.layers.0``, ``model.layers.0..3``; further ``:group1`` and ``/1`` if a name would occur twice."""
     bases = [_span(sorted({param.unit for param in piece}, key=units.index)) for piece in pieces]
     likes = [_like(piece[0]) for piece in pieces]
-    groups: dict[str, set[int | None]] = {}
-    dtypes: dict[str, set[str]] = {}
+    groups, dtypes = defaultdict[str, set[int | None]](set), defaultdict[str, set[str]](set)
     for base, (dtype, group, _) in zip(bases, likes, strict=True):
-        groups.setdefault(base, set()).add(group)
-        dtypes.setdefault(base, set()).add(dtype)
+        groups[base].add(group)
+        dtypes[base].add(dtype)
     parts = Counter(zip(bases, likes, strict=True))
     seen: Counter[tuple[str, Like]] = Counter()
     names: list[str] = []

@@ -21,14 +21,15 @@ proven.
 Refused: budgets below what is needed with every gap evicted (``DoesNotFit``); problems with updates or saved tensors,
 which ``weight_schedule.py`` leaves out.
 
-Cost. Evaluating a plan takes O(ticks + gaps) and a little for B. ``WORK`` bounds the ticks and gaps that are looked at
-in all, so that a hundred blocks take well under a second.
+Cost. Evaluating a plan takes O(ticks + gaps) and a little for B. A search evaluates at most ``SEARCHED`` plans and as
+many again with smaller budgets, so that a hundred blocks take well under a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from heapq import nsmallest
 from itertools import combinations
 from math import fsum, inf
 from typing import TypeAlias
@@ -40,7 +41,7 @@ FEW = 10  # gaps of which all sets are tried
 MANY = 24  # gaps up to which one is swapped for two
 NEAR = 4  # with more gaps, one is swapped for so many on either side of it
 LEVELS = 6  # smaller budgets whose plans are tried too
-WORK = 60_000  # ticks and gaps of all plans that one search evaluates
+SEARCHED = 150  # plans that one search evaluates at most; more found nothing better for a 7 B model
 LEADS = 8  # plans of each smaller budget that are evaluated
 
 Gaps: TypeAlias = frozenset[Gap]
@@ -48,38 +49,24 @@ Key: TypeAlias = Callable[[Gap], tuple[float, ...]]
 
 
 class DoesNotFit(Exception):
-    """No plan is within the budget: ``deficit`` bytes are missing at ``tick`` with everything evicted that can be."""
-
-    def __init__(self, tick: str, deficit: int) -> None:
-        super().__init__(f"{tick} needs {deficit} bytes more than there are")
-        self.tick, self.deficit = tick, deficit
+    """No plan is within the budget; the message says how many bytes are missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan and its seconds per iteration."""
-
-    evictions: tuple[Eviction, ...]
-    period: float
-
-
-def choose(problem: Problem, limit: int | None = None) -> Found:
-    """The best plan that is found; at most ``limit`` plans are evaluated (None: see ``WORK``).
+def choose(problem: Problem) -> tuple[Eviction, ...]:
+    """The best plan that is found.
 
     Raises:
         DoesNotFit: no plan is within the budget.
     """
     assert problem.moves_weights_only, "updates and saved tensors are not part of this search"
     check_fits(problem)
-    limit = limit or max(1, WORK // (len(problem.ticks) + len(problem.gaps)))
-    if len(problem.gaps) <= FEW:
-        search = Search(problem, 1 << FEW)
+    few = len(problem.gaps) <= FEW
+    search = Search(problem, 1 << FEW if few else SEARCHED)
+    if few:
         search.try_in_order(frozenset(s) for n in range(len(problem.gaps) + 1) for s in combinations(problem.gaps, n))
     elif _is_uniform(problem):
-        search = Search(problem, limit)
         search.try_in_order(prefixes_and_suffixes(problem))
     else:
-        search = Search(problem, limit)
         search.improve_all()
         _smaller_budgets(search)
     return search.found()
@@ -90,7 +77,8 @@ def check_fits(problem: Problem) -> None:
     least = memory(problem, at_need(problem.gaps))
     worst = max(range(len(least)), key=least.__getitem__)
     if least[worst] > problem.budget:
-        raise DoesNotFit(problem.ticks[worst].name, least[worst] - problem.budget)
+        missing = least[worst] - problem.budget
+        raise DoesNotFit(f"{problem.ticks[worst].name} needs {missing} bytes more than there are")
 
 
 def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
@@ -152,9 +140,8 @@ class Search:
     def best(self, number: int) -> list[Gaps]:
         """The best plans so far."""
         fitting = [gaps for gaps, cost in self._costs.items() if cost[0] < inf]
-        return sorted(fitting, key=lambda gaps: (self._costs[gaps], sorted(map(self._index.__getitem__, gaps))))[
-            :number
-        ]
+        index = self._index.__getitem__
+        return nsmallest(number, fitting, key=lambda gaps: (self._costs[gaps], sorted(map(index, gaps))))
 
     @property
     def period(self) -> float:
@@ -166,11 +153,11 @@ class Search:
         """Whether the best plan is optimal: compute waits for nothing."""
         return self.period <= self.problem.compute_seconds * (1 + SAME)
 
-    def found(self) -> Found:
+    def found(self) -> tuple[Eviction, ...]:
         """The best plan."""
         evictions = issue(self.problem, self.best(1)[0])
         assert evictions is not None
-        return Found(evictions, self.period)
+        return evictions
 
     def try_in_order(self, sets: Iterable[Gaps], limit: int | None = None) -> None:
         """Evaluate ``sets`` by lower bound until no better one can follow; at most ``limit``."""

@@ -17,6 +17,7 @@ them fit, and nothing saved goes to the host.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,8 +30,8 @@ from strategies.core.layout import Layout
 from strategies.core.plan import NONE, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.planner.activation_policy import KeepCosts, KeepOption, TradeoffCurve, within_host, work_seconds
-from strategies.planner.addresses import arena_bytes
-from strategies.planner.placement_search import choose, quickest
+from strategies.planner.addresses import place
+from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
 from strategies.planner.step_cost import cost_of
 
@@ -49,13 +50,16 @@ def decide(plan: Plan, request: OffloadRequest) -> tuple[list[Keep], Layout]:
     """
     keeps = [plan.keep(unit.name) for unit in plan.facts.units]
     if not any(keep.open for keep in keeps):
-        return [], _chosen(plan, request)
+        return [], _placement_search(plan, request).best()
     search = _Search(plan, request)
-    position = search.fastest() if search.knows_rates else search.first()
-    reason = f"with offload, {'the fastest' if search.knows_rates else 'the least recomputation'} that fits"
+    position = search.fastest() if search.rates else search.first()
+    reason = f"with offload, {'the fastest' if search.rates else 'the least recomputation'} that fits"
     pairs = zip(keeps, search.options(position), strict=True)
     answers = [o.keep(keep.unit, reason if o.policy != NONE else "all kept") for keep, o in pairs if keep.open]
-    return answers, search.layout(position)
+    layout = search.found(position)
+    if isinstance(layout, Refusal):
+        raise layout
+    return answers, layout
 
 
 def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[KeepCosts]:
@@ -68,45 +72,33 @@ def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[Kee
     return [on_device, inputs, *(replace(on_device, link_s=share * link_s) for share in SHARES)]
 
 
-def _chosen(plan: Plan, request: OffloadRequest) -> Layout:
-    return choose(plan.facts_as_kept(), request, plan.saved_peak(), plan.hosted_bytes())
+def _placement_search(plan: Plan, request: OffloadRequest) -> PlacementSearch:
+    return PlacementSearch(plan.facts_as_kept(), request, plan.saved_peak(), plan.hosted_bytes())
 
 
 class _Search:
-    """Layouts and simulated times along the curves."""
+    """Layouts and simulated times along the curves; ``rates`` are None if times cannot be compared."""
 
     def __init__(self, plan: Plan, request: OffloadRequest) -> None:
         self._plan, self._request = plan, request
         facts = plan.facts
-        self._rates = facts.machine.rates if facts.run.forward_flops else None
+        self.rates = facts.machine.rates if facts.run.forward_flops else None
         keeps = [plan.keep(unit.name) for unit in facts.units]
         pairs = zip(facts.units, keeps, strict=True)
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
         self._kept = cache(self._keep)
-        self._found = cache(self._try)
+        self.found = cache(self._try)
         self._seconds = cache(self._simulate)
-        self._estimated = cache(self._estimate)
-        here, *others = keep_costs(facts, self._rates, may_host=any(keep.may_host for keep in keeps))
+        here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         self._curves = [TradeoffCurve(units, here)]
         if others:
             spare = self._spare_bytes()
             self._curves += [TradeoffCurve(units, within_host(units, each, spare)) for each in others]
 
-    @property
-    def knows_rates(self) -> bool:
-        """Whether times can be compared."""
-        return self._rates is not None
-
-    @property
-    def _smallest(self) -> Position:
-        """The position that takes the least of the device: all recomputed, with inputs on the host if they may be."""
-        curve = min(1, len(self._curves) - 1)
-        return (curve, len(self._curves[curve].moves))
-
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
-        least = self._found((0, len(self._curves[0].moves)))
-        taken = arena_bytes(least)[Home.HOST] if isinstance(least, Layout) else 0
+        least = self.found((0, len(self._curves[0].moves)))
+        taken = place(least).num_bytes(Home.HOST) if isinstance(least, Layout) else 0
         return self._request.host_bytes - taken
 
     def options(self, position: Position) -> list[KeepOption]:
@@ -121,12 +113,15 @@ class _Search:
             for index, curve in enumerate(self._curves)
         }
         positions = [(0, 0), *((curve, at) for curve, some in grid.items() for at in some if at)]
-        ranked = sorted(positions, key=self._estimated)
+        ranked = sorted(positions, key=self._estimate)
         tried = [*self._fitting(ranked, here=True), *self._fitting(ranked, here=False)]
-        if not tried:
-            return self._smallest
+        if not tried:  # the least of the device: all recomputed, with inputs on the host if they may be
+            curve = min(1, len(self._curves) - 1)
+            return (curve, len(self._curves[curve].moves))
         curve, at = min(tried, key=self._seconds)
-        tried += [(curve, (at + other) // 2) for other in _neighbours(grid[curve], at)]
+        index = grid[curve].index(at)  # 0 is on every curve
+        beside = grid[curve][max(0, index - 1) : index] + grid[curve][index + 1 : index + 2]
+        tried += [(curve, (at + other) // 2) for other in beside]
         best = min(map(self._seconds, tried))
         return min(
             (position for position in tried if self._seconds(position) <= best * (1 + SAME)),
@@ -136,26 +131,12 @@ class _Search:
     def _fitting(self, positions: Sequence[Position], *, here: bool) -> Iterator[Position]:
         """The first ``TRIED`` that fit: with all saved tensors on the device, or on the other curves."""
         of_curve = (position for position in positions if (position[0] == 0) is here)
-        return islice((position for position in of_curve if isinstance(self._found(position), Layout)), TRIED)
+        return islice((position for position in of_curve if isinstance(self.found(position), Layout)), TRIED)
 
     def first(self) -> Position:
         """The first position that fits with all saved tensors on the device; the last one if none does."""
-        low, high = 0, len(self._curves[0].moves)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if isinstance(self._found((0, middle)), Layout) else (middle + 1, high)
-        return (0, low)
-
-    def layout(self, position: Position) -> Layout:
-        """The layout at ``position``.
-
-        Raises:
-            Refusal: nothing fits.
-        """
-        found = self._found(position)
-        if isinstance(found, Refusal):
-            raise found
-        return found
+        positions = range(len(self._curves[0].moves))
+        return (0, bisect_left(positions, True, key=lambda at: isinstance(self.found((0, at)), Layout)))
 
     def _keep(self, position: Position) -> Plan:
         pairs = zip(self._plan.facts.units, self.options(position), strict=True)
@@ -163,26 +144,19 @@ class _Search:
 
     def _try(self, position: Position) -> Layout | Refusal:
         try:
-            return _chosen(self._kept(position), self._request)
+            return _placement_search(self._kept(position), self._request).best()
         except Refusal as refused:
             return refused
 
     def _simulate(self, position: Position) -> float:
-        found = self._found(position)
+        found = self.found(position)
         if isinstance(found, Refusal):
             return inf
-        assert self._rates is not None
-        return cost_of(self._kept(position).facts_as_kept(), found, self._rates).seconds
+        assert self.rates is not None
+        return cost_of(self._kept(position).facts_as_kept(), found, self.rates).seconds
 
     def _estimate(self, position: Position) -> float:
-        kept = self._kept(position)
         try:
-            return quickest(kept.facts_as_kept(), self._request, kept.saved_peak(), sure=False) or 0.0
+            return _placement_search(self._kept(position), self._request).estimated(sure=False) or 0.0
         except Refusal:
             return inf
-
-
-def _neighbours(positions: Sequence[int], at: int) -> list[int]:
-    """The positions before and after; 0 is on every curve."""
-    index = positions.index(at)
-    return [*positions[max(0, index - 1) : index], *positions[index + 1 : index + 2]]

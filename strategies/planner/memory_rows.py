@@ -8,6 +8,7 @@ the arenas.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -91,10 +92,11 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
         saved = sum(plan.keep(unit.name).hosted_bytes for unit in plan.facts.units) if home is Home.HOST else 0
         if saved:
             named.append(("alignment of saved tensors", "room between saved tensors", plan.hosted_bytes() - saved))
-        uneven = _uneven(plan, layout, home)
-        left = addresses.num_bytes(home) - plan.states(home) - saved - sum(size for *_, size in named) - uneven
+        tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
+        resting_bytes = sum(part.element_bytes * number for part, number in tensors if part.home is home)
+        left = addresses.num_bytes(home) - resting_bytes - saved - sum(size for *_, size in named)
         assert left >= 0, f"{home.value}: the tensors are larger than the arena by {-left} bytes"
-        named.append(("odd tensors", "tensors unlike the others of their unit", uneven))
+        named.append(("odd tensors", "tensors unlike the others of their unit", resting_bytes - plan.states(home)))
         named.append(("alignment", "room between parameters", left))
         for name, reason, size in named:
             if size:
@@ -103,9 +105,9 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
 
 def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     """Bytes of slots, scratch, update counts, and gradients that wait for the CPU's update."""
-    totals = dict.fromkeys((Item.SCRATCH, Item.WEIGHT), 0)
+    totals = Counter[Item]()
     if home is Home.DEVICE:
-        totals = {Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena}
+        totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] = pool.num_bytes
@@ -113,11 +115,5 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     for need in all_needs(layout):
         is_grad = need.item is Item.PARKED and need.bucket in rests_on_host  # counted as the unit's gradient
         if need.home is home and need.item in (Item.STEPS, Item.PARKED) and not is_grad:
-            totals[need.item] = totals.get(need.item, 0) + aligned(need.num_bytes, home)
+            totals[need.item] += aligned(need.num_bytes, home)
     return totals
-
-
-def _uneven(plan: Plan, layout: Layout, home: Home) -> int:
-    """Bytes of parameters' tensors that the units' answers do not count."""
-    tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
-    return sum(part.element_bytes * number for part, number in tensors if part.home is home) - plan.states(home)

@@ -4,13 +4,13 @@ A piece has a size and the half-open ranges of ticks at which it is alive: a buc
 and one address for both. A piece that is alive over the end of an iteration has a range at each end. The only
 constraint is that pieces that are alive together do not overlap. The bytes alive at the worst tick are a lower bound.
 
-Uniform sizes with one range each: by start, each in the lowest free slot (left edge). The arena is the lower bound, so
-there is no fragmentation; this is why buckets have uniform sizes. Otherwise the problem is NP-hard: a portfolio of
-orders {size, area, duration, start} x {first fit, best fit}, then ``REPAIRS`` rounds of a skyline: of the pieces that
-fit on the lowest segment of what is placed, take the one that is alive longest; if none fits, the segment is raised to
-its lower neighbour. What reaches above the lower bound counts as longer by ``BOOST`` in the next round. The search ends
-as soon as the lower bound is met. For 200 random pieces the portfolio alone is 4 to 5 % above the bound, with repairs
-half a percent.
+The problem is NP-hard: a portfolio of orders {size, area, duration, start} x {first fit, best fit}, then ``REPAIRS``
+rounds of a skyline: of the pieces that fit on the lowest segment of what is placed, take the one that is alive longest;
+if none fits, the segment is raised to its lower neighbour. What reaches above the lower bound counts as longer by
+``BOOST`` in the next round. The search ends as soon as the lower bound is met. For 200 random pieces the portfolio
+alone is 4 to 5 % above the bound, with repairs half a percent. Pieces of one size with one range each meet the bound at
+once: the first order is then by start, and first fit takes the lowest free slot (left edge). This is why buckets have
+uniform sizes.
 
 The bound cannot always be met: a known instance of eight pieces has max-live 4 and needs 5
 (``tests/unit/test_planner_packing.py``).
@@ -18,9 +18,9 @@ The bound cannot always be met: a known instance of eight pieces has max-live 4 
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 REPAIRS = 50
 BOOST = 2.0
@@ -28,7 +28,7 @@ BOOST = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes that are alive in half-open ranges of ticks, ascending."""
+    """Bytes that are alive in half-open ranges of ticks, ascending, at least one."""
 
     num_bytes: int
     spans: tuple[tuple[int, int], ...]
@@ -61,50 +61,48 @@ def max_live(pieces: Sequence[Piece]) -> int:
     return worst
 
 
-def pack(pieces: Sequence[Piece], repairs: int = REPAIRS) -> Packing:
+def pack(pieces: Sequence[Piece]) -> Packing:
     """The smallest arena that is found; the result does not depend on the order of the pieces."""
     order = sorted(range(len(pieces)), key=lambda index: (pieces[index].spans, pieces[index].num_bytes))
     sorted_pieces = [pieces[index] for index in order]
-    packing = _pack(sorted_pieces, repairs)
+    packing = _pack(sorted_pieces)
     offsets = [0] * len(pieces)
     for index, offset in zip(order, packing.offsets, strict=True):
         offsets[index] = offset
     return Packing(tuple(offsets), packing.arena, packing.bound)
 
 
-def _pack(pieces: Sequence[Piece], repairs: int) -> Packing:
+def _pack(pieces: Sequence[Piece]) -> Packing:
     bound = max_live(pieces)
-    if len({piece.num_bytes for piece in pieces}) <= 1 and all(len(piece.spans) == 1 for piece in pieces):
-        return Packing(left_edge(pieces), bound, bound)
-    placer = _Placer(pieces)
+    overlapping = _overlapping(pieces)
     best: Packing | None = None
     for key in _ORDERS:
         ranks = [key(piece) for piece in pieces]
         order = sorted(range(len(pieces)), key=ranks.__getitem__)  # stable: equal ranks keep their order
-        for fit in (_first_fit, _best_fit):
-            offsets = placer.place(order, fit)
+        for best_fit in (False, True):
+            offsets = _place(pieces, overlapping, order, best_fit=best_fit)
             arena = _top(pieces, offsets)
             if best is None or arena < best.arena:
                 best = Packing(tuple(offsets), arena, bound)
             if arena == bound:
                 return best
     assert best is not None
-    return _repair(pieces, best, repairs)
+    return _repair(pieces, best)
 
 
 _ORDERS: tuple[Callable[[Piece], int], ...] = (
     lambda piece: -piece.num_bytes,
     lambda piece: -piece.num_bytes * piece.duration,
     lambda piece: -piece.duration,
-    lambda piece: piece.spans[0][0] if piece.spans else 0,
+    lambda piece: piece.spans[0][0],
 )
 
 
-def _repair(pieces: Sequence[Piece], best: Packing, repairs: int) -> Packing:
+def _repair(pieces: Sequence[Piece], best: Packing) -> Packing:
     """Rounds of the skyline; pieces that reached too high in one round are placed earlier in the next."""
     skyline = _Skyline(pieces)
     weights = [float(piece.duration) for piece in pieces]
-    for _ in range(repairs):
+    for _ in range(REPAIRS):
         offsets = skyline.place(weights)
         arena = _top(pieces, offsets)
         if arena < best.arena:
@@ -130,18 +128,16 @@ class _Skyline:
         place = {tick: index for index, tick in enumerate(edges)}
         self._pieces, self._width = pieces, max(len(edges) - 1, 0)
         self._spans = [[(place[start], place[end]) for start, end in piece.spans] for piece in pieces]
-        self._first = [spans[0] if spans else (0, 0) for spans in self._spans]
 
     def place(self, weights: Sequence[float]) -> list[int]:
         """An offset for each piece; of those that fit on a segment, the heaviest, then the largest, comes first."""
         heights, offsets = [0] * self._width, [0] * len(self._pieces)
-        order = sorted(range(len(weights)), key=lambda i: (-weights[i], -self._pieces[i].num_bytes, i))
-        left = [index for index in order if self._spans[index]]
+        left = sorted(range(len(weights)), key=lambda i: (-weights[i], -self._pieces[i].num_bytes, i))
         while left:
             lowest = min(heights)
             start = heights.index(lowest)
             end = next((at for at in range(start, self._width) if heights[at] != lowest), self._width)
-            fitting = (i for i in left if start <= self._first[i][0] and self._first[i][1] <= end)
+            fitting = (i for i in left if start <= self._spans[i][0][0] and self._spans[i][0][1] <= end)
             taken = next((index for index in fitting if self._lies(index, heights)), None)
             if taken is None:
                 beside = heights[start - 1 : start] + heights[end : end + 1]
@@ -159,76 +155,33 @@ class _Skyline:
         return len(spans) == 1 or all(max(heights[low:high]) == heights[spans[0][0]] for low, high in spans)
 
 
-Hole = Callable[[Iterable[tuple[int, int]], int], int]
+def _place(
+    pieces: Sequence[Piece], overlapping: Sequence[Sequence[int]], order: Iterable[int], *, best_fit: bool
+) -> list[int]:
+    """An offset for each piece, placed in ``order`` in the lowest hole between those that are alive with it.
+
+    Args:
+        overlapping: per piece, those that are alive at the same time.
+        best_fit: in the smallest hole instead.
+    """
+    offsets = [-1] * len(pieces)
+    for index in order:
+        size, floor = pieces[index].num_bytes, 0
+        taken = [(offsets[other], pieces[other].num_bytes) for other in overlapping[index] if offsets[other] >= 0]
+        holes: list[tuple[float, int]] = []  # size and offset of those that are large enough
+        for start, num_bytes in sorted(taken):
+            if start - floor >= size:
+                holes.append((start - floor, floor))
+            floor = max(floor, start + num_bytes)
+        holes.append((inf, floor))
+        offsets[index] = (min(holes) if best_fit else holes[0])[1]
+    return offsets
 
 
-class _Placer:
-    """Places pieces one after the other, between those that are alive at the same time."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = pieces
-        masks = [_mask(piece) for piece in pieces]
-        self._others = [
-            [other for other, theirs in enumerate(masks) if mask & theirs and other != index]
-            for index, mask in enumerate(masks)
-        ]
-
-    def place(self, order: Sequence[int], fit: Hole) -> list[int]:
-        """An offset for each piece, placed in ``order`` where ``fit`` says."""
-        offsets = [-1] * len(self.pieces)
-        for index in order:
-            taken = [
-                (offsets[other], offsets[other] + self.pieces[other].num_bytes)
-                for other in self._others[index]
-                if offsets[other] >= 0
-            ]
-            offsets[index] = fit(sorted(taken), self.pieces[index].num_bytes)
-        return offsets
-
-
-def _mask(piece: Piece) -> int:
-    """The ticks of a piece as bits."""
-    found = 0
-    for start, end in piece.spans:
-        found |= (1 << end) - (1 << start)
-    return found
-
-
-def _first_fit(taken: Iterable[tuple[int, int]], size: int) -> int:
-    """The lowest hole."""
-    floor = 0
-    for low, high in taken:
-        if low - floor >= size:
-            return floor
-        if high > floor:
-            floor = high
-    return floor
-
-
-def _best_fit(taken: Iterable[tuple[int, int]], size: int) -> int:
-    """The smallest hole that is large enough; on top, if there is none."""
-    floor, best, found = 0, None, 0
-    for low, high in taken:
-        room = low - floor
-        if room >= size and (best is None or room < best):
-            best, found = room, floor
-        floor = max(floor, high)
-    return floor if best is None else found
-
-
-def left_edge(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """Offsets of pieces of one size with one range each: by start, the lowest slot that is free."""
-    offsets = [0] * len(pieces)
-    free: list[int] = []
-    leaving: list[tuple[int, int]] = []  # end and slot
-    slots = 0
-    for index in sorted(range(len(pieces)), key=lambda i: (pieces[i].spans, i)):
-        start, end = pieces[index].spans[0]
-        while leaving and leaving[0][0] <= start:
-            insort(free, leaving.pop(0)[1])
-        if not free:
-            free, slots = [slots], slots + 1
-        slot = free.pop(0)
-        insort(leaving, (end, slot))
-        offsets[index] = slot * pieces[index].num_bytes
-    return tuple(offsets)
+def _overlapping(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Per piece, the others that are alive at the same time."""
+    masks = [sum((1 << end) - (1 << start) for start, end in piece.spans) for piece in pieces]  # the ticks as bits
+    return [
+        [other for other, theirs in enumerate(masks) if mask & theirs and other != index]
+        for index, mask in enumerate(masks)
+    ]

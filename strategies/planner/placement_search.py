@@ -12,7 +12,7 @@ Refused: budgets that nothing fits into; the message says which budget would be 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from strategies.core.facts import Facts, Home
@@ -20,7 +20,7 @@ from strategies.core.layout import Layout
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import human, written
 from strategies.planner import weight_schedule
-from strategies.planner.addresses import arena_bytes
+from strategies.planner.addresses import place
 from strategies.planner.estimate import estimate
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
@@ -41,32 +41,12 @@ class _Candidate:
     seconds: float
 
 
-def choose(facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> Layout:
-    """The layout with the fastest simulated step.
+class PlacementSearch:
+    """One search. The budgets less what forward saves are what the arenas may take.
 
     Args:
         saved_bytes: kept on the device for backward; ``hosted_bytes`` on the host.
-
-    Raises:
-        Refusal: nothing fits.
     """
-    return _Search(facts, request, saved_bytes, hosted_bytes).best()
-
-
-def quickest(facts: Facts, request: OffloadRequest, saved_bytes: int, *, sure: bool = True) -> float | None:
-    """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
-
-    Args:
-        sure: only layouts that fit. Otherwise the layout may turn out not to fit, and the answer comes in milliseconds.
-
-    Raises:
-        Refusal: nothing fits.
-    """
-    return _Search(facts, request, saved_bytes).estimated(sure=sure)
-
-
-class _Search:
-    """One search. The budgets less what forward saves are what the arenas may take."""
 
     def __init__(self, facts: Facts, request: OffloadRequest, saved_bytes: int, hosted_bytes: int = 0) -> None:
         self._facts, self._request = facts, request
@@ -78,7 +58,7 @@ class _Search:
         self._costs: dict[int, tuple[Layout, float]] = {}  # by identity: comparing layouts costs as much as simulating
 
     def best(self) -> Layout:
-        """The fastest layout that fits.
+        """The layout with the fastest simulated step.
 
         Raises:
             Refusal: nothing fits.
@@ -86,15 +66,23 @@ class _Search:
         fitting = self._streamed() if self._request.weights == "streamed" else self._fitting()
         if not fitting:
             raise self._no_device()
-        within = [layout for layout in fitting if arena_bytes(layout)[Home.HOST] <= self._room[Home.HOST]]
+        hosted = [place(layout).num_bytes(Home.HOST) for layout in fitting]
+        within = [layout for layout, size in zip(fitting, hosted, strict=True) if size <= self._room[Home.HOST]]
         if not within:
-            raise self._no_host(min(arena_bytes(layout)[Home.HOST] for layout in fitting))
+            raise self._no_host(min(hosted))
         seconds = [self._seconds(layout) for layout in within]
         best = min(range(len(within)), key=seconds.__getitem__)
         return within[best] if seconds[best] < seconds[0] * (1 - GAIN) else within[0]
 
-    def estimated(self, *, sure: bool) -> float | None:
-        """Seconds per step of the most promising candidate."""
+    def estimated(self, *, sure: bool = True) -> float | None:
+        """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
+
+        Args:
+            sure: only layouts that fit. Otherwise it may turn out not to fit, and the answer comes in milliseconds.
+
+        Raises:
+            Refusal: nothing fits.
+        """
         if not self._knows_rates:
             return None
         for candidate in self._ranked(self._all, ESTIMATED // 2):
@@ -113,7 +101,7 @@ class _Search:
 
     def _fitting(self) -> list[Layout]:
         """The first placement that fits as it is, and layouts with offloaded weights or streamed updates."""
-        fits = (self._placements.sizes(placement).total <= self._room[Home.DEVICE] for placement in self._all)
+        fits = (sum(self._placements.sizes(placement)) <= self._room[Home.DEVICE] for placement in self._all)
         first = next((index for index, fit in enumerate(fits) if fit), None)
         if first is None:
             return self._others(self._all)
@@ -130,14 +118,15 @@ class _Search:
         if not made:
             return list(islice(self._all_worked_out(ranked), 1))
         best = min(made, key=lambda placement: self._seconds(made[placement]))
-        near = [one for one in ranked if one.placement in (best.with_eighths(-1), best.with_eighths(1))]
+        beside = [replace(best, eighths=best.eighths + more) for more in (-1, 1)]
+        near = [one for one in ranked if one.placement in beside]
         return [*made.values(), *self._all_worked_out(near)]
 
     def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
         """The most promising candidate, and the most promising one of some placements from first to last."""
         by_placement: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
-            by_placement.setdefault(one.placement.plain, one)
+            by_placement.setdefault(replace(one.placement, eighths=0), one)
         placements = sorted(by_placement, key=lambda placement: (placement.hosted, placement.grads_down))
         some = (by_placement[placement] for placement in spread(placements, TRIED))
         return list({id(one): one for one in (*ranked[:1], *some)}.values())
@@ -153,11 +142,11 @@ class _Search:
         return sorted(fitting, key=lambda candidate: candidate.seconds)
 
     def _candidate(self, placement: StatePlacement) -> _Candidate:
-        size = self._placements.sizes(placement)
-        room = self._room[Home.DEVICE] - size.rest
+        weights, rest = self._placements.sizes(placement)
+        room = self._room[Home.DEVICE] - rest
         if not self._knows_rates:
             return _Candidate(placement, room, 0.0)
-        away = size.weights if self._request.weights == "streamed" else max(0, size.weights - room)
+        away = weights if self._request.weights == "streamed" else max(0, weights - room)
         placed = self._placements.placed(placement)
         return _Candidate(placement, room, estimate(self._facts, placed, away, in_backward=self._request.in_backward))
 
@@ -187,12 +176,12 @@ class _Search:
         """The layout with the blocks' weights on the device around their uses only; None if it does not fit."""
         layout = self._placements.layout(placement)
         layout = weight_schedule.window(layout, self._placements.blocks, self._request.prefetch)
-        return layout if arena_bytes(layout)[Home.DEVICE] <= self._room[Home.DEVICE] else None
+        return layout if place(layout).num_bytes(Home.DEVICE) <= self._room[Home.DEVICE] else None
 
     def _least(self, placement: StatePlacement) -> int:
         """Device bytes of the placement with as many weights offloaded as possible."""
         layout, indices = self._placements.layout(placement), self._placements.offloadable(placement)
-        return self._placements.sizes(placement).rest + weight_schedule.least(self._facts, layout, indices)
+        return self._placements.sizes(placement)[1] + weight_schedule.least(self._facts, layout, indices)
 
     def _no_device(self) -> Refusal:
         smallest = self._saved_bytes + min(map(self._least, (self._all[0], self._all[-1])))

@@ -20,13 +20,13 @@ Invariant. Everything here is a number or a tuple of numbers; equal problems hav
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from strategies.core.facts import Home
-from strategies.core.layout import Range, Site
+from strategies.core.layout import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +205,10 @@ def at_need(gaps: Iterable[Gap]) -> tuple[Eviction, ...]:
     return tuple(Eviction(gap, gap.before) for gap in gaps)
 
 
-def resident_ranges(problem: Problem, evictions: Sequence[Eviction]) -> list[tuple[Range, ...]]:
-    """Per weight the half-open ranges of ticks, within one iteration, at which it is present."""
+def present_ticks(problem: Problem, evictions: Iterable[Eviction]) -> list[set[int]]:
+    """Per weight the ticks of one iteration at which it is present."""
     count = len(problem.ticks)
     present = [set(range(count)) for _ in problem.weights]
     for eviction in evictions:
         present[eviction.gap.weight] -= {t % count for t in range(eviction.gap.after + 1, eviction.issue)}
-    return [ranges_of(ticks) for ticks in present]
-
-
-def ranges_of(ticks: Collection[int]) -> tuple[Range, ...]:
-    """``ticks`` as half-open ranges, ascending."""
-    starts = [tick for tick in sorted(ticks) if tick - 1 not in ticks]
-    ends = [tick + 1 for tick in sorted(ticks) if tick + 1 not in ticks]
-    return tuple(zip(starts, ends, strict=True))
+    return present

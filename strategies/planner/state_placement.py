@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
@@ -59,27 +60,6 @@ class StatePlacement:
     grads_down: int
     eighths: int = 0
 
-    @property
-    def plain(self) -> StatePlacement:
-        """The same, with nothing streamed."""
-        return replace(self, eighths=0)
-
-    def with_eighths(self, more: int) -> StatePlacement:
-        """The same, with ``more`` streamed."""
-        return replace(self, eighths=self.eighths + more)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Device bytes of a placement: of the weights that may be offloaded, and of everything else."""
-
-    weights: int
-    rest: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.rest
-
 
 class StatePlacements:
     """The placements that a request allows."""
@@ -112,7 +92,7 @@ class StatePlacements:
             grad_slots=1 + max(passing.values(), default=1),
         )
         self._weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
-        self._cache: list[dict[Place, tuple[int, tuple[tuple[Item, int], ...], int]]] = [{} for _ in self._buckets]
+        self._costs = cache(self._cost)
 
     def _free(self, indices: list[int], *, even_if: bool = False) -> list[int]:
         """Those of ``indices`` whose state may rest where their weight does not."""
@@ -145,7 +125,7 @@ class StatePlacements:
         sums: Counter[str] = Counter()
         for index in self.offloadable(placement):
             for unit in self._buckets[index].units:
-                sums[unit] += aligned(self._buckets[index].weight_bytes)
+                sums[unit] += self._weights[index]
         return max(sums.values(), default=0)
 
     def layout(self, placement: StatePlacement) -> Layout:
@@ -159,8 +139,11 @@ class StatePlacements:
         """Each bucket with its site and the home of its gradients."""
         return zip(self._buckets, self._places(placement), strict=True)
 
-    def sizes(self, placement: StatePlacement) -> Sizes:
-        """Device bytes of the placement; the same as ``arena_bytes`` of its layout, much faster."""
+    def sizes(self, placement: StatePlacement) -> tuple[int, int]:
+        """Device bytes of the weights that may be offloaded, and of everything else.
+
+        Together they are what ``place`` finds for the layout, much faster.
+        """
         rest, mixed = 0, 0
         most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
         for index, place in enumerate(self._places(placement)):
@@ -172,20 +155,16 @@ class StatePlacements:
                 count[item] += 1
         rest += sum(most[item] * min(self._empty.slots(item), count[item]) for item in PASSING)
         weights = sum(self._weights[index] for index in self.offloadable(placement))
-        return Sizes(weights, rest - weights + scratch_of([mixed]))
+        return weights, rest - weights + scratch_of([mixed])
 
-    def _costs(self, index: int, place: Place) -> tuple[int, tuple[tuple[Item, int], ...], int]:
+    def _cost(self, index: int, place: Place) -> tuple[int, list[tuple[Item, int]], int]:
         """One bucket on the device: permanent bytes, item and size of what uses slots, elements that use scratch."""
-        found = self._cache[index].get(place)
-        if found is None:
-            site, grad_home = place
-            bucket = replace(self._buckets[index], site=site, grad_home=grad_home)
-            here = [need for need in needs(bucket, self._empty) if need.home is Home.DEVICE]
-            permanent = sum(aligned(need.num_bytes) for need in here if not need.passes)
-            passing = tuple((need.item, aligned(need.num_bytes)) for need in here if need.passes)
-            found = (permanent, passing, bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0)
-            self._cache[index][place] = found
-        return found
+        site, grad_home = place
+        bucket = replace(self._buckets[index], site=site, grad_home=grad_home)
+        here = [need for need in needs(bucket, self._empty) if need.home is Home.DEVICE]
+        permanent = sum(aligned(need.num_bytes) for need in here if not need.passes)
+        passing = [(need.item, aligned(need.num_bytes)) for need in here if need.passes]
+        return permanent, passing, bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0
 
     def _places(self, placement: StatePlacement) -> list[Place]:
         sites = self._sites(placement)

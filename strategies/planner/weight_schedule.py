@@ -22,11 +22,10 @@ from strategies.core.layout import Layout, Range, Spot, aligned, ticks_of, uses
 from strategies.planner import greedy
 from strategies.planner.addresses import travelling, weight_packing
 from strategies.planner.greedy import DoesNotFit
-from strategies.planner.problem import Eviction, Problem, at_need, ranges_of, resident_ranges
+from strategies.planner.problem import Eviction, Problem, at_need, present_ticks
 from strategies.planner.step_cost import problem_of
 
 ATTEMPTS = 6  # smaller budgets that are tried when a plan cannot be packed
-SEARCHED = 150  # plans that one search evaluates at most; more found nothing better for a 7 B model
 WINDOW = 2  # ticks that forced offloading (``weights: streamed``) fetches ahead by default
 
 # Rates for machines whose own are unknown: they order the choices and are never shown. An H100 over PCIe 5.
@@ -53,7 +52,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
         ahead: weights come at most so many ticks before their use; None: as early as there is room.
 
     Raises:
-        DoesNotFit: no plan fits; ``deficit`` is the number of bytes that the smallest lacks.
+        DoesNotFit: no plan fits.
     """
     problem, groups = _problem(facts, layout, indices, room)
     if sum(weight.num_bytes for weight in problem.weights) <= room:
@@ -61,7 +60,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     budget = room
     for _ in range(ATTEMPTS):
         try:
-            found = greedy.choose(replace(problem, budget=budget), SEARCHED).evictions
+            found = greedy.choose(replace(problem, budget=budget))
         except DoesNotFit:
             break
         made = _scheduled(layout, groups, problem, _capped(found, ahead))
@@ -72,7 +71,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     made = _scheduled(layout, groups, problem, at_need(problem.gaps))
     excess = _num_bytes(made, indices) - room
     if excess > 0:
-        raise DoesNotFit("the smallest plan", excess)
+        raise DoesNotFit(f"the smallest plan needs {excess} bytes more than there are")
     return made
 
 
@@ -132,8 +131,10 @@ def window(layout: Layout, indices: Collection[int], ahead: int | None = None) -
 
 
 def resident_ticks(present: Collection[int], count: int) -> tuple[Range, ...]:
-    """``present`` as ``Bucket.resident_ticks``: empty if it is all of ``count`` ticks."""
-    return () if len(present) == count else ranges_of(present)
+    """``present`` as ``Bucket.resident_ticks``: half-open ranges, ascending; empty if it is all of ``count`` ticks."""
+    starts = [tick for tick in sorted(present) if tick - 1 not in present]
+    ends = [tick + 1 for tick in sorted(present) if tick + 1 not in present]
+    return () if len(present) == count else tuple(zip(starts, ends, strict=True))
 
 
 def _problem(facts: Facts, layout: Layout, indices: Collection[int], room: int) -> tuple[Problem, Groups]:
@@ -160,10 +161,9 @@ def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction,
 
 def _scheduled(layout: Layout, groups: Groups, problem: Problem, evictions: Sequence[Eviction]) -> Layout:
     buckets = list(layout.buckets)
-    always = ((0, layout.num_ticks),)  # also of a weight that would come back as soon as it leaves
-    for group, here in zip(groups, resident_ranges(problem, evictions), strict=True):
+    for group, present in zip(groups, present_ticks(problem, evictions), strict=True):
         for index in group:
-            buckets[index] = replace(buckets[index], resident_ticks=() if here == always else here)
+            buckets[index] = replace(buckets[index], resident_ticks=resident_ticks(present, layout.num_ticks))
     return replace(layout, buckets=tuple(buckets))
 
 

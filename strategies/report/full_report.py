@@ -16,11 +16,9 @@ from strategies.report.table import table
 
 def text(plan: Plan, cost: StepCost | None) -> str:
     """The plan, the routes of linear layers, recomputation, the buckets, and the simulated step."""
-    parts = [
-        gemm_routes.lines(plan), recompute_table.lines(plan), bucket_table.lines(plan), step_lines(cost) if cost else ()
-    ]  # fmt: skip
-    shown = [list(part) for part in parts]
-    return "\n".join([plan_table.table(plan), *(line for part in shown if part for line in ("", *part))])
+    step = step_lines(cost) if cost else ()
+    parts = map(list, (gemm_routes.lines(plan), recompute_table.lines(plan), bucket_table.lines(plan), step))
+    return "\n".join([plan_table.table(plan), *(line for part in parts if part for line in ("", *part))])
 
 
 def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from strategies.core.facts import Unit
 from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel, answer
@@ -27,7 +29,7 @@ class Row:
     count: int
     tensors: str
     ways: int
-    num_bytes: int
+    num_bytes: Annotated[int, Field(serialization_alias="bytes")]
     home: Home
     decided_by: str
     reason: str
@@ -41,21 +43,12 @@ class Row:
 def rows(plan: Plan) -> list[Row]:
     """All rows in order of first use, without tensors that do not exist."""
     groups = _alike(plan)
-    found = [
-        row
-        for group in groups
-        for kind in Kind
-        for home in _homes(plan, group[0], kind)
-        if (row := _state_row(plan, group, kind, home)) is not None
-    ]
-    found += [row for group in groups for home in Home if (row := _saved_row(plan, group, home)) is not None]
-    for home in Home:
-        for reserve in plan.reserves(home):
-            by = plan.decided_by(reserve.slot)
-            found.append(
-                Row(reserve.owner, 1, f"buffer, {reserve.when.value}", 1, reserve.num_bytes, home, by, reserve.reason)
-            )
-    return found
+    found = [row for group in groups for kind in Kind for row in _state_rows(plan, group, kind)]
+    found += [_saved_row(plan, group, home) for group in groups for home in Home]
+    for reserve in (reserve for home in Home for reserve in plan.reserves(home)):
+        what, by = f"buffer, {reserve.when.value}", plan.decided_by(reserve.slot)
+        found.append(Row(reserve.owner, 1, what, 1, reserve.num_bytes, reserve.home, by, reserve.reason))
+    return [row for row in found if row.num_bytes]
 
 
 def _alike(plan: Plan) -> list[list[Unit]]:
@@ -84,31 +77,22 @@ def _said(decision: Decision) -> tuple[object, ...]:
     return answer(replace(decision, saved_bytes=0) if isinstance(decision, Keep) else decision), decision.reason
 
 
-def _homes(plan: Plan, unit: Unit, kind: Kind) -> list[Home]:
-    """The home of the unit's tensors, then that of strays."""
-    return sorted(Home, key=lambda home: home is not plan.home(unit.name, kind))
+def _state_rows(plan: Plan, group: list[Unit], kind: Kind) -> Iterator[Row]:
+    """At the home of the units' tensors, then at that of strays."""
+    name = group[0].name
+    share, rest = plan.share(name, kind), plan.rest(name, kind)
+    by = plan.decided_by(share.slot, rest.slot)
+    for home in sorted(Home, key=lambda home: home is not rest.home):
+        num_bytes = sum(plan.num_bytes(unit.name, kind, home) for unit in group)
+        reason = share.reason if home is rest.home else rest.reason
+        yield Row(name, len(group), kind.value, share.ways, num_bytes, home, by, reason)
 
 
-def _state_row(plan: Plan, group: list[Unit], kind: Kind, home: Home) -> Row | None:
-    first = group[0]
-    share = plan.share(first.name, kind)
-    num_bytes = sum(plan.num_bytes(unit.name, kind, home) for unit in group)
-    if num_bytes == 0:
-        return None
-    by = plan.decided_by(("Share", first.name, kind.name), ("Rest", first.name, kind.name))
-    rest = plan.rest(first.name, kind)
-    reason = share.reason if home is rest.home else rest.reason
-    return Row(first.name, len(group), kind.value, share.ways, num_bytes, home, by, reason)
-
-
-def _saved_row(plan: Plan, group: list[Unit], home: Home) -> Row | None:
-    first = group[0]
+def _saved_row(plan: Plan, group: list[Unit], home: Home) -> Row:
     keeps = [plan.keep(unit.name) for unit in group]
     num_bytes = sum(keep.saved_bytes if home is Home.DEVICE else keep.hosted_bytes for keep in keeps)
     by = plan.decided_by(keeps[0].slot)
-    if num_bytes == 0:
-        return None
-    return Row(first.name, len(group), "saved for backward", 1, num_bytes, home, by, keeps[0].reason)
+    return Row(group[0].name, len(group), "saved for backward", 1, num_bytes, home, by, keeps[0].reason)
 
 
 def table(plan: Plan) -> str:
@@ -145,19 +129,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as JSON types: facts, rows, totals in bytes, DeepSpeed keys, idle strategies."""
     return {
         "facts": plan.facts.to_json(),
-        "rows": [
-            {
-                "unit": row.unit,
-                "count": row.count,
-                "tensors": row.tensors,
-                "ways": row.ways,
-                "bytes": row.num_bytes,
-                "home": row.home.value,
-                "decided_by": row.decided_by,
-                "reason": row.reason,
-            }
-            for row in rows(plan)
-        ],
+        "rows": TypeAdapter(list[Row]).dump_python(rows(plan), mode="json", by_alias=True),
         "totals": {
             home.value: {
                 **{kind.value: plan.total(kind, home) for kind in Kind},

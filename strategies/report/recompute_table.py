@@ -6,9 +6,10 @@ The time is that of recomputed work; copies to the host are part of the simulate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from strategies.core.plan import NONE, Plan
+from strategies.core.plan import NONE, Keep, Plan
 from strategies.core.sizes import human
 from strategies.planner.activation_policy import FULL, SELECTIVE, KeepOption, by_policy
 from strategies.report.table import table
@@ -26,14 +27,15 @@ def to_json(plan: Plan) -> list[dict[str, Any]]:
     if not any(plan.keep(unit.name).recomputes for unit in facts.units):
         return []
     units = [unit for unit in facts.units if unit.choices is not None]
-    options = {name: [by_policy(unit, name) for unit in units] for name in (NONE, SELECTIVE, FULL)}
-    keeps = [plan.keep(unit.name) for unit in units]
-    options[CHOSEN] = [KeepOption(k.policy, k.saved_bytes, 0, k.kept, k.again, k.hosted, k.hosted_bytes) for k in keeps]
+    options: dict[str, Sequence[KeepOption | Keep]] = {
+        name: [by_policy(unit, name) for unit in units] for name in (NONE, SELECTIVE, FULL)
+    }
+    options[CHOSEN] = [plan.keep(unit.name) for unit in units]
     before = sum(unit.saved_bytes for unit in units)
     return [_row(plan, name, before, chosen) for name, chosen in options.items()]
 
 
-def _row(plan: Plan, name: str, before: int, options: list[KeepOption]) -> dict[str, Any]:
+def _row(plan: Plan, name: str, before: int, options: Sequence[KeepOption | Keep]) -> dict[str, Any]:
     run, rates = plan.facts.run, plan.facts.machine.rates
     kept = sum(option.saved_bytes for option in options)
     seconds = [rates.seconds(option.again, run.precision) for option in options] if rates else None

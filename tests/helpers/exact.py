@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
-from strategies.planner.greedy import WORK, Found, Search, check_fits, issue, prefixes_and_suffixes
+from strategies.planner.greedy import SEARCHED, Search, check_fits, issue, prefixes_and_suffixes
 from strategies.planner.packing import Packing, Piece, max_live
 from strategies.planner.packing import pack as quick
 from strategies.planner.problem import Eviction, Gap, Problem, memory
@@ -39,18 +39,18 @@ def all_issues(problem: Problem) -> float:
     return found
 
 
-def polished(problem: Problem) -> Found:
+def polished(problem: Problem) -> tuple[Eviction, ...]:
     """Starts and local search alone: no enumeration, no smaller budgets."""
     check_fits(problem)
-    search = Search(problem, WORK // (len(problem.ticks) + len(problem.gaps)))
+    search = Search(problem, SEARCHED)
     search.improve_all()
     return search.found()
 
 
-def two_integers(problem: Problem) -> Found:
+def two_integers(problem: Problem) -> tuple[Eviction, ...]:
     """The best of the plans with turns of the first blocks and boundaries of the last."""
     check_fits(problem)
-    search = Search(problem, WORK // (len(problem.ticks) + len(problem.gaps)))
+    search = Search(problem, SEARCHED)
     search.try_in_order(prefixes_and_suffixes(problem))
     return search.found()
 

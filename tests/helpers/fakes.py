@@ -19,7 +19,7 @@ from strategies.core.facts import (
     Work,
 )
 from strategies.core.plan import Decision, Plan
-from strategies.core.protocol import BITWISE, Need, Parity, Phase, Strategy
+from strategies.core.protocol import BITWISE, Parity, Phase, Requirement, Strategy
 
 GPU = MachineFacts("test gpu", device_bytes=1 << 40, host_bytes=1 << 40)
 CPU = MachineFacts("cpu", device_bytes=1 << 40, host_bytes=1 << 40)
@@ -84,7 +84,7 @@ class Fake(Strategy):
 def fake(
     phase: Phase,
     answer: Callable[[Facts, Plan], Iterable[Decision]] | Iterable[Decision],
-    requires: frozenset[Need] = frozenset(),
+    requires: frozenset[Requirement] = frozenset(),
 ) -> Strategy:
     """A strategy of ``phase`` that gives these decisions, or what the function makes of facts and plan."""
     made: Fake = type("Made", (Fake,), {"phase": phase, "requires": requires, "__module__": __name__})()

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from strategies.core.compose import compose, with_implied
+from strategies.core.compose import compose, in_order
 from strategies.core.facts import Facts, Home, MachineFacts, Precision
 from strategies.core.layout import Site
 from strategies.core.plan import Conflict, Kind, Plan, Travel
@@ -93,7 +93,7 @@ def test_small_tensors_that_stay_are_shown_beside_those_that_leave() -> None:
         (4, Home.DEVICE, 4 * 4 * 64),
     ]
     assert [row.reason for row in parameters] == ["fetched for use", "always present"]
-    assert plan.home("layers.0", Kind.PARAM) is Home.HOST
+    assert plan.rest("layers.0", Kind.PARAM).home is Home.HOST
 
 
 def test_units_that_travel_are_fetched_ahead() -> None:
@@ -103,7 +103,7 @@ def test_units_that_travel_are_fetched_ahead() -> None:
 
 
 def test_offload_brings_its_buffers() -> None:
-    assert list(with_implied({"offload": offload()})) == ["offload", "buffers"]
+    assert list(in_order({"offload": offload()})) == ["offload", "buffers"]
     plan = compose({"offload": offload()}, transformer())
     assert plan.place is not None and not plan.place.debug
     debugged = plan_of(transformer(), debug=True)

@@ -12,7 +12,7 @@ from strategies.core.protocol import Refusal
 from strategies.core.sizes import parse_bytes
 from strategies.core.validate import validate
 from strategies.planner.addresses import place
-from strategies.planner.placement_search import choose
+from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
 from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
 
@@ -28,6 +28,10 @@ def request(device_bytes: int = PLENTY, host_bytes: int = PLENTY, **changes: Any
         host_memory=host_bytes,
         **changes,
     )
+
+
+def choose(known: Facts, asked: OffloadRequest, saved: int = 0) -> Layout:
+    return PlacementSearch(known, asked, saved).best()
 
 
 def chosen(known: Facts, device_bytes: int = PLENTY, saved: int = 0, **changes: Any) -> Layout:

@@ -27,7 +27,7 @@ from strategies.core.plan import (
     Travel,
     When,
 )
-from strategies.core.protocol import Idle, Need, Phase
+from strategies.core.protocol import Idle, Phase, Requirement
 from strategies.core.registry import find
 from strategies.report.plan_table import table, to_json
 from tests.helpers.fakes import block, embedding, facts, fake, head
@@ -155,7 +155,7 @@ def test_the_order_in_the_config_is_irrelevant() -> None:
     plans = [compose(dict(order), facts(world_size=2)) for order in itertools.permutations(three.items())]
     assert len({table(plan) for plan in plans}) == 1
     assert len({json.dumps(to_json(plan)) for plan in plans}) == 1
-    assert [plans[0].home(u.name, Kind.MOMENT) for u in plans[0].facts.units] == [Home.DEVICE] + 3 * [Home.HOST]
+    assert [plans[0].rest(u.name, Kind.MOMENT).home for u in plans[0].facts.units] == [Home.DEVICE] + 3 * [Home.HOST]
 
 
 def test_of_two_strategies_in_one_phase_the_name_decides() -> None:
@@ -186,7 +186,7 @@ def test_a_strategy_answers_only_its_own_question(phase: Phase) -> None:
             phases = f"its phase, {phase.name}, answers {ANSWERS[phase][0].__name__}"
             with pytest.raises(TypeError, match=rf"^strategies\.mine may not decide {kind.__name__}: {phases}"):
                 compose({"mine": fake(phase, [decision])}, facts())
-    engine = fake(phase, [given[EngineSet]], frozenset([Need.DEEPSPEED]))
+    engine = fake(phase, [given[EngineSet]], frozenset([Requirement.DEEPSPEED]))
     assert compose({"mine": engine}, facts()).engine() == {"a.b": 1}
 
 

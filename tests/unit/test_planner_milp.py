@@ -8,6 +8,7 @@ from scipy import optimize
 
 from strategies.planner.greedy import choose
 from strategies.planner.problem import Gap, Problem, need_order
+from strategies.planner.simulate import reload_period
 from tests.unit.planning import uneven
 
 SECONDS = 1.5  # per problem; what is best by then counts
@@ -109,13 +110,13 @@ def test_against_a_solver() -> None:
     """Fifteen problems in which copies cannot hide; where they can, compute alone proves the choice."""
     ratios: list[float] = []
     for problem in (uneven(seed, (6, 8, 10, 12)) for seed in count()):
-        found = choose(problem)
-        if found.period <= problem.compute_seconds * (1 + 1e-6):
+        seconds = reload_period(problem, choose(problem))
+        if seconds <= problem.compute_seconds * (1 + 1e-6):
             continue
         program = Program(problem)
         program.build()
         best, is_proven = program.solve()
-        ratios.append(found.period / best)
+        ratios.append(seconds / best)
         assert ratios[-1] >= 1 - 1e-6 or not is_proven, problem
         if len(ratios) == 15:
             break

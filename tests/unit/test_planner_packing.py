@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.planner.greedy import choose
-from strategies.planner.packing import Packing, Piece, left_edge, max_live, pack
-from strategies.planner.problem import resident_ranges
+from strategies.planner.packing import Packing, Piece, max_live, pack
+from strategies.planner.problem import present_ticks
+from strategies.planner.weight_schedule import resident_ticks
 from tests.helpers import exact
 from tests.helpers.exact import packing_errors
 from tests.unit.planning import even, uneven
@@ -115,8 +116,9 @@ def test_resident_ranges_of_plans(make: object) -> None:
     """Plans can be packed; if blocks are alike, without waste except for weights with two ranges."""
     for seed in range(30):
         problem = (uneven if make is uneven else even)(seed, (6, 12))
-        plan = choose(problem).evictions
-        them = [Piece(i.num_bytes, s) for i, s in zip(problem.weights, resident_ranges(problem, plan), strict=True)]
+        count, present = len(problem.ticks), present_ticks(problem, choose(problem))
+        ranges = [resident_ticks(ticks, count) or ((0, count),) for ticks in present]
+        them = [Piece(weight.num_bytes, spans) for weight, spans in zip(problem.weights, ranges, strict=True)]
         made = pack(them)
         assert packing_errors(them, made.offsets, made.arena) == []
         assert made.arena <= made.bound * 1.35
@@ -124,8 +126,7 @@ def test_resident_ranges_of_plans(make: object) -> None:
 
 def test_nothing_needs_nothing() -> None:
     assert pack([]) == Packing((), 0, 0)
-    assert pack([Piece(0, ((0, 1),)), Piece(3, ())]).bound == 0
-    assert left_edge([]) == ()
+    assert pack([Piece(0, ((0, 1),))]) == Packing((0,), 0, 0)
 
 
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))

@@ -19,7 +19,7 @@ from strategies.planner.problem import (
     Weight,
     at_need,
     memory,
-    resident_ranges,
+    present_ticks,
 )
 from strategies.planner.simulate import Outcome, reload_period, simulate
 from strategies.planner.tasks import Resource
@@ -74,8 +74,8 @@ def test_memory_by_hand() -> None:
 def test_stays_by_hand() -> None:
     problem = two_blocks()
     turn, boundary = problem.gaps
-    assert resident_ranges(problem, at_need([turn, boundary])) == [((0, 1), (3, 4)), ((1, 3),)]
-    assert resident_ranges(problem, [Eviction(boundary, 4)]) == [((0, 4),), ((0, 3),)]
+    assert present_ticks(problem, at_need([turn, boundary])) == [{0, 3}, {1, 2}]
+    assert present_ticks(problem, [Eviction(boundary, 4)]) == [{0, 1, 2, 3}, {0, 1, 2}]
 
 
 def test_complaints_about_plans() -> None:

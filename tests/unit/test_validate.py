@@ -12,9 +12,8 @@ from strategies.core.facts import Facts, Home
 from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, Spot
 from strategies.core.validate import check, validate
 from strategies.planner.addresses import place
-from strategies.planner.placement_search import choose
 from tests.helpers.layouts import bucket, layout, random_facts
-from tests.unit.test_placement_search import options, request
+from tests.unit.test_placement_search import choose, options, request
 
 Case = tuple[Layout, Addresses]
 Mutation = Callable[[Layout, Addresses, st.DataObject], Case]
@@ -247,7 +246,7 @@ MUTATIONS: dict[str, Mutation] = {
 @settings(max_examples=40, deadline=None)
 @given(random_facts(), options, st.data())
 def test_every_mutation_is_refused(name: str, known: Facts, asked: dict[str, Any], data: st.DataObject) -> None:
-    made = choose(known, request(**asked), 0)
+    made = choose(known, request(**asked))
     addresses = place(made)
     assert validate(made, addresses, known.params) == []
     assert validate(*MUTATIONS[name](made, addresses, data), known.params) != []

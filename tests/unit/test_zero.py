@@ -12,7 +12,7 @@ from strategies.backends.deepspeed import MAX_BUCKET, clips_itself, ds_config, r
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Precision
 from strategies.core.plan import RUN, Conflict, EngineSet, Home, Kind, Plan, When
-from strategies.core.protocol import Need, Phase, Refusal
+from strategies.core.protocol import Phase, Refusal, Requirement
 from strategies.core.registry import find
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
@@ -139,7 +139,7 @@ def test_only_stage_0_in_fp32_is_clipped_by_us(stage: int, precision: Precision)
 
 
 def test_each_key_has_one_writer() -> None:
-    engine = frozenset([Need.DEEPSPEED])
+    engine = frozenset([Requirement.DEEPSPEED])
     other = fake(Phase.KEEP, [EngineSet(unit=RUN, reason="", key="zero_optimization.stage", value=1)], engine)
     zero = find("zero").model_validate({"stage": 2})
     with pytest.raises(Conflict, match=r"zero_optimization\.stage"):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 
 from strategies.core.commit import replace_file
-from strategies.core.compose import needs_of
+from strategies.core.compose import requirements_of
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -70,7 +70,7 @@ def name_of(config: RunConfig) -> str | None:
         "model": model,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.packing],
-        "needs": sorted(need.name for need in needs_of(config.strategies)),
+        "needs": sorted(each.name for each in requirements_of(config.strategies)),
         "repeats": any(strategy.repeats_products() for strategy in config.strategies.values()),
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],

@@ -19,10 +19,10 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import needs_of
+from strategies.core.compose import requirements_of
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
 from strategies.core.linears import Linear
-from strategies.core.protocol import Need
+from strategies.core.protocol import Requirement
 from trainer.errors import ConfigError
 from trainer.machine.profiles import known_rates
 from trainer.model.build import load_config, with_lora
@@ -88,7 +88,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     """
     count = cached(config, ModelCount, lambda: count_model(config))
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
-    here = machine_facts(machine, local_world_size, engine=Need.DEEPSPEED in needs_of(config.strategies))
+    here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
     no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
     return count.facts(run, here, no_copies)
 
@@ -142,8 +142,8 @@ def count_model(config: RunConfig) -> ModelCount:
     from trainer.model.counting import Counter, fake_tensors, flop_formulas
 
     precision = precision_of(config)
-    needs = needs_of(config.strategies)
-    casts = precision is not Precision.FP32 and Need.COMPUTE_DTYPE in needs
+    required = requirements_of(config.strategies)
+    casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in required
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     model: Any = _meta_model(config)
@@ -174,9 +174,9 @@ def count_model(config: RunConfig) -> ModelCount:
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found)
-        if Need.PARAMETERS in needs
+        if Requirement.PARAMETERS in required
         else (),
-        linears=tuple(linears.values()) if Need.LINEARS in needs else (),
+        linears=tuple(linears.values()) if Requirement.LINEARS in required else (),
     )
 
 
@@ -184,9 +184,6 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     """The configured model on the meta device: shapes and dtypes, no storage.
 
     Not made of fake tensors from the start, because modules of fake tensors cannot be moved or cast, and peft does.
-
-    Raises:
-        ConfigError: Transformers cannot build it.
     """
     import torch
     from transformers import AutoModelForCausalLM

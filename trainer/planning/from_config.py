@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose, needs_of, with_implied
+from strategies.core.compose import compose, in_order, requirements_of
 from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import Need, Refusal
+from strategies.core.protocol import Refusal, Requirement
 from strategies.core.sizes import human
 from trainer.errors import ConfigError
 from trainer.machine import block_timing, gemm_timing
@@ -50,7 +50,7 @@ def plan_of(
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if known.linears:
         known = gemm_timing.for_config(config, known, ranks, machine, tune=tune, say=say)
-    if Need.BLOCK_TIMES in needs_of(config.strategies) and ranks.world_size == ranks.local_world_size:
+    if Requirement.BLOCK_TIMES in requirements_of(config.strategies) and ranks.world_size == ranks.local_world_size:
         folder = Path(config.training.output_dir)
         known = replace(known, unit_times=block_timing.read(folder, known, "unit_times" if resumes else "measured"))
     try:
@@ -75,7 +75,7 @@ def check_installed(config: RunConfig) -> None:
         ConfigError: one does not.
     """
     try:
-        for strategy in with_implied(config.strategies).values():
+        for strategy in in_order(config.strategies).values():
             strategy.check_installed()
     except Refusal as refused:
         raise _located(config, refused) from None
@@ -107,7 +107,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
         ConfigError: no plan would use the times, the folder cannot be written, the model cannot be built, or nothing
             could be measured.
     """
-    if Need.BLOCK_TIMES not in needs_of(config.strategies):
+    if Requirement.BLOCK_TIMES not in requirements_of(config.strategies):
         raise ConfigError("--measure: block times are for strategies.offload, which is not on")
     known = plan_of(config, ranks, machine).facts  # refuses what cannot be planned
     folder = Path(config.training.output_dir)
@@ -135,11 +135,7 @@ def measure(config: RunConfig, ranks: Ranks, machine: Machine, say: Callable[[st
 
 
 def refuse_folder(config: RunConfig) -> None:
-    """Raise ConfigError unless the run folder exists or can be made. It is not made yet: the run may still be refused.
-
-    Raises:
-        ConfigError: the path or a parent is a file, or is not writable.
-    """
+    """Raise ConfigError unless the run folder exists or can be made. It is not made: the run may still be refused."""
     folder = Path(config.training.output_dir)
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -158,19 +154,16 @@ def refuse_impossible(plan: Plan) -> None:
     """
     machine = plan.facts.machine
     for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
-        waiting = (
-            plan.hosted_bytes() if home is Home.HOST else 0
-        )  # reserved for saved tensors; in the arena if there is one
-        needs = plan.states(home) if plan.addresses is None else plan.addresses.num_bytes(home) - waiting
-        if needs + waiting > has:
-            split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
-            cures = f"use {split}training.bf16, or model.lora"
-            who = "the training state needs"
-            if waiting:
-                who = "the training state and the tensors saved for backward need"
-                cures = "write strategies.recompute.activation_offloading: false" if needs <= has else cures
-            needs += waiting
-            raise ConfigError(
-                f"{who} {human(needs)} on each rank's {home.value}, which has {human(has)}: "
-                f"{human(needs - has)} too much; {cures}"
-            )
+        hosted = plan.hosted_bytes() if home is Home.HOST else 0  # part of the arena if there is one
+        needed = plan.states(home) + hosted if plan.addresses is None else plan.addresses.num_bytes(home)
+        if needed <= has:
+            continue
+        split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
+        cure = f"use {split}training.bf16, or model.lora"
+        if hosted and needed - hosted <= has:
+            cure = "write strategies.recompute.activation_offloading: false"
+        who = "the training state and the tensors saved for backward need" if hosted else "the training state needs"
+        raise ConfigError(
+            f"{who} {human(needed)} on each rank's {home.value}, which has {human(has)}: "
+            f"{human(needed - has)} too much; {cure}"
+        )

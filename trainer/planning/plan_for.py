@@ -105,11 +105,7 @@ def _ranks() -> int:
 
 
 def _group_names(model: nn.Module, params: Groups | None) -> list[list[str]]:
-    """Names of the parameters in each group.
-
-    Raises:
-        ValueError: a parameter in two groups, in none, or not of this model.
-    """
+    """Names of the parameters in each group. Raise ValueError unless each that trains is in one."""
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     given: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
     if not given:
@@ -166,11 +162,7 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
 
 
 def _counted(model: nn.Module, batch: Batch) -> Counter:
-    """Count one forward on fake tensors.
-
-    Raises:
-        CountingError: it failed.
-    """
+    """Count one forward on fake tensors."""
     import torch
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
@@ -214,6 +206,6 @@ def _shape(batch: Batch | None) -> tuple[int, int]:
         return (1, 1)
     if isinstance(batch, tuple):
         return batch
-    sizes = [tuple(value.shape) for value in batch.values() if hasattr(value, "shape") and len(value.shape)]
-    first = sizes[0] if sizes else ()
-    return (first[0] if first else 1, first[1] if len(first) > 1 else 1)
+    sizes = (tuple(value.shape) for value in batch.values() if hasattr(value, "shape") and len(value.shape))
+    rows, tokens = (*next(sizes, ()), 1, 1)[:2]
+    return rows, tokens

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
-from strategies.core.compose import in_order, with_implied
+from strategies.core.compose import in_order
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import plan_cost
 from strategies.report import full_report
@@ -202,7 +202,7 @@ def make_model(run: Run) -> PreTrainedModel:
 
 def apply_strategies(weights: PreTrainedModel, run: Run) -> None:
     """Let each strategy and those that it implies change the model, in the order of deciding. Names stay the same."""
-    for name, strategy in in_order(with_implied(run.config.strategies)):
+    for name, strategy in in_order(run.config.strategies).items():
         before = names_of(weights)
         strategy.apply(weights, run.plan)
         assert names_of(weights) == before, f"strategies.{name} renamed, reordered or dropped something"

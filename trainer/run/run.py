@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 import torch.distributed
 
 from strategies.core.applied import shown_by
-from strategies.core.compose import needs_of
-from strategies.core.protocol import Need
+from strategies.core.compose import requirements_of
+from strategies.core.protocol import Requirement
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
 from trainer.dist import deepspeed_ops
@@ -41,7 +41,7 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         ConfigError: an extension has to be compiled and cannot be, torch has no collectives for the device, or this
             Transformers does not work with the ZeRO stage.
     """
-    has_engine = Need.DEEPSPEED in needs_of(config.strategies)
+    has_engine = Requirement.DEEPSPEED in requirements_of(config.strategies)
     if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
     check_installed(config)
@@ -54,7 +54,7 @@ def run(config: RunConfig, ranks: Ranks) -> int:
     quiet_libraries()
     timeout_s = config.training.ddp_timeout or 1800
     on_cpu = bool(config.training.use_cpu)
-    single = Need.DEEPSPEED in needs_of(config.strategies)
+    single = Requirement.DEEPSPEED in requirements_of(config.strategies)
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
     with shown, process_group(ranks, timeout_s, single=single, on_cpu=on_cpu):
         return _guarded(config, ranks)
