@@ -100,8 +100,44 @@ class _Products(torch.autograd.Function):
         if needs_weight:
             inputs = x.reshape(-1, x.shape[-1])
             into_weight = product(Gemm.WGRAD, layer._routes.wgrad, layer._stored, rows, inputs)
-            layer._changes += not layer._announced  # an optimizer may change the weight before the next forward
+            if layer._copy is not None:
+                layer._copy.backward_ran()
         return into_x, into_weight, rows.sum(0) if needs_bias else None, None, None
+
+
+class Copy:
+    """A transposed copy of one weight in the dtype of compute.
+
+    Not an attribute tensor of the layer: recomputation would take it for state of the module, and refuse a forward that
+    writes it.
+    """
+
+    def __init__(self) -> None:
+        self._changes = 0  # of the weight, unseen by autograd
+        self._announced = False
+        self._stamp: tuple[object, ...] = ()
+        self.tensor: Tensor | None = None
+
+    def changed(self) -> None:
+        """Note a change that autograd did not see. From the first call on, backwards no longer count as changes."""
+        self._changes += 1
+        self._announced = True
+
+    def backward_ran(self) -> None:
+        """Note that the weight got a gradient, so an optimizer may change it before the next forward."""
+        self._changes += not self._announced
+
+    @torch.no_grad()
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The copy of ``weight`` as it is now; written again, transposing and casting in one pass, if it is not."""
+        kind = (weight.shape, dtype, weight.device)
+        stamp = (*kind, weight._version, weight.data_ptr(), self._changes)
+        if self.tensor is None or self._stamp[:3] != kind:
+            self.tensor = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
+        if self._stamp != stamp:
+            self.tensor.copy_(weight.detach().t())
+            self._stamp = stamp
+        return self.tensor
 
 
 class Routed(nn.Module):
@@ -109,10 +145,7 @@ class Routed(nn.Module):
 
     _routes: Routes
     _stored: str
-    _copy: Tensor | None = None
-    _stamp: tuple[object, ...] = ()
-    _changes = 0  # of the weight, unseen by autograd
-    _announced = False  # someone calls ``weights_changed``; otherwise backwards count as changes
+    _copy: Copy | None
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -128,24 +161,11 @@ class Routed(nn.Module):
         if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        copy = self._newest_copy(dtype) if self._routes.copies else None
+        copy = None if self._copy is None else self._copy.of(weight, dtype)
         if not (self._routes.forward is self._routes.dgrad is Route.COPY):  # otherwise nothing reads the cast weight
             weight = weight.to(dtype)
         out = _Products.apply(x, weight, bias, self, copy)
         return out
-
-    @torch.no_grad()
-    def _newest_copy(self, dtype: torch.dtype) -> Tensor:
-        """The transposed weight in ``dtype``; written again, transposing and casting in one pass, if it has changed."""
-        weight = self.weight
-        kind = (weight.shape, dtype, weight.device)
-        stamp = (*kind, weight._version, weight.data_ptr(), self._changes)
-        if self._copy is None or self._stamp[:3] != kind:
-            self._copy = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
-        if self._stamp != stamp:
-            self._copy.copy_(weight.detach().t())
-            self._stamp = stamp
-        return self._copy
 
 
 @cache
@@ -168,12 +188,11 @@ def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
         if routes != NATIVE:
             kind: Any = type(module)
             module.__class__ = _routed(kind)
-            module._routes, module._stored = routes, stored
+            module._routes, module._stored, module._copy = routes, stored, Copy() if routes.copies else None
 
 
 def weights_changed(model: nn.Module) -> None:
     """Announce that weights of ``model`` changed unseen by autograd, as in an engine's optimizer step."""
     for module in model.modules():
-        if isinstance(module, Routed) and module.weight.requires_grad:  # copies of frozen weights stay as they are
-            module._changes += 1
-            module._announced = True
+        if isinstance(module, Routed) and module._copy is not None and module.weight.requires_grad:
+            module._copy.changed()  # copies of frozen weights stay as they are

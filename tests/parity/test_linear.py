@@ -166,7 +166,7 @@ def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
     try:
         trainer.train()
         layers: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped).modules()
-        return [layer._copy._version for layer in layers if isinstance(layer, Routed)]
+        return [layer._copy.tensor._version for layer in layers if isinstance(layer, Routed)]
     finally:
         trainer.accelerator.free_memory()
 

@@ -170,7 +170,7 @@ def test_announced_steps_make_the_copy_once_each() -> None:
     made(x).sum().backward()
     weights_changed(made)
     made(x).sum().backward()
-    held = made._copy
+    held = made._copy.tensor
     version = held._version
     made(x).sum().backward()  # the second micro-batch
     assert held._version == version
@@ -184,7 +184,7 @@ def test_the_copy_is_made_once_per_change() -> None:
     made = routed(layer("linear", 3, 4), BOTH)
     x = torch.randn(2, 3, dtype=torch.float64)
     made(x)
-    held = made._copy
+    held = made._copy.tensor
     version = held._version
     made(x), made(x)
     assert held._version == version
@@ -214,14 +214,14 @@ def test_steps_leave_copies_of_frozen_weights() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     made.weight.requires_grad_(False)
     made(x)
-    version = made._copy._version
+    version = made._copy.tensor._version
     weights_changed(made)
     made(x)
-    assert made._copy._version == version
+    assert made._copy.tensor._version == version
     made.weight.requires_grad_(True)
     weights_changed(made)
     made(x)
-    assert made._copy._version > version
+    assert made._copy.tensor._version > version
 
 
 def test_backward_refuses_a_copy_made_since_its_forward() -> None:
