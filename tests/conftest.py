@@ -1,5 +1,7 @@
 """What all tests share: the same random examples on every run, and how many random problems the planner is tried on."""
 
+import gc
+
 import pytest
 from hypothesis import settings
 
@@ -15,3 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def seeds(request: pytest.FixtureRequest) -> range:
     """Seeds of random problems: the same ones, as many as ``--seeds`` says."""
     return range(request.config.getoption("--seeds"))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of all tests have made is no garbage: collections during the tests need not look at it."""
+    gc.collect()
+    gc.freeze()

@@ -7,7 +7,6 @@ interpreter's own shutdown, where unclosed gloo groups would show. Nothing here 
 process forked after that may hang.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -19,23 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REPO = Path(__file__).resolve().parents[2]
-PRELOAD = [
-    "torch", "setuptools", "deepspeed", "transformers.trainer", "transformers.models.llama", "datasets", "accelerate",
-    "peft", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "torch.utils.tensorboard", "trainer.run.order", "trainer.data.prepare", "trainer.run.trainer",
-    "trainer.data.sample",
-]  # fmt: skip
 
 
 def main() -> int:
     sys.path.insert(0, str(REPO))
     sys.path.insert(0, str(REPO / "launch"))  # as the interpreter does for `python launch/train.py`
     os.chdir(REPO)
-    for name in PRELOAD:
-        importlib.import_module(name)
-    importlib.import_module("deepspeed.ops").__compatible_ops__  # looks for compilers and libraries, once  # noqa: B018
-    gc.collect()
-    gc.freeze()  # a rank's collections neither look at nor copy what it shares with us
+    importlib.import_module("trainer.dist.preloaded")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries finished jobs
     print("ready", flush=True)
     for line in sys.stdin:

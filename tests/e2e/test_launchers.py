@@ -19,12 +19,10 @@ pytestmark = pytest.mark.ranks
 STEPS = 4
 RUNS = [
     ("python", 1, None),
-    ("deepspeed", 1, 2),
+    ("deepspeed", 1, 1),
     ("deepspeed", 2, 2),
-    ("torchrun", 1, 0),
     ("torchrun", 2, None),
     ("accelerate", 1, HIGHEST_STAGE),
-    ("accelerate", 2, 1),
 ]
 IDS = [f"{name}-{num_ranks}" for name, num_ranks, _ in RUNS]
 

@@ -1,12 +1,9 @@
 """Addresses: what is permanent first, then weights by their stays, then what takes turns."""
 
-from hypothesis import given, settings
-
-from strategies.core.facts import Facts, Home
+from strategies.core.facts import Home
 from strategies.core.layout import ALIGN_BYTES, Item, Site
 from strategies.planner.addresses import place
-from tests.helpers.layouts import bucket, layout, random_facts
-from tests.unit.test_placement_search import choose, request
+from tests.helpers.layouts import bucket, layout
 
 
 def test_permanent_spots_follow_each_other_from_zero() -> None:
@@ -63,11 +60,3 @@ def test_gradients_on_their_way_down_share_slots() -> None:
 def test_scratch_comes_last() -> None:
     addresses = place(layout(bucket("a", "layers.0", 1000, dtype="bfloat16")))
     assert addresses.of("", Item.SCRATCH).end == addresses.num_bytes(Home.DEVICE)
-
-
-@settings(max_examples=100, deadline=None)
-@given(random_facts())
-def test_a_layout_always_gets_the_same_addresses(known: Facts) -> None:
-    for asked in ({}, {"site": "host"}, {"site": "streamed", "weights": "streamed"}):
-        made = choose(known, request(**asked))
-        assert place(made) == place(made)
