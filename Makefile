@@ -22,9 +22,9 @@ train: $(READY) ## the quickstart: a small Llama from scratch, on text that ship
 finetune: $(READY) ## fine-tune what `make train` exported
 	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/finetune.yaml
 
-# Each file stays with one of the two processes, and the slow folders come first, so that both end together.
-test: $(READY) ## all tests, in two processes; the twenty slowest of each part are named at its end
-	OMP_NUM_THREADS=1 python -m pytest tests/e2e tests/faults tests/parity tests/memory tests/unit -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+# Each file stays with one process, and the slow folders come first, so that all end together; some wait for others most of the time.
+test: $(READY) ## all tests, in three processes; the twenty slowest of each part are named at its end
+	OMP_NUM_THREADS=1 python -m pytest tests/e2e tests/faults tests/parity tests/memory tests/unit -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 3 --durations=20
 
 lint: $(READY) ## format, lint and type checks
