@@ -26,6 +26,7 @@ from strategies.core.protocol import Refusal, Strategy
 from strategies.core.sizes import AUTO, parse_bytes, written
 from strategies.planner.buckets import block_bytes
 from strategies.planner.memory_rows import UPDATES
+from trainer.model.config_keys import DEPTHS, WIDTHS, keys_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 LENGTH = 32
 # The names that Hugging Face configs have for these sizes, and the size in the copy.
 HIDDEN, HEADS, FFN, VOCAB = 64, 4, 128, 512
+HEAD_DIM = HIDDEN // HEADS
 LAYERS, MOVING_LAYERS = 2, 4  # of two layers both are always in use or about to be, so neither could leave the device
-DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head"), HEADS),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size"), FFN),
     "shared_expert_intermediate_size": FFN,
-    "head_dim": HIDDEN // HEADS,
+    "head_dim": HEAD_DIM,
     "vocab_size": VOCAB,
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2,
@@ -55,16 +56,23 @@ PER_LAYER = ("layer_types", "mlp_layer_types")
 
 def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, Any]:
     """``model.config`` of the shrunk copy: the same architecture with ``layers`` small layers."""
-    full = config.get_text_config().to_diff_dict()
-    small = {"model_type": config.get_text_config().model_type, **full}
+    text = config.get_text_config()
+    known = keys_of(text)
+    full = {name: value for name, value in text.to_diff_dict().items() if name in known}  # others are read by nothing
+    small = {"model_type": text.model_type, **full}
     for name, size in {**SIZES, **dict.fromkeys(DEPTHS, layers)}.items():
         value = getattr(config, name, None)
         if isinstance(value, int) and (name in full or name in type(config)().to_dict()):
             small[name] = min(value, size)
+    heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None)
-    if isinstance(groups, int):
-        heads = getattr(config, "num_attention_heads", groups)
-        small["num_key_value_heads"] = HEADS if groups == heads else max(1, min(groups, HEADS // 2))
+    if isinstance(heads, int) and isinstance(groups, int):
+        fewer = min(heads, HEADS)  # a model of fewer than four heads keeps them
+        shared = (number for number in range(min(groups, HEADS // 2), 0, -1) if fewer % number == 0)
+        small["num_key_value_heads"] = fewer if groups == heads else next(shared)
+    for name in (*WIDTHS, "word_embed_proj_dim"):
+        if isinstance(heads, int) and isinstance(small.get(name), int) and small[name] % min(heads, HEADS):
+            small[name] = min(heads, HEADS) * HEAD_DIM
     for name in PER_LAYER:
         if small.get(name):
             small[name] = small[name][:layers]

@@ -25,6 +25,7 @@ from strategies.core.linears import Linear
 from strategies.core.protocol import Requirement
 from trainer.errors import ConfigError
 from trainer.machine.profiles import known_rates
+from trainer.model import config_keys
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
 from trainer.model.linear_layers import listed
@@ -190,6 +191,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
 
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
+    config_keys.check(config, hf_config)
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"

@@ -27,7 +27,7 @@ from trainer.errors import ConfigError, UserError
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import build
+from trainer.model import build, config_keys
 from trainer.planning import facts
 from trainer.planning.from_config import plan_of, refuse_folder, refuse_impossible
 from trainer.run import checkpoint, optimizer_choice
@@ -67,6 +67,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     """Find the checkpoint, prepare the data, and plan: everything that can fail before a weight exists."""
     folder = Path(config.training.output_dir)
     refuse_folder(config)
+    config_keys.check(config, build.load_config(config.model, facts.vocab_size_of(config)))
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe()

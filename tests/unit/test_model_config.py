@@ -1,0 +1,85 @@
+"""``model.config`` against the architecture's config class, and the small copy of models with few heads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config.load import load
+from trainer.config.sections import ModelSection
+from trainer.errors import ConfigError
+from trainer.model import config_keys
+from trainer.model.build import load_config
+from trainer.model.shrink import shrink_model
+from trainer.planning.facts import count_model
+
+LLAMA = "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2, num_hidden_layers: 2"
+
+
+def lines(tmp_path: Path, config: str) -> list[str]:
+    """What is wrong with this ``model.config``, without the name of the file."""
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"model:\n  tokenizer: none\n  config: {{{config}}}\ndata: {{path: pydoc}}\n"
+        f"training: {{output_dir: {tmp_path}/run, learning_rate: 1e-3}}\n"
+    )
+    wrong = load(path)
+    with pytest.raises(ConfigError) as refused:
+        config_keys.check(wrong, load_config(wrong.model))
+    with pytest.raises(ConfigError, match=r"model\.config"):  # the planner's way to a model
+        count_model(wrong)
+    assert all(line.startswith(f"{path}:3: model.config.") for line in refused.value.lines)
+    return [line.removeprefix(f"{path}:3: model.config.") for line in refused.value.lines]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            f"{LLAMA}, num_layrs: 3, intermediate_sise: 9, vocab_size: 0",
+            [
+                "num_layrs = 3: unknown key of llama; did you mean 'num_hidden_layers'?",
+                "intermediate_sise = 9: unknown key of llama; did you mean 'intermediate_size'?",
+                "vocab_size = 0: must be a whole number >= 1",
+            ],
+        ),
+        ("model_type: gpt2, n_embed: 64", ["n_embed = 64: unknown key of gpt2; did you mean 'n_embd'?"]),
+        ("model_type: gpt2, n_layer: -2", ["n_layer = -2: must be a whole number >= 1"]),
+        ("model_type: gpt2, n_head: 5, n_embd: 64", ["n_head = 5: must divide the model's width, which is 64"]),
+        (
+            "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 3",
+            ["num_key_value_heads = 3: must divide the number of heads, which is 4"],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keys_and_sizes(tmp_path: Path, config: str, expected: list[str]) -> None:
+    assert sorted(lines(tmp_path, config)) == sorted(expected)
+
+
+def test_other_names_and_old_names_are_known() -> None:
+    """Names that a class maps to its own, and keys that it takes over into others."""
+    for kind, given in {
+        "gpt2": {"hidden_size": 64, "num_hidden_layers": 2},
+        "llama": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"},
+        "mixtral": {"num_experts": 4, "sliding_window": None},
+    }.items():
+        section = ModelSection(config={"model_type": kind, **given}, tokenizer="none")
+        built = load_config(section)
+        assert not [*config_keys._unknown(given, built), *config_keys._impossible(given, built)]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+def test_the_copy_of_a_model_with_few_heads_runs(kind: str, heads: int) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32 * heads, "num_attention_heads": heads, "num_hidden_layers": 3}
+    for groups in [number for number in range(1, heads + 1) if heads % number == 0] if kind == "llama" else [heads]:
+        more = {"num_key_value_heads": groups} if kind == "llama" else {}
+        small = shrink_model(AutoConfig.for_model(kind, **sizes, **more))
+        config = AutoConfig.for_model(small.pop("model_type"), **small)
+        loss = AutoModelForCausalLM.from_config(config)(
+            **dict.fromkeys(("input_ids", "labels"), torch.ones(1, 8).long())
+        ).loss
+        assert loss.isfinite() and config.num_hidden_layers == 2

@@ -1,0 +1,65 @@
+"""The keys of ``model.config``, checked against the architecture's own config class before any data is read.
+
+Transformers keeps a key that a config class does not have as an attribute, which nothing reads, and takes any whole
+number as a size. A misspelt key would train another model than was meant, and a negative size ends in a traceback.
+
+Refused: keys that the class neither has nor consumes, sizes below 1, and numbers of heads that do not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.yaml_file import error_line
+from trainer.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from trainer.config.sections import RunConfig
+
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+HEADS, GROUPS = ("num_attention_heads", "n_head"), "num_key_value_heads"
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+POSITIVE = {
+    *DEPTHS, *HEADS, GROUPS, *WIDTHS, "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "vocab_size", "num_local_experts",
+    "num_experts", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings", "n_positions",
+}  # fmt: skip
+
+
+def check(config: RunConfig, built: PretrainedConfig) -> None:
+    """Raise ConfigError with a line for each key of ``model.config`` that ``built``, made from it, cannot mean."""
+    given = config.model.config or {}
+    found = [*_unknown(given, built), *_impossible(given, built)]
+    if found:
+        lines = [(f"model.config.{key}", given[key], what) for key, what in found]
+        raise ConfigError([config.located(key, error_line(tuple(key.split(".")), *rest)) for key, *rest in lines])
+
+
+def keys_of(built: PretrainedConfig) -> set[str]:
+    """The keys that the class of ``built`` has, other names of the same values included."""
+    kind = type(built)
+    return {*vars(kind()), *kind.attribute_map, *getattr(kind, "__dataclass_fields__", ())}
+
+
+def _unknown(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
+    known = keys_of(built)
+    for key, value in given.items():
+        if key not in known and key in vars(built) and value is not None:  # others were consumed by the class
+            yield key, f"unknown key of {built.model_type}{nearest(key, known)}"
+
+
+def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[tuple[str, str]]:
+    for key, value in given.items():
+        if key in POSITIVE and isinstance(value, int) and value < 1:
+            yield key, "must be a whole number >= 1"
+    sizes = {name: value for name in POSITIVE if isinstance(value := getattr(built, name, None), int) and value > 0}
+    heads = next((sizes[name] for name in HEADS if name in sizes), 1)
+    width = next((sizes[name] for name in WIDTHS if name in sizes), heads)
+    for key in given:
+        if key in HEADS and "head_dim" not in given and width % heads:
+            yield key, f"must divide the model's width, which is {width}"
+        if key == GROUPS and key in sizes and heads % sizes[key]:
+            yield key, f"must divide the number of heads, which is {heads}"
