@@ -26,7 +26,7 @@ from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.core.sizes import AUTO, check_budget, parse_bytes
+from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
 from strategies.planner.state_placement import OffloadRequest
@@ -129,6 +129,10 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
+        machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
+        if machine.has_accelerator and budget > machine.device_bytes:
+            has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
+            raise Refusal("strategies.offload.gpu_memory", self.gpu_memory, has)
         if self.update_in_backward is True and facts.run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             raise Refusal("strategies.offload.update_in_backward", True, cure)

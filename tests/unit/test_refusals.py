@@ -67,6 +67,16 @@ def test_the_line_of_the_key(write: Callable[..., Path], capsys: pytest.CaptureF
         assert "are needed" in line and "write " in line
 
 
+def test_more_than_the_card_has(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and no plan before it. Without an accelerator the budget may be larger than the memory."""
+    path = write("  offload: {gpu_memory: 100GiB}")
+    expected = 'strategies.offload.gpu_memory = "100GiB": more than the device has, 23.6 GiB; write auto, for 0.9 of it'
+    assert plan_command.main(["--config", str(path), "--profile", "rtx4090-pcie4"]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"{path}:8: {expected}\n")
+    assert plan_command.main(["--config", str(path)]) == 0
+
+
 def test_a_key_of_the_base(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     path = write("  offload:\n    site: host", base="strategies: {offload: {gpu_memory: 100KiB}}\n")
     expected = f'{path.with_name("base.yaml")}:7: strategies.offload.gpu_memory = "100KiB": '

@@ -86,7 +86,6 @@ def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, An
 TRAVEL = "weights travel"
 MOVING = (TRAVEL, UPDATES[Site.HOST], UPDATES[Site.STREAMED])
 LEVELS = 12  # budgets that are tried
-AMPLE = 1 << 40  # bytes, more than any copy needs
 OPEN = {"site": ("device", "host", "streamed"), "weights": ("streamed",), "gradients": ("device", "host")}
 
 
@@ -146,6 +145,7 @@ class _CopySearch:
     def __init__(self, strategies: Mapping[str, Strategy], name: str, facts: Facts, real_block_bytes: int) -> None:
         self._strategies, self._name, self._facts = strategies, name, facts
         self._given = strategies[name].model_dump()
+        self._ample = facts.machine.device_bytes  # more than any copy needs
         self._always = dict[str, Any]()
         size = self._given["bucket_size"]
         if size != AUTO and real_block_bytes:
@@ -160,7 +160,7 @@ class _CopySearch:
         return chosen
 
     def _by_budget(self) -> Iterator[CopyRun]:
-        most = self._plan(AMPLE)
+        most = self._plan(self._ample)
         if most is None or most.addresses is None:
             return
         high = most.addresses.num_bytes(Home.DEVICE) + most.saved_peak()
@@ -176,7 +176,7 @@ class _CopySearch:
         for finer in ({}, {"prefetch": 0}, {"prefetch": 0, "bucket_size": AUTO}):
             for values in product(*free.values()):
                 asked = {name: value for name, value in zip(free, values, strict=True) if value != AUTO}
-                yield from self._copy(AMPLE, **asked, **finer)
+                yield from self._copy(self._ample, **asked, **finer)
 
     def _copy(self, budget: int, **more: Any) -> Iterator[CopyRun]:
         plan = self._plan(budget, **more)
