@@ -145,7 +145,9 @@ class RunFacts:
     moments: int = 2  # fp32 numbers of optimizer state per trainable parameter; Adam keeps two
     hidden_size: int = 0  # 0: the model has no such number; bucket sizes then take their defaults
     largest_param: int = 0  # elements of the largest single parameter tensor
-    forward_flops: int = 0  # of one micro-batch; backward takes twice as many
+    forward_flops: int = 0  # of one micro-batch; backward takes twice as many where nothing is frozen
+    trained_bytes: int = 4  # per trainable parameter as it is loaded; ``frozen_bytes`` per frozen one
+    frozen_bytes: int = 4
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
 

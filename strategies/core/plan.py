@@ -75,12 +75,14 @@ class Impl(Decision):
 class Share(Decision):
     """WHO: one kind of the unit's tensors is split over ``ways`` ranks, ``element_bytes`` per element.
 
-    ``element_bytes`` 0 means that the tensor does not exist (no separate master in plain fp32).
+    ``element_bytes`` 0 means that the tensor does not exist (no separate master in plain fp32). Frozen parameters may
+    have another size, ``frozen_bytes``.
     """
 
     kind: Kind
     ways: int
     element_bytes: int
+    frozen_bytes: int | None = None
 
     @property
     def slot(self) -> Slot:
@@ -193,16 +195,21 @@ class Conflict(ValueError):
 
 
 def baseline_shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
-    """Plain data parallelism as ``torch`` does it: fp32 tensors, whole on every rank.
+    """Plain data parallelism as ``torch`` does it: tensors as they are loaded, whole on every rank.
 
-    Under mixed precision plain training autocasts fp32 parameters, so parameters and gradients stay 4 bytes and
-    there is no separate master copy.
+    Mixed precision autocasts parameters where they are used, so they keep their size and there is no separate master
+    copy. Gradients and the optimizer's state have the parameters' dtype.
     """
-    mixed = facts.run.precision is not Precision.FP32
-    note = f"autocast computes in {facts.run.precision.value}" if mixed else "plain fp32"
-    sizes = {Kind.PARAM: 4, Kind.GRAD: 4, Kind.MASTER: 0, Kind.MOMENT: 4 * facts.run.moments}
+    run = facts.run
+    mixed = run.precision is not Precision.FP32
+    note = f"autocast computes in {run.precision.value}" if mixed else "plain fp32"
+    if 2 in (run.trained_bytes, run.frozen_bytes):
+        note = "of model.dtype" if run.trained_bytes == run.frozen_bytes else "frozen ones of model.dtype"
+    size = run.trained_bytes
+    sizes = {Kind.PARAM: size, Kind.GRAD: size, Kind.MASTER: 0, Kind.MOMENT: size * run.moments}
     for kind, element_bytes in sizes.items():
-        yield Share(unit=unit.name, reason=note, kind=kind, ways=1, element_bytes=element_bytes)
+        frozen = run.frozen_bytes if kind is Kind.PARAM else None
+        yield Share(unit=unit.name, reason=note, kind=kind, ways=1, element_bytes=element_bytes, frozen_bytes=frozen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +269,9 @@ class Plan:
         facts = self.facts.unit(unit)
         elements = facts.num_params if kind is Kind.PARAM else facts.num_trainable
         whole = -(-elements // share.ways) * share.element_bytes
+        if share.frozen_bytes is not None:
+            frozen = -(-(facts.num_params - facts.num_trainable) // share.ways)
+            whole += frozen * (share.frozen_bytes - share.element_bytes)
         strays = -(-rest.strays // share.ways) * share.element_bytes
         if home is None:
             return whole

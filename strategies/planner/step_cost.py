@@ -1,9 +1,10 @@
 """The cost of a step: a layout as a problem for the simulator. Its seconds are always labelled as simulated.
 
 Compute times are measured ones if there are any, else floating-point operations over the rate of matrix products.
-Backward takes twice the forward, plus what it recomputes (all of a block under Hugging Face's checkpointing; else as
-counted, see ``activation_policy.py``). A unit's part of the operations is its part of the weights that matrix products
-read: all but the embedding's, and a tied table counts for the head. Attention's own products are distributed likewise.
+Backward takes twice the forward, less the gradients of frozen weights, plus what it recomputes (all of a block under
+Hugging Face's checkpointing; else as counted, see ``activation_policy.py``). A unit's part of the operations is its
+part of the weights that matrix products read: all but the embedding's, and a tied table counts for the head.
+Attention's own products are distributed likewise.
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written.
@@ -109,9 +110,10 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
 def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
     """Forward and backward of one micro-batch by unit, in order: as measured, else from operations."""
     found = []
-    for unit, flops in zip(facts.units, unit_flops(facts), strict=True):
+    for unit, flops, saved in zip(facts.units, unit_flops(facts), frozen_flops(facts), strict=True):
         once = flops / rates.gemm_flops(facts.run.precision)
-        forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, 2 * once)
+        twice = 2 * once - saved / rates.gemm_flops(facts.run.precision)
+        forward, backward = facts.unit_times.of(unit.kind) if facts.unit_times else (once, twice)
         whole = forward if facts.run.recomputes and unit.kind is UnitKind.BLOCK else 0.0
         found.append((forward, backward + whole + rates.seconds(unit.again, facts.run.precision)))
     return found
@@ -119,12 +121,37 @@ def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
 
 def unit_flops(facts: Facts) -> list[float]:
     """Forward operations of one micro-batch by unit, in order."""
-    reads = {unit.name: unit.num_params * (unit.kind is not UnitKind.EMBEDDING) for unit in facts.units}
+    reads = _read_weights(facts)
+    total = sum(reads)
+    return [facts.run.forward_flops * number / total if total else 0.0 for number in reads]
+
+
+def frozen_flops(facts: Facts) -> list[float]:
+    """Operations of one micro-batch's backward that are not needed, by unit: the gradients of frozen weights."""
+    frozen, reads = _read_weights(facts, only_frozen=True), _read_weights(facts)
+    tokens = facts.run.micro_batch * facts.run.sequence
+    # Of experts only some run, so the part of the unit's operations may be less than two per weight and token.
+    return [
+        min(2 * tokens * number, flops * number / read) if read else 0.0
+        for number, read, flops in zip(frozen, reads, unit_flops(facts), strict=True)
+    ]
+
+
+def step_flops(facts: Facts) -> float:
+    """Operations of forward and backward of one micro-batch, without recomputation."""
+    return 3 * facts.run.forward_flops - sum(frozen_flops(facts))
+
+
+def _read_weights(facts: Facts, *, only_frozen: bool = False) -> list[int]:
+    """Weights that matrix products read, by unit."""
+    reads = {
+        unit.name: (unit.num_params - only_frozen * unit.num_trainable) * (unit.kind is not UnitKind.EMBEDDING)
+        for unit in facts.units
+    }
     for param in facts.params:
         for user in param.users:
-            reads[user] += param.num_elements
-    total = sum(reads.values())
-    return [facts.run.forward_flops * reads[unit.name] / total if total else 0.0 for unit in facts.units]
+            reads[user] += param.num_elements * (param.group is None or not only_frozen)
+    return list(reads.values())
 
 
 def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Update | None:

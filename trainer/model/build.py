@@ -17,6 +17,7 @@ Refused: remote code unless ``model.trust_remote_code`` is set, and what Transfo
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -188,7 +189,9 @@ def with_lora(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
 
     options: dict[str, Any] = section.model_dump(exclude_none=True)
     try:
-        adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+        with warnings.catch_warnings():  # peft reads a name that Transformers has renamed
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     except ValueError as error:
         linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")}
         raise ConfigError(

@@ -50,6 +50,7 @@ class ModelCount:
     Args:
         forward_flops: of one micro-batch; 0: not counted.
         largest_param: elements of the largest parameter tensor.
+        trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
         params: listed if a strategy places single parameters.
     """
 
@@ -59,11 +60,18 @@ class ModelCount:
     hidden_size: int
     params: tuple[Param, ...] = ()
     linears: tuple[Linear, ...] = ()
+    trained_bytes: int = 4
+    frozen_bytes: int = 4
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
         counted = replace(
-            run, hidden_size=self.hidden_size, largest_param=self.largest_param, forward_flops=self.forward_flops
+            run,
+            hidden_size=self.hidden_size,
+            largest_param=self.largest_param,
+            forward_flops=self.forward_flops,
+            trained_bytes=self.trained_bytes,
+            frozen_bytes=self.frozen_bytes,
         )
         return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
@@ -148,6 +156,7 @@ def count_model(config: RunConfig) -> ModelCount:
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     model: Any = _meta_model(config)
+    sizes = {param.requires_grad: param.element_size() for param in model.parameters()}
     if casts:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
@@ -174,6 +183,8 @@ def count_model(config: RunConfig) -> ModelCount:
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
+        trained_bytes=sizes.get(True, 4),
+        frozen_bytes=sizes.get(False, 4),
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found)
         if Requirement.PARAMETERS in required
         else (),

@@ -144,6 +144,19 @@ def refuse_folder(config: RunConfig) -> None:
         raise config.error("training.output_dir", config.training.output_dir, what)
 
 
+def _cures(plan: Plan) -> Iterator[str]:
+    """What makes the training state smaller and is not in the config yet."""
+    facts = plan.facts
+    frozen = facts.num_params - facts.num_trainable
+    if plan.addresses is None:
+        if facts.machine.has_accelerator and not plan.engine():
+            yield "strategies.offload"
+        yield "more ranks with a higher strategies.zero.stage"
+        if frozen and facts.run.frozen_bytes == 4:
+            yield "model.dtype: bfloat16"
+    yield "a smaller model" if frozen else "model.lora"
+
+
 def refuse_impossible(plan: Plan) -> None:
     """Refuse a plan whose training state, or reserved host memory, alone is larger than the memory there is.
 
@@ -158,8 +171,7 @@ def refuse_impossible(plan: Plan) -> None:
         needed = plan.states(home) + hosted if plan.addresses is None else plan.addresses.num_bytes(home)
         if needed <= has:
             continue
-        split = "more ranks, a higher strategies.zero.stage, " if plan.addresses is None else ""
-        cure = f"use {split}training.bf16, or model.lora"
+        cure = f"use {' or '.join(_cures(plan))}"
         if hosted and needed - hosted <= has:
             cure = "write strategies.recompute.activation_offloading: false"
         who = "the training state and the tensors saved for backward need" if hosted else "the training state needs"

@@ -20,7 +20,7 @@ from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
 from strategies.core.plan import Plan
-from strategies.planner.step_cost import plan_cost
+from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, UserError
@@ -293,7 +293,7 @@ def make_meter(run: Run, device: torch.device) -> Meter:
         return int(total.item())
 
     return Meter(
-        flops_per_token=3 * known.forward_flops / (known.micro_batch * known.sequence),
+        flops_per_token=step_flops(run.plan.facts) / (known.micro_batch * known.sequence),
         peak_flops=peak and peak * known.world_size,
         sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
     )

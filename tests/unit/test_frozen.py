@@ -1,0 +1,78 @@
+"""Frozen weights and weights that are loaded in bf16: bytes, operations and advice, against a real model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from strategies.core.facts import Facts, MachineFacts
+from strategies.core.plan import Kind, Plan
+from strategies.planner.step_cost import step_flops
+from tests.helpers.tiny import run_config
+from trainer.config.sections import RunConfig
+from trainer.errors import ConfigError
+from trainer.model.build import build, load_config
+from trainer.planning.facts import count_model, run_facts
+from trainer.planning.from_config import refuse_impossible
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+LORA = {"r": 4, "target_modules": "all-linear"}
+GPU = MachineFacts("gpu", 1 << 40, 1 << 40)
+
+
+def config_of(**model: Any) -> RunConfig:
+    return run_config(MODEL, model=model, per_device_train_batch_size=2, bf16=True)
+
+
+def facts_of(config: RunConfig, machine: MachineFacts = GPU) -> Facts:
+    return count_model(config).facts(run_facts(config, 1), machine)
+
+
+def real(config: RunConfig) -> Any:
+    return build(config.model, load_config(config.model), seed=0, partitioned=False).train()
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_plain_training(dtype: str, lora: dict[str, Any] | None) -> None:
+    config = config_of(dtype=dtype, lora=lora)
+    plan, model = Plan.baseline(facts_of(config)), real(config)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+    tokens = torch.ones(2, 16, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert plan.total(Kind.PARAM) == sum(param.nbytes for param in model.parameters())
+    assert plan.total(Kind.GRAD) == sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
+    assert plan.total(Kind.MOMENT) == sum(moment.nbytes for moment in moments)
+    assert plan.total(Kind.MASTER) == 0
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])
+def test_operations_are_those_that_torch_counts(lora: dict[str, Any] | None) -> None:
+    """Within 3 %: the first block's input needs no gradient, which is a part of one of eight blocks."""
+    config = config_of(lora=lora, attn_implementation="eager")
+    model, tokens = real(config), torch.ones(2, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    predicted = step_flops(facts_of(config))
+    assert predicted == pytest.approx(counted.get_total_flops(), rel=0.03)
+    assert (predicted < 2.2 * facts_of(config).run.forward_flops) == (lora is not None)
+
+
+def test_advice_is_what_the_config_has_not_yet() -> None:
+    def advice(**model: Any) -> str:
+        config = config_of(**model)
+        with pytest.raises(ConfigError) as refused:
+            refuse_impossible(Plan.baseline(facts_of(config, MachineFacts("gpu", 1000, 1 << 40))))
+        return str(refused.value).partition("too much; use ")[2]
+
+    ways = "strategies.offload or more ranks with a higher strategies.zero.stage or "
+    assert advice() == advice(dtype="bfloat16") == ways + "model.lora"
+    assert advice(lora=LORA) == ways + "model.dtype: bfloat16 or a smaller model"
+    assert advice(lora=LORA, dtype="bfloat16") == ways + "a smaller model"
