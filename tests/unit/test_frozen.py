@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from strategies.core.facts import Facts, MachineFacts
+from strategies.core.facts import Facts, MachineFacts, Precision
 from strategies.core.plan import Kind, Plan
-from strategies.planner.step_cost import step_flops
+from strategies.planner.step_cost import step_flops, unit_seconds
 from tests.helpers.tiny import run_config
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
+from trainer.machine.profiles import profile as find_profile
 from trainer.model.build import build, load_config
 from trainer.planning.facts import count_model, run_facts
 from trainer.planning.from_config import refuse_impossible
@@ -63,6 +64,14 @@ def test_operations_are_those_that_torch_counts(lora: dict[str, Any] | None) -> 
     predicted = step_flops(facts_of(config))
     assert predicted == pytest.approx(counted.get_total_flops(), rel=0.03)
     assert (predicted < 2.2 * facts_of(config).run.forward_flops) == (lora is not None)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "lora"])
+def test_simulated_compute_is_those_operations_at_the_rate_of_the_machine(lora: dict[str, Any] | None) -> None:
+    known, rates = facts_of(config_of(lora=lora)), find_profile("rtx4090-pcie4").rates
+    assert rates is not None
+    seconds = sum(forward + backward for forward, backward in unit_seconds(known, rates))
+    assert seconds == pytest.approx(step_flops(known) / rates.gemm_flops(Precision.BF16))
 
 
 def test_advice_is_what_the_config_has_not_yet() -> None:

@@ -9,11 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config.load import load
 from trainer.config.sections import ModelSection
+from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.model import config_keys
 from trainer.model.build import load_config
 from trainer.model.shrink import shrink_model
 from trainer.planning.facts import count_model
+from trainer.run import run
 
 LLAMA = "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2, num_hidden_layers: 2"
 
@@ -57,6 +59,17 @@ def lines(tmp_path: Path, config: str) -> list[str]:
 )
 def test_keys_and_sizes(tmp_path: Path, config: str, expected: list[str]) -> None:
     assert sorted(lines(tmp_path, config)) == sorted(expected)
+
+
+def test_a_run_ends_before_data_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"model: {{tokenizer: none, config: {{{LLAMA}, num_layrs: 3}}}}\ndata: {{path: {tmp_path}/none.jsonl}}\n"
+        f"training: {{output_dir: {tmp_path}/run, learning_rate: 1e-3, use_cpu: true}}\n"
+    )
+    assert run._guarded(load(path), Ranks()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}:1: model.config.num_layrs = 3: ")
 
 
 def test_other_names_and_old_names_are_known() -> None:
