@@ -67,6 +67,7 @@ def test_verify(tmp_path: Path) -> None:
     assert found.out.splitlines()[-1] == "bitwise equal" and found.err == ""
 
 
+@needs_stage_3
 def test_verify_judges_by_what_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
