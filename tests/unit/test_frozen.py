@@ -85,3 +85,6 @@ def test_advice_is_what_the_config_has_not_yet() -> None:
     assert advice() == advice(dtype="bfloat16") == ways + "model.lora"
     assert advice(lora=LORA) == ways + "model.dtype: bfloat16 or a smaller model"
     assert advice(lora=LORA, dtype="bfloat16") == ways + "a smaller model"
+    half = run_config(MODEL, model={"lora": LORA}, fp16=True)  # offload and bf16 weights are refused with fp16
+    with pytest.raises(ConfigError, match=r"use more ranks with a higher strategies\.zero\.stage or a smaller model$"):
+        refuse_impossible(Plan.baseline(facts_of(half, MachineFacts("gpu", 1000, 1 << 40))))

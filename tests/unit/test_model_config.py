@@ -78,6 +78,7 @@ def test_other_names_and_old_names_are_known() -> None:
         "gpt2": {"hidden_size": 64, "num_hidden_layers": 2},
         "llama": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"},
         "mixtral": {"num_experts": 4, "sliding_window": None},
+        "gemma": {"hidden_size": 60, "num_attention_heads": 7, "num_key_value_heads": 1},  # heads have their own width
     }.items():
         section = ModelSection(config={"model_type": kind, **given}, tokenizer="none")
         built = load_config(section)

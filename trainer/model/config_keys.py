@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.yaml_file import error_line
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -23,9 +22,8 @@ DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS, GROUPS = ("num_attention_heads", "n_head"), "num_key_value_heads"
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 POSITIVE = {
-    *DEPTHS, *HEADS, GROUPS, *WIDTHS, "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner",
-    "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "vocab_size", "num_local_experts",
-    "num_experts", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings", "n_positions",
+    *DEPTHS, *HEADS, GROUPS, *WIDTHS, "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner", "head_dim",
+    "vocab_size", "max_position_embeddings", "n_positions",
 }  # fmt: skip
 
 
@@ -34,8 +32,8 @@ def check(config: RunConfig, built: PretrainedConfig) -> None:
     given = config.model.config or {}
     found = [*_unknown(given, built), *_impossible(given, built)]
     if found:
-        lines = [(f"model.config.{key}", given[key], what) for key, what in found]
-        raise ConfigError([config.located(key, error_line(tuple(key.split(".")), *rest)) for key, *rest in lines])
+        errors = [config.error(f"model.config.{key}", given[key], what) for key, what in found]
+        raise ConfigError(line for error in errors for line in error.lines)
 
 
 def keys_of(built: PretrainedConfig) -> set[str]:
@@ -58,8 +56,9 @@ def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[t
     sizes = {name: value for name in POSITIVE if isinstance(value := getattr(built, name, None), int) and value > 0}
     heads = next((sizes[name] for name in HEADS if name in sizes), 1)
     width = next((sizes[name] for name in WIDTHS if name in sizes), heads)
+    derived = "head_dim" not in given and sizes.get("head_dim", width // heads) == width // heads
     for key in given:
-        if key in HEADS and "head_dim" not in given and width % heads:
+        if key in HEADS and derived and width % heads:
             yield key, f"must divide the model's width, which is {width}"
         if key == GROUPS and key in sizes and heads % sizes[key]:
             yield key, f"must divide the number of heads, which is {heads}"

@@ -29,7 +29,10 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     ROOT / "trainer/planning/facts.py",
-    *(ROOT / f"trainer/model/{name}.py" for name in ("counting", "outside_reads", "linear_layers", "params", "build")),
+    *(
+        ROOT / f"trainer/model/{name}.py"
+        for name in ("counting", "outside_reads", "linear_layers", "params", "build", "config_keys")
+    ),
     *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear")),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
 )

@@ -156,7 +156,9 @@ def count_model(config: RunConfig) -> ModelCount:
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     model: Any = _meta_model(config)
-    sizes = {param.requires_grad: param.element_size() for param in model.parameters()}
+    sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
+    for param in model.parameters():
+        sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
     if casts:
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
@@ -183,8 +185,8 @@ def count_model(config: RunConfig) -> ModelCount:
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
-        trained_bytes=sizes.get(True, 4),
-        frozen_bytes=sizes.get(False, 4),
+        trained_bytes=sizes[True],
+        frozen_bytes=sizes[False],
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found)
         if Requirement.PARAMETERS in required
         else (),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose, in_order, requirements_of
+from strategies.core.facts import Precision
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import Refusal, Requirement
 from strategies.core.sizes import human
@@ -149,10 +150,11 @@ def _cures(plan: Plan) -> Iterator[str]:
     facts = plan.facts
     frozen = facts.num_params - facts.num_trainable
     if plan.addresses is None:
-        if facts.machine.has_accelerator and not plan.engine():
+        plain = not plan.engine() and facts.run.precision is not Precision.FP16  # which both of these refuse
+        if plain and facts.machine.has_accelerator:
             yield "strategies.offload"
         yield "more ranks with a higher strategies.zero.stage"
-        if frozen and facts.run.frozen_bytes == 4:
+        if plain and frozen and facts.run.frozen_bytes == 4:
             yield "model.dtype: bfloat16"
     yield "a smaller model" if frozen else "model.lora"
 

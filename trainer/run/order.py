@@ -67,7 +67,8 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     """Find the checkpoint, prepare the data, and plan: everything that can fail before a weight exists."""
     folder = Path(config.training.output_dir)
     refuse_folder(config)
-    config_keys.check(config, build.load_config(config.model, facts.vocab_size_of(config)))
+    if config.model.config is not None:  # a saved model's is found by the first rank, with the data
+        config_keys.check(config, build.load_config(config.model, facts.vocab_size_of(config)))
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe()

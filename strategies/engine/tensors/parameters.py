@@ -287,7 +287,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     for name, called in hooks.items():  # torch calls hooks that are set again, but not those in a dict that stayed
         setattr(tensor, name, called or None)
     if trained:
-        Tensor.register_hook(other, _refuse_old_graph)  # type: ignore[no-untyped-call]
+        Tensor.register_hook(other, _refuse_old_graph)
     tensor.__class__ = given
     set_counts((tensor,), (version,))
 
