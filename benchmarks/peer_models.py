@@ -14,14 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from strategies.core.facts import Home
+from strategies.core.facts import HOST_UPDATE_BYTES, Home
 from strategies.core.layout import Site
 from strategies.planner.greedy import check_fits, issue
 from strategies.planner.problem import Eviction, Problem, Update, Weight, at_need, memory
 from strategies.planner.simulate import Outcome, simulate
+from strategies.planner.step_cost import TOUCHED_BYTES
 from strategies.planner.tasks import TaskBuilder
 
 FEW = 10  # buckets of which all sets are tried
+SLOTS = 2  # for gradients on their way down, and for visiting states
 STATE = 6  # bytes of optimizer state per byte of weights: bf16 with fp32 master and Adam
 
 
@@ -32,12 +34,15 @@ class UpdateCosts:
     host: float
     device: float
 
-    def at(self, weight: Weight, site: Site) -> Weight:
-        """``weight``, updated at ``site``; gradients of host updates go down as they land."""
+    def at(self, weight: Weight, site: Site, index: int = 0) -> Weight:
+        """The weight number ``index``, updated at ``site``; gradients of host updates go down as they land."""
         num_bytes, on_host = weight.num_bytes, site is Site.HOST
         update = Update(
             site=site,
             seconds=num_bytes * (self.host if on_host else self.device),
+            touched_bytes=(HOST_UPDATE_BYTES if on_host else TOUCHED_BYTES) // 2 * num_bytes,  # two bytes per parameter
+            grad_slot=index % SLOTS,
+            visit_slot=index % SLOTS,
             grad_bytes=num_bytes,
             state_bytes=STATE * num_bytes,
             grad_home=Home.HOST if on_host else Home.DEVICE,
@@ -155,5 +160,5 @@ def _fits(problem: Problem, chosen: set[int]) -> bool:
 
 def placed(problem: Problem, costs: UpdateCosts, site: Callable[[int], Site]) -> Problem:
     """The problem with updates at these sites."""
-    weights = tuple(costs.at(weight, site(index)) for index, weight in enumerate(problem.weights))
+    weights = tuple(costs.at(weight, site(index), index) for index, weight in enumerate(problem.weights))
     return replace(problem, weights=weights)

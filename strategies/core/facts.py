@@ -157,6 +157,11 @@ class RunFacts:
         return self.micro_batch * self.sequence * self.accumulation * self.world_size
 
 
+# Per parameter, of an update on the host: master and two moments read and written (24), and the gradient clipped in
+# place (8), or in bf16 the gradient read, and the master once more for the new weight, which is written (8).
+HOST_UPDATE_BYTES = 32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """How fast a machine works. Directions are the device's: *up* is host to device.
@@ -167,7 +172,9 @@ class Rates:
         up_bytes_per_s: the link alone, for large copies of pinned memory; ``down_bytes_per_s`` likewise.
         duplex_factor: share of either direction's rate while both run; 1.0: they do not disturb each other.
         link_latency_s: seconds that a copy takes in addition to its bytes.
-        dram_bytes_per_s: of host memory on all cores, reads plus writes.
+        launch_s: seconds of the host to launch one operator on the device.
+        dram_bytes_per_s: of host memory, reads plus writes: what updates on the host and copies in both directions have
+            together.
         update_fp32_params_per_s: AdamW on the host by the engine's worker, gradients in fp32, clipped.
         update_bf16_params_per_s: the same with bf16 gradients, fp32 masters and new bf16 weights.
         device_bytes_per_s: of the device's memory, reads plus writes.
@@ -184,16 +191,18 @@ class Rates:
     update_fp32_params_per_s: float
     update_bf16_params_per_s: float
     device_bytes_per_s: float
+    launch_s: float = 1e-5
     origin: Literal["measured", "profile", "assumed"]
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name in ("origin", "link_latency_s") or (name == "gemm_bf16_flops_per_s" and value is None):
+            if name in ("origin", "link_latency_s", "launch_s") or (name == "gemm_bf16_flops_per_s" and value is None):
                 continue
             if not 0 < value < inf:
                 raise ValueError(f"{name} = {value!r}: must be more than 0 and finite")
-        if not 0 <= self.link_latency_s < inf:
-            raise ValueError(f"link_latency_s = {self.link_latency_s!r}: must be at least 0 and finite")
+        for name in ("link_latency_s", "launch_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be at least 0 and finite")
         if self.duplex_factor > 1:
             raise ValueError(f"duplex_factor = {self.duplex_factor!r}: must be at most 1")
 

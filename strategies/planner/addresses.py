@@ -114,3 +114,13 @@ def slot_pools(layout: Layout) -> Iterator[SlotPool]:
         home = passing[0].home
         size = max(aligned(need.num_bytes, home) for need in passing)
         yield SlotPool(item, home, num_slots, size, tuple(passing))
+
+
+def slot_numbers(layout: Layout) -> dict[tuple[str, Item], int]:
+    """The slot of each need that uses one, by bucket and item; numbers are unique over all pools."""
+    found, first = {}, 0
+    for pool in slot_pools(layout):
+        for index, need in enumerate(pool.members):
+            found[need.bucket, need.item] = first + index % pool.num_slots
+        first += pool.num_slots
+    return found

@@ -113,7 +113,7 @@ class Search:
     def __init__(self, problem: Problem, limit: int) -> None:
         self.problem, self.limit, self.evaluated = problem, limit, 0
         self._costs: dict[Gaps, tuple[float, int]] = {}
-        self._up = [problem.link.up_seconds(weight.num_bytes) for weight in problem.weights]
+        self._up = [problem.up_seconds(weight.num_bytes) for weight in problem.weights]
         self._index = {gap: index for index, gap in enumerate(problem.gaps)}
         count = len(problem.ticks)
         self._interior = {gap: {t % count for t in range(gap.after + 1, gap.before)} for gap in problem.gaps}

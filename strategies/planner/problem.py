@@ -12,6 +12,8 @@ Ticks are counted on into the next iteration: a gap that spans the boundary has 
 a gap and whose copy is issued at tick ``issue`` is absent at after < t < issue. Memory is counted per tick, so the
 bound holds whatever the real timing is: at each tick, what is present plus what the tick itself needs <= budget.
 
+Copies and updates share memories (``Shared``): a resource alone may be fast enough while all together are not.
+
 The copy starts when tick issue - 1 has ended and the copies needed before it have arrived; the tick ``before`` waits
 for it. Eviction is free: the host has the weight, or receives it once per iteration after an update on the device.
 
@@ -24,6 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
@@ -47,16 +50,23 @@ class Update:
     """How a weight is updated, once per iteration.
 
     Args:
-        seconds: of the CPU where ``site`` is the host, else of the device.
+        seconds: of the CPU where ``site`` is the host, else of the device, if nothing else uses the memory.
+        touched_bytes: that it reads and writes meanwhile, in the memory of the place where it is computed.
         grad_bytes: go down after the weight's last use, if its update or its gradient is on the host.
         state_bytes: come up before a streamed update and go down after it.
+        grad_slot, arrival_slot, visit_slot: the slot for its gradient on the device, for a gradient that arrives on the
+            host to be added, and for its visiting state; weights of the same slot use it in turn. None: its own memory.
     """
 
     site: Site
     seconds: float
+    touched_bytes: int = 0
     grad_bytes: int = 0
     state_bytes: int = 0
     grad_home: Home = Home.DEVICE
+    grad_slot: int | None = None
+    arrival_slot: int | None = None
+    visit_slot: int | None = None
 
     @property
     def sends_down(self) -> bool:
@@ -66,12 +76,16 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weight of a bucket: its bytes while present, and the ticks that use it, ascending. No update: frozen."""
+    """The weight of a bucket: its bytes while present, and the ticks that use it, ascending. No update: frozen.
+
+    ``overlapping`` are the weights, by index, that are at the same addresses at other times.
+    """
 
     name: str
     num_bytes: int
     uses: tuple[int, ...]
     update: Update | None = None
+    overlapping: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +100,20 @@ class Link:
     down: float
     duplex: float = 1.0
 
-    def up_seconds(self, num_bytes: int) -> float:
-        """Seconds of an undisturbed copy to the device."""
-        return self.latency + num_bytes / self.up
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What several resources use at the same time; each slows down the others as far as it has to.
+
+    Args:
+        dram: bytes per second of the host's memory: each byte of a copy counts once, an update what it touches.
+        device: bytes per second of the device's memory: copies, and updates on the device.
+        cores: there is no accelerator; compute, copies and updates on the host run on the same cores.
+    """
+
+    dram: float = inf
+    device: float = inf
+    cores: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,7 +141,7 @@ class Problem:
         budget: bytes on the device for weights and for what ticks need. What is always present is not part of it.
         accumulation: passes over the ticks per update.
         in_backward: updates start as gradients land; otherwise under the next forward, when the norm is known.
-        grad_slots, visit_slots: how many gradients can be on their way down, and how many states on the device.
+        shared: rates that copies and updates have together.
     """
 
     ticks: tuple[Tick, ...]
@@ -125,8 +150,7 @@ class Problem:
     budget: int
     accumulation: int = 1
     in_backward: bool = False
-    grad_slots: int = 2
-    visit_slots: int = 2
+    shared: Shared = Shared()
 
     def __post_init__(self) -> None:
         for weight in self.weights:
@@ -135,6 +159,8 @@ class Problem:
                 raise ValueError(f"{weight.name}: used at {uses} of {len(self.ticks)} ticks")
         if self.link.up <= 0 or self.link.down <= 0 or not 0 < self.link.duplex <= 1 or self.link.latency < 0:
             raise ValueError(f"not a link: {self.link}")
+        if self.shared.dram <= 0 or self.shared.device <= 0:
+            raise ValueError(f"not the rates of memories: {self.shared}")
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
@@ -155,6 +181,10 @@ class Problem:
         weights = self.weights
         order = sorted(range(len(weights)), key=lambda i: (weights[i].uses, weights[i].num_bytes, weights[i].name))
         return tuple(sorted(range(len(weights)), key=order.__getitem__))
+
+    def up_seconds(self, num_bytes: int) -> float:
+        """Seconds of a copy to the device while nothing else moves."""
+        return self.link.latency + num_bytes / min(self.link.up, self.shared.dram, self.shared.device)
 
     @cached_property
     def compute_seconds(self) -> float:

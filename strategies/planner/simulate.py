@@ -1,6 +1,7 @@
 """The simulator: how long one iteration of a plan takes, and why. Used for our plans and for other systems' policies.
 
-Four resources work independently: compute, the link up, the link down, and the CPU.
+Four resources work at the same time: compute, the link up, the link down, and the CPU. They share the memories that
+they read and write (``machine.py``).
 
     compute   ticks in order, and updates on the device; a tick waits for its weights
     up        reloads, new weights from the CPU, visiting states; of those that are ready, the one needed first. Reloads
@@ -8,12 +9,13 @@ Four resources work independently: compute, the link up, the link down, and the 
     down      gradients, visiting states, weights updated on the device that will leave; in the order they are made
     CPU       updates on the host; of those that are ready, that of the lowest block: the next forward needs it first
 
-A copy has its latency, during which it disturbs no other copy, then its bytes. While bytes move in both directions,
-both rates are multiplied by the link's ``duplex``. Time is event-driven, not slotted: a task starts when everything it
-waits for has ended and its resource is free.
+A copy has its latency, during which it disturbs nothing else, then its bytes. Time is event-driven, not slotted: a task
+starts when everything it waits for has ended and its queue is free.
 
 The period is how much later the slowest resource finishes from one iteration to the next, once several have run: a
-resource that falls behind limits the period in the long run, even while compute does not wait for it yet.
+resource that falls behind limits the period in the long run, even while compute does not wait for it yet. What falls
+behind may not show in so few iterations, so the period is at least what each resource and each memory needs for the
+tasks of one iteration.
 
 ``reload_period`` gives the same period for plans that move weights only, without a trace, in O(ticks + evictions) per
 iteration: the search calls it thousands of times. Tests hold the two equal. ``tasks.py`` lists the tasks of an
@@ -22,11 +24,11 @@ iteration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
-from strategies.planner.problem import Eviction, Link, Problem, need_order
+from strategies.planner.machine import least_seconds, run
+from strategies.planner.problem import Eviction, Problem, need_order
 from strategies.planner.tasks import Resource, Task, TaskBuilder, build_tasks
 
 SAME = 1e-9  # times that differ by less, relatively, are taken as equal
@@ -52,6 +54,7 @@ class Outcome:
         busy: seconds each resource works in one iteration.
         hidden: how much of that runs while compute does too.
         critical: seconds of each resource on the critical path through one iteration.
+        least: seconds that each resource and each memory needs for one iteration, by name; at most the period.
         events: of the measured iteration, by start.
     """
 
@@ -59,6 +62,7 @@ class Outcome:
     busy: Mapping[Resource, float]
     hidden: Mapping[Resource, float]
     critical: Mapping[Resource, float]
+    least: Mapping[str, float]
     events: tuple[TraceEvent, ...]
 
     @property
@@ -82,16 +86,17 @@ def simulate(
         raise ValueError(f"{iterations} iterations; the first two are not like the others")
     # One iteration more: its first copies run in the measured one.
     tasks = build_tasks(problem, evictions, iterations + 1, builder)
-    _run(tasks, problem.link)
+    run(tasks, problem)
+    least = least_seconds(problem, [task for task in tasks if task.iteration == iterations - 1])
     ends = [
         {r: max((t.end for t in tasks if t.resource is r and t.iteration == at), default=0.0) for r in Resource}
         for at in (iterations - 2, iterations - 1)
     ]
-    period = max(ends[1][r] - ends[0][r] for r in Resource)
+    period = max(*(ends[1][r] - ends[0][r] for r in Resource), *least.values())
     end = ends[1][Resource.COMPUTE]
     start = end - period
     within = [t for t in tasks if t.end > start and t.start < end]
-    spans = {r: [(max(t.start, start), min(t.end, end)) for t in within if t.resource is r] for r in Resource}
+    spans = {r: _joined((max(t.start, start), min(t.end, end)) for t in within if t.resource is r) for r in Resource}
     last = max((t for t in tasks if t.resource is Resource.COMPUTE and t.end == end), key=lambda t: t.start)
     events = [TraceEvent(t.resource, t.start - start, t.end - start, t.label) for t in within if t.end > t.start]
     return Outcome(
@@ -99,6 +104,7 @@ def simulate(
         busy={r: sum(high - low for low, high in spans[r]) for r in Resource},
         hidden={r: _overlap(spans[r], spans[Resource.COMPUTE]) for r in Resource},
         critical=_critical(last, start),
+        least=least,
         events=tuple(sorted(events, key=lambda event: (event.start, event.resource.value, event.label))),
     )
 
@@ -111,7 +117,7 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
     for gap in need_order(problem, issues):
         tick = gap.before % count
         released = issues[gap] - gap.before + tick - 1  # the tick that must have ended; < 0: of the iteration before
-        needed[tick].append((released, problem.link.up_seconds(problem.weights[gap.weight].num_bytes)))
+        needed[tick].append((released, problem.up_seconds(problem.weights[gap.weight].num_bytes)))
     work = [(tick.seconds, copies) for tick, copies in zip(problem.ticks, needed, strict=True)]
     ends, clock, arrived = [0.0] * count, 0.0, 0.0
     grown = (0.0, 0.0)
@@ -132,110 +138,6 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
     return max(grown)
 
 
-class _Copy:
-    """A copy in progress: first its latency, then its bytes at a rate that may change."""
-
-    def __init__(self, task: Task, now: float, latency: float) -> None:
-        self.task, self.moving = task, False
-        self._since, self._left, self._rate = now, latency, 1.0
-
-    @property
-    def end(self) -> float:
-        """When the latency ends, then when the bytes have arrived."""
-        return self._since + self._left / self._rate
-
-    def begin(self, now: float) -> None:
-        """The latency is over."""
-        self.moving = True
-        self._since, self._left = now, float(self.task.num_bytes)
-
-    def at(self, rate: float, now: float) -> None:
-        """Bytes move at ``rate`` from now on."""
-        if rate != self._rate:
-            self._left -= (now - self._since) * self._rate if self._since < now else 0.0
-            self._since, self._rate = now, rate
-
-
-class _Machine:
-    """Ready tasks per resource, and the running ones."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._ready: dict[Resource, list[tuple[tuple[int, ...], int, Task]]] = {r: [] for r in Resource}
-        self._works: dict[Resource, Task] = {}
-        self._copies: dict[Resource, _Copy] = {}
-        self._rates = {Resource.UP: link.up, Resource.DOWN: link.down}
-
-    def offer(self, task: Task) -> None:
-        """Queue ``task``: everything it waits for has ended."""
-        heappush(self._ready[task.resource], (task.priority, task.number, task))
-
-    def start(self, now: float) -> None:
-        """Start the next ready task of each idle resource."""
-        for resource, ready in self._ready.items():
-            if not ready or resource in self._works or resource in self._copies:
-                continue
-            task = heappop(ready)[2]
-            task.start = now
-            if resource in self._rates:
-                self._copies[resource] = _Copy(task, now, self._link.latency)
-            else:
-                self._works[resource] = task
-                task.end = now + task.seconds
-
-    def next_time(self) -> float | None:
-        """When the next task or latency ends; None if nothing runs."""
-        ends = [task.end for task in self._works.values()] + [copy.end for copy in self._copies.values()]
-        return min(ends, default=None)
-
-    def finish(self, now: float) -> list[Task]:
-        """The tasks that have ended by ``now``."""
-        done = [(resource, task) for resource, task in self._works.items() if task.end <= now]
-        for resource, _ in done:
-            del self._works[resource]
-        for resource, copy in list(self._copies.items()):
-            if copy.end > now:
-                continue
-            if not copy.moving:
-                copy.begin(now)
-            if copy.end <= now:
-                copy.task.end = now
-                del self._copies[resource]
-                done.append((resource, copy.task))
-        both = len(self._copies) == len(self._rates) and all(copy.moving for copy in self._copies.values())
-        for resource, copy in self._copies.items():
-            if copy.moving:
-                copy.at(self._rates[resource] * (self._link.duplex if both else 1.0), now)
-        return [task for _, task in done]
-
-
-def _run(tasks: Sequence[Task], link: Link) -> None:
-    """Set start and end of all tasks."""
-    machine, now, left = _Machine(link), 0.0, len(tasks)
-    for task in tasks:
-        if not task.waits:
-            machine.offer(task)
-    previous: dict[Resource, Task] = {}
-    while True:
-        machine.start(now)
-        then = machine.next_time()
-        if then is None:
-            break
-        now = then
-        for task in machine.finish(now):
-            left -= 1
-            before = previous.get(task.resource)
-            if task.cause is None or (before is not None and before.end > task.cause.end):
-                task.cause = before
-            previous[task.resource] = task
-            for later in task.then:
-                later.waits -= 1
-                later.cause = task  # the last one to end is what it waited for
-                if not later.waits:
-                    machine.offer(later)
-    assert left == 0, f"{left} tasks wait for each other"
-
-
 def _critical(last: Task, start: float) -> dict[Resource, float]:
     """Seconds per resource along the critical path that ends with ``last``, back to ``start``."""
     found, task = dict.fromkeys(Resource, 0.0), last
@@ -246,15 +148,25 @@ def _critical(last: Task, start: float) -> dict[Resource, float]:
         task = task.cause
 
 
+def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times, ascending and without overlaps: two copies may run in one direction."""
+    found: list[tuple[float, float]] = []
+    for low, high in sorted(spans):
+        if found and low < found[-1][1]:
+            before = found.pop()
+            low, high = before[0], max(before[1], high)
+        found.append((low, high))
+    return found
+
+
 def _overlap(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Seconds that both cover; spans within one sequence do not overlap."""
-    mine, theirs, total = sorted(spans), sorted(others), 0.0
-    first = 0
-    for low, high in mine:
-        while first < len(theirs) and theirs[first][1] <= low:
+    """Seconds that both cover; each is ascending and without overlaps."""
+    first, total = 0, 0.0
+    for low, high in spans:
+        while first < len(others) and others[first][1] <= low:
             first += 1
         at = first
-        while at < len(theirs) and theirs[at][0] < high:
-            total += min(high, theirs[at][1]) - max(low, theirs[at][0])
+        while at < len(others) and others[at][0] < high:
+            total += min(high, others[at][1]) - max(low, others[at][0])
             at += 1
     return total

@@ -7,25 +7,28 @@ part of the weights that matrix products read: all but the embedding's, and a ti
 Attention's own products are distributed likewise.
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
-written.
+written; or by launching its kernels, a few for each stretch in mixed precision. An update on the host touches 32 bytes
+per parameter (``profiles.py``) of a memory that copies use at the same time.
 
 A weight that is resident over the end of an iteration still comes up once if the CPU updates it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from strategies.core.facts import Facts, Rates, UnitKind
-from strategies.core.layout import Bucket, Layout, Site, ticks_of, uses
+from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home, Rates, UnitKind
+from strategies.core.layout import SCRATCH_ELEMENTS, Bucket, Item, Layout, Site, Spot, ticks_of, uses
 from strategies.core.plan import Plan
-from strategies.planner.problem import Eviction, Link, Problem, Tick, Update, Weight
+from strategies.planner.addresses import slot_numbers, weight_packing
+from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import Resource, build_tasks
 
 STEADY = 2  # the first iteration that is like those after it
-TOUCHED_BYTES = 28  # per parameter, by an update: 4 numbers read and 3 written, in fp32
+TOUCHED_BYTES = 28  # per parameter, by an update on the device: 4 numbers read and 3 written, in fp32
+LAUNCHES = 4  # kernels per stretch of an update on the device: gradient to fp32, clipped, applied, weight rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class StepCost:
             "busy_seconds": {resource.value: self.outcome.busy[resource] for resource in Resource},
             "critical_seconds": {resource.value: self.outcome.critical[resource] for resource in Resource},
             "hidden_seconds": {resource.value: self.outcome.hidden[resource] for resource in Resource},
+            "least_seconds": dict(self.outcome.least),
             "rates": self.origin,
         }
 
@@ -85,6 +89,7 @@ def traffic(facts: Facts, layout: Layout, rates: Rates) -> tuple[int, int]:
 def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     """Ticks, weights and link of ``layout``. The budget is unlimited: a layout fits by construction."""
     names = [unit.name for unit in facts.units]
+    slots, overlapping = slot_numbers(layout), _overlapping(layout)
     forward, backward = zip(*unit_seconds(facts, rates), strict=True)
     ticks_by_unit = ticks_of(names)
     ticks = [
@@ -95,16 +100,34 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
     return Problem(
         ticks=tuple(ticks),
         weights=tuple(
-            Weight(bucket.name, bucket.weight_bytes, uses(bucket, ticks_by_unit), _update(bucket, layout, facts, rates))
-            for bucket in layout.buckets
+            Weight(
+                bucket.name,
+                bucket.weight_bytes,
+                uses(bucket, ticks_by_unit),
+                _update(bucket, layout, facts, rates, slots),
+                overlapping.get(index, ()),
+            )
+            for index, bucket in enumerate(layout.buckets)
         ),
         link=Link(rates.link_latency_s, rates.up_bytes_per_s, rates.down_bytes_per_s, rates.duplex_factor),
         budget=1 << 62,
         accumulation=layout.accumulation,
         in_backward=layout.in_backward,
-        grad_slots=layout.grad_slots,
-        visit_slots=layout.visit_slots,
+        shared=Shared(rates.dram_bytes_per_s, rates.device_bytes_per_s, cores=not facts.machine.has_accelerator),
     )
+
+
+def _overlapping(layout: Layout) -> dict[int, tuple[int, ...]]:
+    """Per travelling bucket, by index: the others that are at some of its addresses at other times."""
+    offsets = iter(weight_packing(layout).offsets)
+    spots = [
+        (index, Spot(Home.DEVICE, next(offsets), bucket.weight_bytes))
+        for index, bucket in enumerate(layout.buckets)
+        if not bucket.resident
+    ]
+    return {
+        index: tuple(other for other, its in spots if other != index and its.overlaps(spot)) for index, spot in spots
+    }
 
 
 def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
@@ -154,20 +177,30 @@ def _read_weights(facts: Facts, *, only_frozen: bool = False) -> list[int]:
     return list(reads.values())
 
 
-def _update(bucket: Bucket, layout: Layout, facts: Facts, rates: Rates) -> Update | None:
+def _update(
+    bucket: Bucket, layout: Layout, facts: Facts, rates: Rates, slots: Mapping[tuple[str, Item], int]
+) -> Update | None:
     if bucket.site is Site.NONE:
         return None
     elements = sum(bucket.sizes)
-    seconds = elements * TOUCHED_BYTES / rates.device_bytes_per_s
     if bucket.site is Site.HOST:
-        seconds = elements / rates.update_params_per_s(facts.run.precision)
+        seconds, touched = elements / rates.update_params_per_s(facts.run.precision), elements * HOST_UPDATE_BYTES
+    else:
+        touched = elements * TOUCHED_BYTES
+        stretches = -(-elements // SCRATCH_ELEMENTS) if bucket.mixed else 1
+        launches = LAUNCHES * max(stretches, len(bucket.params))
+        seconds = max(touched / rates.device_bytes_per_s, launches * rates.launch_s)
     state = 4 * (layout.moments + bucket.mixed) * bucket.num_elements if bucket.site is Site.STREAMED else 0
     return Update(
         site=bucket.site,
         seconds=seconds,
+        touched_bytes=touched,
         grad_bytes=bucket.weight_bytes,
         state_bytes=state,
         grad_home=bucket.grad_home,
+        grad_slot=slots.get((bucket.name, Item.GRAD)),
+        arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
+        visit_slot=slots.get((bucket.name, Item.VISIT)),
     )
 
 

@@ -1,22 +1,22 @@
 """Tasks: what an iteration consists of and what each part waits for. ``simulate.py`` schedules them.
 
-    tick        waits for the tick before it, its weights' reloads and new values, and, if it makes a gradient that goes
-                down, for a free slot
-    reload      waits for the tick before its issue, the reload needed before it, and the weight on the host
-    gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration
-    update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm
-    weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
-    visit       state comes up into one of a few slots, is updated, and goes down again
-    return      a weight updated on the device goes down if it leaves at all
-    saved       tensors that forward sends to the host go down after its tick; the tick after the next one waits for
-                that, because it uses their memory again. They come up when backward of the next unit begins
-
-Summing gradients on the host is not counted as work of the CPU.
+tick        waits for the tick before it, its weights' reloads and new values, and the slots of the gradients that it
+            makes: until what was there before has gone down
+reload      waits for the tick before its issue, the reload needed before it, the weight on the host, and new weights
+            at the same addresses that still go down
+gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration
+sum         a further micro-batch's gradient that rests on the host is added there by the CPU
+update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm
+weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
+visit       state comes up into one of a few slots, is updated, and goes down again
+return      a weight updated on the device goes down if it leaves at all
+saved       tensors that forward sends to the host go down after its tick; the tick after the next one waits for
+            that, because it uses their memory again. They come up when backward of the next unit begins. Both are
+            on streams of their own
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
@@ -34,17 +34,24 @@ class Resource(Enum):
     CPU = "cpu"
 
 
+COPIES = (Resource.UP, Resource.DOWN)
+SUM_NUMBERS = 3  # that adding a gradient touches per element: two are read, one is written
+
+
 class Task:
-    """One piece of work: its size, how many tasks it waits for, and which tasks wait for it."""
+    """One piece of work: its size, how many tasks it waits for, and which tasks wait for it.
+
+    ``seconds`` are those at full speed. ``stream`` tells apart queues of one resource.
+    """
 
     __slots__ = (
-        "cause", "end", "iteration", "label", "num_bytes", "number", "priority", "resource", "seconds", "start", "then",
-        "waits",
+        "cause", "end", "iteration", "label", "num_bytes", "number", "priority", "resource", "seconds", "start",
+        "stream", "then", "touched_bytes", "waits",
     )  # fmt: skip
 
     def __init__(self, resource: Resource, label: str, number: int, iteration: int) -> None:
         self.resource, self.label, self.number, self.iteration = resource, label, number, iteration
-        self.seconds, self.num_bytes, self.waits = 0.0, 0, 0
+        self.seconds, self.num_bytes, self.touched_bytes, self.waits, self.stream = 0.0, 0, 0, 0, 0
         self.priority: tuple[int, ...] = (number,)
         self.then: list[Task] = []
         self.cause: Task | None = None
@@ -75,10 +82,10 @@ class TaskBuilder:
         self._reload: Task | None = None
         self._gate: dict[int, list[Task]] = {}  # per weight: what its next use waits for
         self._weight: dict[int, Task] = {}  # per weight: what makes the host's copy current
+        self._leaving: dict[int, Task] = {}  # per weight that was updated on the device: its last copy down
         self._landed: dict[int, Task] = {}  # per weight: its gradient on the host
         self._due: dict[int, list[Task]] = {}  # updates on the device before the next use, and what they wait for
-        self._sent: deque[Task] = deque(maxlen=problem.grad_slots)
-        self._visits: deque[Task] = deque(maxlen=problem.visit_slots)
+        self._slots: dict[int, Task] = {}  # per slot: after which task it is free
         self._saved: dict[int, Task] = {}  # per forward tick of this pass: the copy down of what it saved
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
@@ -90,8 +97,9 @@ class TaskBuilder:
         return task
 
     def _copy(self, resource: Resource, label: str, num_bytes: int, after: Iterable[Task | None]) -> Task:
-        task = self._task(resource, label, after)
+        task, link = self._task(resource, label, after), self._problem.link
         task.num_bytes = num_bytes
+        task.seconds = num_bytes / (link.up if resource is Resource.UP else link.down)
         return task
 
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
@@ -99,6 +107,14 @@ class TaskBuilder:
         self._compute = self._task(Resource.COMPUTE, label, (self._compute, *after))
         self._compute.seconds = seconds
         return self._compute
+
+    def _free(self, slot: int | None) -> Task | None:
+        """The task after which ``slot`` is free."""
+        return None if slot is None else self._slots.get(slot)
+
+    def _occupy(self, slot: int | None, until: Task) -> None:
+        if slot is not None:
+            self._slots[slot] = until
 
     def iteration(self, number: int) -> None:
         """One iteration: its passes, then what is left of its updates."""
@@ -120,15 +136,14 @@ class TaskBuilder:
             waits = [task for weight in self._users[tick] for task in self._gate.pop(weight, [])]
             waits += self._saved_of(tick, number)
             ending = [weight for weight in self._last[tick] if self._sends(weight, is_last)]
-            slots = [self._sent[0]] if ending and len(self._sent) == self._problem.grad_slots else []
+            slots = [self._free(self._update(weight).grad_slot) for weight in ending]
             made = self._work(todo.name, todo.seconds, (*waits, *slots))
             self._ends[tick] = made
             if todo.hosted_bytes:
                 self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
+                self._saved[tick].stream = 1
             for weight in ending:
-                label = f"gradient {self._problem.weights[weight].name}"
-                self._landed[weight] = self._copy(Resource.DOWN, label, self._update(weight).grad_bytes, [made])
-                self._sent.append(self._landed[weight])
+                self._send(weight, made, is_first=number % self._problem.accumulation == 0)
             if is_last and self._problem.in_backward:
                 for weight in self._last[tick]:
                     self._submit(weight, made, number)
@@ -144,8 +159,23 @@ class TaskBuilder:
         if sent is not None:
             later = (sent, self._ends[tick - 2])  # backward of the next unit begins when that of the one after it ends
             up = self._copy(Resource.UP, f"saved for {self._problem.ticks[tick].name}", sent.num_bytes, later)
-            up.priority = (number, tick, -1)
+            up.priority, up.stream = (number, tick, -1), 1
             yield up
+
+    def _send(self, weight: int, made: Task, *, is_first: bool) -> None:
+        """The gradient of one pass that ``made`` has computed goes down; if it is not the first, the CPU adds it."""
+        update, name = self._update(weight), self._problem.weights[weight].name
+        slot = None if is_first else update.arrival_slot
+        down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, [made, self._free(slot)])
+        self._occupy(update.grad_slot, down)
+        self._landed[weight] = down
+        if update.grad_home is Home.HOST and not is_first:
+            added = self._task(Resource.CPU, f"sum {name}", [down])
+            added.touched_bytes = SUM_NUMBERS * update.grad_bytes
+            added.seconds = added.touched_bytes / self._problem.shared.dram
+            added.priority = (self._at, -1, self._problem.rank[weight])
+            self._occupy(slot, added)
+            self._landed[weight] = added
 
     def _update(self, weight: int) -> Update:
         update = self._problem.weights[weight].update
@@ -159,9 +189,9 @@ class TaskBuilder:
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the tick ``need`` waits for."""
         info = self._problem.weights[weight]
-        self._reload = self._copy(
-            Resource.UP, f"weight {info.name}", info.num_bytes, (ended, self._reload, self._weight.get(weight))
-        )
+        leaving = (self._leaving.get(other) for other in info.overlapping)
+        after = (ended, self._reload, self._weight.get(weight), *leaving)
+        self._reload = self._copy(Resource.UP, f"weight {info.name}", info.num_bytes, after)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._gate.setdefault(weight, []).append(self._reload)
 
@@ -175,7 +205,7 @@ class TaskBuilder:
             self._due[weight] = waits
             return
         task = self._task(Resource.CPU, f"update {info.name}", waits)
-        task.seconds = info.update.seconds
+        task.seconds, task.touched_bytes = info.update.seconds, info.update.touched_bytes
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         self._weight[weight] = task
         if weight not in self._away:
@@ -189,18 +219,22 @@ class TaskBuilder:
         gate = self._gate.get(weight, [])
         if update.site is Site.STREAMED:
             early = self._problem.in_backward  # state may come before its gradient is there
-            slot = self._visits[0] if len(self._visits) == self._problem.visit_slots else None
-            down = update.grad_home is Home.HOST
-            size = update.state_bytes + (update.grad_bytes if down else 0)
-            visit = self._copy(Resource.UP, f"state {info.name}", size, (slot, *([] if early and not down else waits)))
+            slot = self._free(update.visit_slot)
+            hosted = update.grad_home is Home.HOST
+            size = update.state_bytes + (update.grad_bytes if hosted else 0)
+            after = (slot, *([] if early and not hosted else waits))
+            visit = self._copy(Resource.UP, f"state {info.name}", size, after)
             visit.priority = (number, info.uses[-1] if early else info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
         done = self._work(f"update {info.name}", update.seconds, (*gate, *waits))
+        done.touched_bytes = update.touched_bytes
         self._gate.pop(weight, None)
         if update.site is Site.STREAMED:
-            self._visits.append(self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done]))
+            state = self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done])
+            self._occupy(update.visit_slot, state)
         if weight in self._leaves:
-            self._weight[weight] = self._copy(Resource.DOWN, f"weight {info.name}", info.num_bytes, [done])
+            down = self._copy(Resource.DOWN, f"weight {info.name}", info.num_bytes, [done])
+            self._weight[weight] = self._leaving[weight] = down
 
 
 def build_tasks(

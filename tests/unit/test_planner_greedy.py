@@ -189,7 +189,7 @@ def _named(problem: Problem, evictions: Sequence[Eviction]) -> list[tuple[str, i
 def test_bounds_on_any_period(seed: int) -> None:
     problem = uneven(seed)
     found = choose(problem)
-    copies = sum(problem.link.up_seconds(problem.weights[eviction.gap.weight].num_bytes) for eviction in found)
+    copies = sum(problem.up_seconds(problem.weights[eviction.gap.weight].num_bytes) for eviction in found)
     assert reload_period(problem, found) >= max(problem.compute_seconds, copies) / CLOSE
 
 

@@ -25,7 +25,7 @@ class Program:
         self.problem = problem
         self.count = len(problem.ticks)
         self.gaps = need_order(problem, problem.gaps)
-        self.copies = [problem.link.up_seconds(problem.weights[gap.weight].num_bytes) for gap in self.gaps]
+        self.copies = [problem.up_seconds(problem.weights[gap.weight].num_bytes) for gap in self.gaps]
         self.far = 3 * (problem.compute_seconds + sum(self.copies))
         self.first = 1 + self.count + len(self.gaps)
         self.issues = [(index, step) for index, gap in enumerate(self.gaps) for step in self._steps(gap)]

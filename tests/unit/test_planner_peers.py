@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.peer_models import SerialUpdates, UpdateCosts, on_demand, twin_flow, whole_bucket, zero_offload
+from benchmarks.peer_models import SerialUpdates, UpdateCosts, on_demand, placed, twin_flow, whole_bucket, zero_offload
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, choose
 from strategies.planner.simulate import reload_period, simulate
@@ -102,7 +102,6 @@ def test_ours_is_not_slower_than_any_of_them() -> None:
     """The same sites as ZeRO-Offload, updated under the next forward instead of before it."""
     problem = blocks([8] * 6, [1.0] * 6, [2.0] * 6, [2] * 6, replace(two_blocks().link, up=8.0, down=8.0), 100)
     costs = UpdateCosts(host=0.2, device=0.02)
-    weights = tuple(costs.at(item, Site.HOST) for item in problem.weights)
-    ours = simulate(replace(problem, weights=weights, in_backward=False), ())
+    ours = simulate(replace(placed(problem, costs, lambda _: Site.HOST), in_backward=False), ())
     for policy in (zero_offload(problem, costs), on_demand(problem, costs)):
         assert ours.period < policy.outcome().period

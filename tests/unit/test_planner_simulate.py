@@ -1,5 +1,6 @@
 """The simulator: timelines worked out by hand, and its fast half against the whole."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from strategies.planner.problem import (
     Gap,
     Link,
     Problem,
+    Shared,
     Tick,
     Update,
     Weight,
@@ -39,6 +41,15 @@ def with_update(problem: Problem, **changes: Any) -> Problem:
     """Every item updated alike."""
     update = replace(Update(site=Site.HOST, seconds=1.0, grad_bytes=1), **changes)
     return replace(problem, weights=tuple(replace(item, update=update) for item in problem.weights))
+
+
+def in_slots(problem: Problem, number: int) -> Problem:
+    """Gradients and visiting states in so many slots, in turn."""
+    weights = tuple(
+        replace(item, update=item.update and replace(item.update, grad_slot=at % number, visit_slot=at % number))
+        for at, item in enumerate(problem.weights)
+    )
+    return replace(problem, weights=weights)
 
 
 def spans(outcome: Outcome, resource: Resource) -> list[tuple[str, float, float]]:
@@ -278,19 +289,135 @@ def test_a_weight_updated_on_the_device_goes_down_only_if_it_leaves() -> None:
 
 def test_states_visit_within_their_slots() -> None:
     problem = with_update(two_blocks(), site=Site.STREAMED, seconds=1.0, state_bytes=2)
-    found = simulate(replace(problem, visit_slots=1), ())
+    found = simulate(in_slots(problem, 1), ())
     # Up 0-2, update 2-3, FP 0 3-4, down 3-5; the one slot is free at 5: up 5-7, update 7-8.
     assert spans(found, UP) == [("state 0", 0, 2), ("state 1", 5, 7)]
     assert spans(found, COMPUTE)[:4] == [("update 0", 2, 3), ("FP 0", 3, 4), ("update 1", 7, 8), ("FP 1", 8, 9)]
-    assert spans(simulate(problem, ()), UP) == [("state 0", 0, 2), ("state 1", 2, 4)]
+    assert spans(simulate(in_slots(problem, 2), ()), UP) == [("state 0", 0, 2), ("state 1", 2, 4)]
 
 
 def test_gradients_wait_for_their_slots() -> None:
     """With one slot, BP 0 waits until gradient 1 is down."""
     problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)
     for slots, wait in ((1, 7.0), (2, 0.0)):
-        compute = {label: at for label, *at in spans(simulate(replace(problem, grad_slots=slots), ()), COMPUTE)}
+        compute = {label: at for label, *at in spans(simulate(in_slots(problem, slots), ()), COMPUTE)}
         assert compute["BP 0"][0] - compute["BP 1"][1] == pytest.approx(wait)
+
+
+def test_a_tick_waits_for_the_slots_of_all_gradients_that_it_makes() -> None:
+    """BP 0 makes two gradients; the slot of the second one still sends what BP 1 made, the first is free."""
+    problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)
+    first, second = problem.weights
+    one, two = (
+        replace(first, name=name, update=replace(first.update, grad_slot=at)) for name, at in (("a", 1), ("b", 0))
+    )
+    late = replace(problem, weights=(one, two, replace(second, update=replace(second.update, grad_slot=0))))
+    compute = {label: at for label, *at in spans(simulate(late, ()), COMPUTE)}
+    assert compute["BP 0"][0] - compute["BP 1"][1] == pytest.approx(7.0)
+
+
+# Memories that copies and updates share
+
+
+def test_copies_and_updates_share_the_memory_of_the_host() -> None:
+    """A copy of 4 B at 1 B/s beside an update that touches 12 B in 4 s, of a memory that gives 2 B/s."""
+    problem = with_update(two_blocks(), seconds=4.0, grad_bytes=4, touched_bytes=12)
+    alone = simulate(problem, ())
+    assert alone.busy[CPU] == pytest.approx(8.0)
+    slow = simulate(replace(problem, shared=Shared(dram=2.0)), ())
+    # Each update needs 3 B/s at full speed, so 6 s alone; beside copies at 1 B/s each it gets less.
+    assert slow.busy[CPU] > 12.0
+    # 24 B of updates, 8 of gradients and 8 of new weights in each iteration.
+    assert slow.least["DRAM"] == pytest.approx((24 + 8 + 8) / 2.0)
+    assert slow.period >= 20.0
+
+
+def test_a_memory_that_is_fast_enough_changes_nothing() -> None:
+    problem = with_update(two_blocks(), seconds=4.0, grad_bytes=4, touched_bytes=12)
+    wide = replace(problem, shared=Shared(dram=5.0, device=5.0))  # an update at 3 B/s and a copy in each direction
+    assert simulate(wide, ()).events == simulate(problem, ()).events
+
+
+def test_two_streams_of_one_direction_share_the_link() -> None:
+    """What forward saves goes down beside gradients, at half the rate each."""
+    update = {"seconds": 0.0, "grad_bytes": 2, "grad_home": Home.HOST}
+    problem = replace(with_update(two_blocks(link=Link(0, 1e9, 0.5)), **update), accumulation=2)
+    ticks = tuple(replace(tick, hosted_bytes=1 if tick.name == "FP 0" else 0) for tick in problem.ticks)
+    down = spans(simulate(replace(problem, ticks=ticks), ()), DOWN)
+    # Of gradient 1, made at 12, half a byte is left at 15, when FP 0 of the second pass ends. Gradient 0 comes next.
+    assert down[3:6] == [("gradient 1", 12, 17), ("saved by FP 0", 15, 19), ("gradient 0", 17, 22)]
+
+
+def test_without_an_accelerator_everything_runs_on_the_same_cores() -> None:
+    problem = with_update(two_blocks(), seconds=2.0, grad_bytes=1)
+    found = simulate(replace(problem, shared=Shared(cores=True)), ())
+    # Compute 6 s, updates 4, gradients of 2 B and weights of 8 B at a byte per second.
+    assert found.period == pytest.approx(6 + 4 + 2 + 8)
+
+
+def test_gradients_that_rest_on_the_host_are_added_there() -> None:
+    problem = replace(with_update(two_blocks(), grad_home=Home.HOST, seconds=1.0), accumulation=3)
+    found = simulate(replace(problem, shared=Shared(dram=3.0)), ())
+    assert [label for label, *_ in spans(found, CPU)].count("sum 0") == 2
+    assert found.busy[CPU] >= 2 * 1.0 + 4 * 1.0  # two updates, and four sums of 1 B that touch 3 B
+
+
+def test_a_reload_waits_until_a_new_weight_at_its_addresses_is_down() -> None:
+    """Weight 1 comes back to bytes of which weight 0, updated on the device, still goes down."""
+    problem = with_update(two_blocks(link=Link(0, 8.0, 0.25)), site=Site.DEVICE, seconds=0.5)
+    away = at_need(problem.gaps)
+    first, second = problem.weights
+    sharing = replace(problem, weights=(replace(first, overlapping=(1,)), replace(second, overlapping=(0,))))
+    found = simulate(sharing, away)
+    assert found.period > simulate(problem, away).period
+    leaves = {end for label, _, end in spans(found, DOWN)}
+    assert leaves and all(
+        start >= min(leaves) or start <= 0 for label, start, _ in spans(found, UP) if label == "weight 1"
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_time_is_less_than_what_any_resource_needs(seed: int) -> None:
+    """Counted here from the weights, not by the simulator."""
+    random = Random(f"bounds {seed}")
+    problem = updated(uneven(seed), seed)
+    total = sum(item.num_bytes for item in problem.weights)
+    shared = Shared(dram=total * random.uniform(0.2, 4) / problem.compute_seconds, device=total * 2.0)
+    weights = tuple(
+        replace(item, update=item.update and replace(item.update, touched_bytes=16 * item.num_bytes))
+        for item in problem.weights
+    )
+    problem = replace(problem, weights=weights, shared=shared)
+    evictions = issue(problem, problem.gaps) or ()
+    up, down, cpu, touched = _traffic(problem, evictions)
+    needed = max(
+        problem.compute_seconds * problem.accumulation,
+        up / problem.link.up,
+        down / problem.link.down,
+        cpu,
+        (up + down + touched) / shared.dram,
+    )
+    assert simulate(problem, evictions).period >= needed * (1 - 1e-9)
+
+
+def _traffic(problem: Problem, evictions: Sequence[Eviction]) -> tuple[float, float, float, float]:
+    """Bytes up and down, seconds of the CPU's updates, and the bytes that these touch, in one iteration."""
+    passes = problem.accumulation
+    up = float(passes * sum(problem.weights[eviction.gap.weight].num_bytes for eviction in evictions))
+    down, cpu, touched = 0.0, 0.0, 0.0
+    for item in problem.weights:
+        update = item.update
+        if update is None:
+            continue
+        if update.sends_down:
+            times = passes if update.grad_home is Home.HOST else 1
+            down += times * update.grad_bytes
+            touched += 3 * (times - 1) * update.grad_bytes
+        if update.site is Site.HOST:
+            cpu, touched = cpu + update.seconds, touched + update.touched_bytes
+        if update.site is Site.STREAMED:
+            up, down = up + update.state_bytes, down + update.state_bytes
+    return up, down, cpu, touched
 
 
 def test_accumulated_gradients_cross_once_where_they_rest_on_the_device() -> None:

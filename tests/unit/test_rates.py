@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launch import doctor
-from strategies.core.facts import Precision, Rates
+from strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from strategies.planner.weight_schedule import ASSUMED
 from trainer.errors import ExitCode
 from trainer.machine import profiles, rates
@@ -220,7 +220,7 @@ def test_named_rates_are_complete_and_possible(name: str) -> None:
     assert 0.4 * peak.fp32 < known.gemm_flops(Precision.FP32) < peak.fp32
     assert 0.5 <= known.duplex_factor < 1 and 0 < known.link_latency_s < 1e-4
     for precision in Precision:
-        assert 0 < profiles.UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001
+        assert 0 < HOST_UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001
     assert known.dram_bytes_per_s < known.device_bytes_per_s
 
 

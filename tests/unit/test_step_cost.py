@@ -25,6 +25,7 @@ FAST = Rates(
     update_fp32_params_per_s=1e15,
     update_bf16_params_per_s=1e15,
     device_bytes_per_s=1e18,
+    launch_s=0.0,
     origin="assumed",
 )
 BLOCK = 1 << 20  # elements

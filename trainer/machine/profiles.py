@@ -20,6 +20,7 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
     Latency  10 us per copy, assumed.
     DRAM     servers 150 GB/s (8 channels or more, of which 16 to 32 cores reach this much), desktops with two channels
              of DDR5 60 and of DDR4 40, a rented slice of six cores 50; all assumed.
+    Launch   10 us of the host per operator, assumed.
     Update   32 bytes per parameter at that rate, but at most what the cores compute: 2.2 and 1.4 G parameters per
              second and core for fp32 and bf16 gradients (measured: benchmarks/records/2026-11-21_cpu-update_2-core).
 """
@@ -32,17 +33,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strategies.core.commit import replace_file
-from strategies.core.facts import Rates
+from strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from trainer.errors import ConfigError, nearest
 from trainer.machine.probe import GIB, ROOT, Machine, peak_flops
 
 # --- named -------------------------------------------------------------------------------------------------------
 
 FP32_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.80, 0.85, 0.85
-
-# Per parameter: master and two moments read and written (24), and the gradient clipped in place (8), or in bf16 the
-# gradient read, and the master once more for the new weight, which is written (8).
-UPDATE_BYTES = 32
 
 
 class _Link(NamedTuple):
@@ -81,7 +78,7 @@ def _card(device: str, device_gib: float, link: _Link, host: _Host, *, gemm: flo
     assert peaks is not None, f"{device} is not among the peaks"
 
     def update(params_per_s_and_core: float) -> float:
-        return min((host.cores - 1) * params_per_s_and_core, host.dram / UPDATE_BYTES)  # one core is Python's
+        return min((host.cores - 1) * params_per_s_and_core, host.dram / HOST_UPDATE_BYTES)  # one core is Python's
 
     return Machine(
         name=device,
