@@ -88,6 +88,13 @@ def test_duplex_factor_stays_within_reason() -> None:
     assert duplex_factor(1.0, 1.0, 2.5) == pytest.approx(0.4)  # worse than one after the other
 
 
+def test_dram_counts_with_what_copies_and_updates_reach_together() -> None:
+    shared = rates.shared_dram
+    assert shared(alone=80e9, link=50e9, update=60e9, together=75e9) == 75e9  # they slow each other down
+    assert shared(alone=80e9, link=20e9, update=40e9, together=59e9) == 80e9  # it is fast enough for both
+    assert shared(alone=50e9, link=20e9, update=40e9, together=59e9) == 59e9  # more than scaling a buffer reaches
+
+
 # --- the value ---------------------------------------------------------------------------------------------------
 
 
@@ -155,11 +162,11 @@ def broken(**changes: Any) -> str:
     ("text", "said"),
     [
         ("", "not a machine profile: Expecting value"),
-        ('{"format": 1, "date"', "not a machine profile: "),
+        ('{"format": 2, "date"', "not a machine profile: "),
         ("[1, 2]", "not a machine profile: "),
         ("\udcff\udcfe", "not a machine profile: "),
         ("{}", "not a machine profile: 'format' is missing"),
-        (broken(format=2), "its format is 2, this is 1"),
+        (broken(format=1), "its format is 1, this is 2"),
         (broken(key={"device": "card"}), "not a machine profile: "),
         (broken(rates={**asdict(some_rates()), "speed": 1.0}), "not a machine profile: "),
         (broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}), "not a machine profile: duplex_factor = 7.0"),

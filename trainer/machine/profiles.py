@@ -142,7 +142,7 @@ def profile(name: str) -> Machine:
 
 # --- measured ----------------------------------------------------------------------------------------------------
 
-FORMAT = 1
+FORMAT = 2
 COMMAND = "python launch/doctor.py --rates"
 
 

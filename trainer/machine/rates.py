@@ -5,8 +5,12 @@
              64 KiB to 256 MiB; ``fit_line`` turns them into a latency and an asymptotic rate
     memory   scaling a large buffer in place: DRAM by one core and by all, and the device's memory
     update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
+    together the same update while copies run in both directions: what all of them get of DRAM
+    launch   one small operator after the other on the device, without waiting for it
 
-Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so.
+A plan lets updates and copies run together, so DRAM counts with what they reach together if they slow each other down.
+Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so;
+cores are then shared as well, and DRAM counts with its own rate.
 
 Each number comes from as many repetitions as fit into its share of the time, after a warm-up; the lower quartile of
 their seconds counts, since the fastest run is not sustained and slow ones were disturbed. Copies cycle through buffers
@@ -22,6 +26,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +37,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.commit import refuse_unwritable
-from strategies.core.facts import Rates
+from strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from strategies.engine.memory import accelerator
 from strategies.engine.optim import AdamW, Operands
 from strategies.engine.transfer.transfer import Lane, transfer_for
@@ -50,6 +55,8 @@ CPU_SHAPES: tuple[Shape, ...] = ((512, 1024, 1024), (1024, 1024, 4096), (1024, 2
 LONGEST_GEMM_S = 2.0  # a shape that would take longer is left out
 DUPLEX_BYTES = MIB  # the smallest copies that are made in both directions at once
 QUEUE_S = 5e-3  # a device gets this much work at a time, so that launching it and waiting for it do not count
+SLOWED = 0.95  # less than this part of what works reach alone: they slow each other down
+LAUNCHED = 200  # operators that are launched for one timing
 CALL_BYTES, MOST_COPIES = 32 * MIB, 64  # copies are timed in rounds of this many bytes, or this many copies
 
 
@@ -170,27 +177,34 @@ class CopyBench:
         self._transfer = transfer_for(device)
         self._team = None if pinned else {Lane.UP: up, Lane.DOWN: down}
         self.num_bytes = num_bytes
+        self._cycles: dict[tuple[Lane, int], Iterator[tuple[Tensor, Tensor]]] = {}
         if pinned:
             torch.accelerator.synchronize(device)  # the buffers are filled on another stream than they are copied on
 
     def seconds(self, clock: Stopwatch, size: int, *lanes: Lane) -> float:
         """Seconds of one copy of ``size`` bytes in each of ``lanes``, averaged over consecutive copies."""
         count = max(1, min(MOST_COPIES, CALL_BYTES // size))
-        rounds = {lane: itertools.cycle(self._cuts(lane, size)) for lane in lanes}
+        return clock.seconds(partial(self.issue, size, count, *lanes), clock.effort.link_seconds) / count
+
+    def issue(self, size: int, count: int, *lanes: Lane) -> None:
+        """Issue ``count`` copies of ``size`` bytes in each of ``lanes``; without streams they are made."""
 
         def copy(lane: Lane, times: int) -> None:
-            for target, source in itertools.islice(rounds[lane], times):
+            for target, source in itertools.islice(self._rounds(lane, size), times):
                 self._transfer.copy(lane, target, source)
 
-        def issue() -> None:
-            if self._team is None:  # alternating, so that both streams have work from the start
-                for lane in lanes * count:
-                    copy(lane, 1)
-                return
-            for future in [self._team[lane].submit(0, partial(copy, lane, count)) for lane in lanes]:
-                future.result()
+        if self._team is None:  # alternating, so that both streams have work from the start
+            for lane in lanes * count:
+                copy(lane, 1)
+            return
+        for future in [self._team[lane].submit(0, partial(copy, lane, count)) for lane in lanes]:
+            future.result()
 
-        return clock.seconds(issue, clock.effort.link_seconds) / count
+    def _rounds(self, lane: Lane, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Slices of ``size`` bytes, going on where the last copy ended."""
+        if (lane, size) not in self._cycles:
+            self._cycles[lane, size] = itertools.cycle(self._cuts(lane, size))
+        return self._cycles[lane, size]
 
     def _cuts(self, lane: Lane, size: int) -> list[tuple[Tensor, Tensor]]:
         """Slices from all over the buffers, so that none is in a cache when its turn comes."""
@@ -225,13 +239,12 @@ def measure_link(clock: Stopwatch, say: Say) -> tuple[float, dict[str, list[tupl
     return statistics.median(factors), points
 
 
-def measure_update(clock: Stopwatch, worker: Worker, *, mixed: bool) -> float:
-    """Parameters per second of a clipped AdamW step on host memory, done as the engine's ``Updates`` does it.
+def host_update(num_params: int, *, mixed: bool) -> Callable[[], None]:
+    """A clipped AdamW step on host memory, done as the engine's ``Updates`` does it.
 
     Args:
         mixed: gradients are bf16 and converted in a scratch buffer; the new bf16 weights overwrite the gradients.
     """
-    num_params = clock.effort.num_params
     master, first, second = torch.randn(num_params), torch.zeros(num_params), torch.zeros(num_params)
     grads = torch.randn(num_params).mul_(1e-2)
     weights = grads.bfloat16()
@@ -252,7 +265,49 @@ def measure_update(clock: Stopwatch, worker: Worker, *, mixed: bool) -> float:
             if mixed:
                 weights.copy_(master)
 
-    return num_params / clock.seconds(lambda: worker.submit(0, update).result())
+    return update
+
+
+def measure_together(clock: Stopwatch, submit: Callable[[], Future[None]]) -> float:
+    """Bytes per second of DRAM while updates of ``effort.num_params`` and copies in both directions run together.
+
+    ``submit`` begins one update. Copies are repeated for as long as a few updates take.
+    """
+    effort = clock.effort
+    size = min(effort.largest_bytes, CALL_BYTES)
+    updates = 1 + int(effort.seconds / clock.seconds(partial(_result, submit), 0.0))
+    with closing(Worker(1)) as one, closing(Worker(1)) as other:
+        link = CopyBench(clock.device, size, one, other)
+        began_s, copied = time.perf_counter(), 0
+        running = [submit() for _ in range(updates)]
+        while not running[-1].done():
+            link.issue(size, 1, Lane.UP, Lane.DOWN)
+            if clock.device.type != "cpu":
+                torch.accelerator.synchronize(clock.device)
+            copied += 2 * size
+        spent_s = time.perf_counter() - began_s
+    return (copied + HOST_UPDATE_BYTES * updates * effort.num_params) / spent_s
+
+
+def _result(submit: Callable[[], Future[None]]) -> None:
+    submit().result()
+
+
+def shared_dram(alone: float, link: float, update: float, together: float) -> float:
+    """Bytes per second of DRAM: ``together``, if that is less than copies (``link``) and updates add up to by themselves;
+    otherwise nothing was slowed down, and it is at least its own rate ``alone``."""
+    return together if together < SLOWED * (link + update) else max(alone, together)
+
+
+def measure_launch(clock: Stopwatch) -> float:
+    """Seconds of the host to launch one operator on the device."""
+    small = torch.zeros(1, device=clock.device)
+
+    def launch() -> None:
+        for _ in range(LAUNCHED):
+            small.add_(1.0)
+
+    return clock.seconds(launch, clock.effort.link_seconds) / LAUNCHED
 
 
 def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> StoredRates:
@@ -290,13 +345,20 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
     gb_per_s = up.bytes_per_s / 1e9, down.bytes_per_s / 1e9
     say(f"  fitted: {latency_s * 1e6:.1f} us, then up {gb_per_s[0]:.2f} GB/s, down {gb_per_s[1]:.2f}")
     memory = measure_memory(clock, say)
-    update = {}
+    update: dict[str, float] = {}
     threads = None if on_cpu else spare_cores()
     say(f"AdamW on host memory, {threads or torch.get_num_threads()} threads")
     with closing(Worker(threads)) as worker:
         for precision in ("fp32", "bf16"):
-            update[precision] = measure_update(clock, worker, mixed=precision == "bf16")
+            submit = partial(worker.submit, 0, host_update(effort.num_params, mixed=precision == "bf16"))
+            update[precision] = effort.num_params / clock.seconds(partial(_result, submit))
             say(f"  {precision} gradients: {update[precision] / 1e9:.3g} G parameters/s")
+        memory["together"] = measure_together(clock, submit)
+    link = duplex * sum(fit.bytes_per_s for fit in (up, down))
+    dram = shared_dram(memory["dram"], link, HOST_UPDATE_BYTES * update["bf16"], memory["together"])
+    say(f"  beside copies in both directions: {memory['together'] / 1e9:.3g} GB/s of DRAM by all of them")
+    launch_s = measure_launch(clock)
+    say(f"launching an operator: {launch_s * 1e6:.3g} us")
     rates = Rates(
         gemm_fp32_flops_per_s=statistics.median(rate for _, rate in gemm["fp32"]),
         gemm_bf16_flops_per_s=statistics.median(rate for _, rate in gemm["bf16"]),
@@ -304,7 +366,8 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
         down_bytes_per_s=down.bytes_per_s,
         duplex_factor=duplex,
         link_latency_s=latency_s,
-        dram_bytes_per_s=memory["dram"],
+        launch_s=launch_s,
+        dram_bytes_per_s=memory["dram"] if on_cpu else dram,
         update_fp32_params_per_s=update["fp32"],
         update_bf16_params_per_s=update["bf16"],
         device_bytes_per_s=memory["device"],
