@@ -27,10 +27,11 @@ many again with smaller budgets, so that a hundred blocks take well under a seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import nsmallest
-from itertools import combinations
+from itertools import accumulate, combinations
 from math import fsum, inf
 from typing import TypeAlias
 
@@ -46,6 +47,7 @@ LEADS = 8  # plans of each smaller budget that are evaluated
 
 Gaps: TypeAlias = frozenset[Gap]
 Key: TypeAlias = Callable[[Gap], tuple[float, ...]]
+Candidate: TypeAlias = tuple[float, int, Callable[[], Gaps]]  # lower bound of the period, number of gaps, and the gaps
 
 
 class DoesNotFit(Exception):
@@ -63,9 +65,10 @@ def choose(problem: Problem) -> tuple[Eviction, ...]:
     few = len(problem.gaps) <= FEW
     search = Search(problem, 1 << FEW if few else SEARCHED)
     if few:
-        search.try_in_order(frozenset(s) for n in range(len(problem.gaps) + 1) for s in combinations(problem.gaps, n))
+        every = (frozenset(s) for n in range(len(problem.gaps) + 1) for s in combinations(problem.gaps, n))
+        search.try_in_order((search.bound(gaps), len(gaps), partial(_itself, gaps)) for gaps in every)
     elif _is_uniform(problem):
-        search.try_in_order(prefixes_and_suffixes(problem))
+        search.try_in_order(search.prefixes_and_suffixes())
     else:
         search.improve_all()
         _smaller_budgets(search)
@@ -159,17 +162,34 @@ class Search:
         assert evictions is not None
         return evictions
 
-    def try_in_order(self, sets: Iterable[Gaps], limit: int | None = None) -> None:
-        """Evaluate ``sets`` by lower bound until no better one can follow; at most ``limit``."""
+    def try_in_order(self, candidates: Iterable[Candidate], limit: int | None = None) -> None:
+        """Evaluate ``candidates`` by lower bound until no better one can follow; at most ``limit``."""
         limit = self.limit if limit is None else limit
-        for bound, _, gaps in sorted(((self.bound(gaps), len(gaps), gaps) for gaps in sets), key=lambda it: it[:2]):
+        for bound, _, gaps_of in sorted(candidates, key=lambda it: it[:2]):
             if self.is_done or bound >= self.period or self.evaluated >= limit:
                 return
-            self.cost(gaps)
+            self.cost(gaps_of())
+
+    def prefixes_and_suffixes(self) -> Iterator[Candidate]:
+        """Turns of the first blocks with boundaries of the last blocks: all pairs of counts that fit.
+
+        There are as many pairs as the square of the blocks, so each set is made only if it is evaluated.
+        """
+        problem, count, rank = self.problem, len(self.problem.ticks), self.problem.rank
+        turns = sorted((g for g in problem.gaps if g.before < count), key=lambda g: (g.after, rank[g.weight]))
+        ends = sorted((g for g in problem.gaps if g.before >= count), key=lambda g: (-g.before, rank[g.weight]))
+        ups = [list(accumulate((self._up[gap.weight] for gap in some), initial=0.0)) for some in (turns, ends)]
+        least = len(ends)
+        for number in range(len(turns) + 1):
+            while least >= 0 and max(memory(problem, at_need(turns[:number] + ends[:least]))) <= problem.budget:
+                least -= 1  # it fits; try with one boundary less
+            for more in range(least + 1, len(ends) + 1):
+                bound = max(problem.compute_seconds, ups[0][number] + ups[1][more]) * (1 - SAME)
+                yield bound, number + more, partial(_union, turns, number, ends, more)
 
     def improve_all(self) -> None:
         """C from the best of the prefixes and suffixes, from each start of A, and from all gaps."""
-        self.try_in_order(prefixes_and_suffixes(self.problem), self.limit // 3)
+        self.try_in_order(self.prefixes_and_suffixes(), self.limit // 3)
         for gaps in self.best(1):
             self.improve(gaps)
         for key in self._start_keys():
@@ -247,20 +267,12 @@ def _smaller_budgets(search: Search) -> None:
             search.cost(gaps, search.period)
 
 
-def prefixes_and_suffixes(problem: Problem) -> Iterator[Gaps]:
-    """Turns of the first blocks with boundaries of the last blocks: all pairs of counts that fit."""
-    count = len(problem.ticks)
-    turns = sorted(
-        (gap for gap in problem.gaps if gap.before < count), key=lambda gap: (gap.after, problem.rank[gap.weight])
-    )
-    ends = sorted(
-        (gap for gap in problem.gaps if gap.before >= count), key=lambda gap: (-gap.before, problem.rank[gap.weight])
-    )
-    least = len(ends)
-    for number in range(len(turns) + 1):
-        while least >= 0 and max(memory(problem, at_need(turns[:number] + ends[:least]))) <= problem.budget:
-            least -= 1  # it fits; try with one boundary less
-        yield from (frozenset(turns[:number] + ends[:more]) for more in range(least + 1, len(ends) + 1))
+def _itself(gaps: Gaps) -> Gaps:
+    return gaps
+
+
+def _union(turns: Sequence[Gap], number: int, ends: Sequence[Gap], more: int) -> Gaps:
+    return frozenset((*turns[:number], *ends[:more]))
 
 
 def _is_uniform(problem: Problem) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
-from strategies.planner.greedy import SEARCHED, Search, check_fits, issue, prefixes_and_suffixes
+from strategies.planner.greedy import SEARCHED, Search, check_fits, issue
 from strategies.planner.packing import Packing, Piece, max_live
 from strategies.planner.packing import pack as quick
 from strategies.planner.problem import Eviction, Gap, Problem, memory
@@ -51,7 +51,7 @@ def two_integers(problem: Problem) -> tuple[Eviction, ...]:
     """The best of the plans with turns of the first blocks and boundaries of the last."""
     check_fits(problem)
     search = Search(problem, SEARCHED)
-    search.try_in_order(prefixes_and_suffixes(problem))
+    search.try_in_order(search.prefixes_and_suffixes())
     return search.found()
 
 

@@ -294,8 +294,10 @@ def _result(submit: Callable[[], Future[None]]) -> None:
 
 
 def shared_dram(alone: float, link: float, update: float, together: float) -> float:
-    """Bytes per second of DRAM: ``together``, if that is less than copies (``link``) and updates add up to by themselves;
-    otherwise nothing was slowed down, and it is at least its own rate ``alone``."""
+    """Bytes per second of DRAM: ``together``, if that is less than copies (``link``) and updates reach by themselves.
+
+    Otherwise nothing was slowed down, and it is at least its own rate, ``alone``.
+    """
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
