@@ -4,14 +4,17 @@ A model leaves out what makes the system slower than its policy (host synchronis
 traffic) and what makes it faster than this outline. It shows how good a policy can be on a machine, with every copy at
 the speed of the link; it does not measure the systems themselves.
 
-Policies differ in the sites of updates (``UpdateCosts``), in when updates run (serially, between backward and forward:
-``SerialUpdates``), and in which weights are offloaded.
+Policies differ in the sites of updates (``UpdateCosts``), in when updates run, and in which weights are offloaded.
+Updates run serially, between backward and forward, or begin in backward, as gradients land; the next forward waits for
+all of them either way (``JoinedUpdates``). Beginning in backward means beginning before the norm is known: each such
+policy says what it gives up for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Home
@@ -50,8 +53,8 @@ class UpdateCosts:
         return replace(weight, update=update)
 
 
-class SerialUpdates(TaskBuilder):
-    """Tasks of an iteration whose updates all run between backward and forward, while nothing else runs."""
+class JoinedUpdates(TaskBuilder):
+    """Tasks of an iteration whose updates all end before the next forward begins."""
 
     def iteration(self, number: int) -> None:
         """The iteration, then its updates on the device; the next forward waits for all updates."""
@@ -62,17 +65,22 @@ class SerialUpdates(TaskBuilder):
         self._gate.setdefault(self._users[0][0], []).extend(updates)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Policy:
     """A model of what a system does: the problem with its sites, and its evictions.
 
-    ``state_bytes`` is optimizer state that is always on the device; it is not part of the problem's ticks.
+    Args:
+        state_bytes: optimizer state that is always on the device; it is not part of the problem's ticks.
+        host_bytes: per parameter, where all state is on the host. From the systems' code and documents.
+        gives_up: what plain training with clipping has and this has not.
     """
 
     problem: Problem
     evictions: tuple[Eviction, ...]
     state_bytes: int = 0
-    builder: type[TaskBuilder] = SerialUpdates
+    builder: type[TaskBuilder] = JoinedUpdates
+    host_bytes: int = 16
+    gives_up: str = ""
 
     @property
     def peak(self) -> int:
@@ -86,6 +94,20 @@ class Policy:
     def outcome(self) -> Outcome:
         """How long an iteration takes, also if the policy does not fit."""
         return simulate(self.problem, self.evictions, builder=self.builder)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of one iteration."""
+        return self.outcome().period
+
+    def to_json(self) -> dict[str, object]:
+        """Seconds, peak, host bytes per parameter, and what it gives up."""
+        return {
+            "seconds": self.seconds,
+            "peak_bytes": self.peak,
+            "host_bytes_per_parameter": self.host_bytes,
+            "gives_up": self.gives_up,
+        }
 
 
 def zero_offload(problem: Problem, costs: UpdateCosts) -> Policy:
@@ -111,12 +133,74 @@ def twin_flow(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
     return Policy(problem, (), state_bytes=STATE * rest)
 
 
+def super_offload(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
+    """The CPU updates as gradients land, before the norm is known, and undoes an update that was wrong; the weights
+    whose gradients come last (1 - ``ratio``) are updated on the device.
+
+    In its favour: 2 bytes per parameter in each direction, where its code sends 4, and no update is ever undone.
+
+    Source: DeepSpeed SuperOffload (``superoffload_stage3.py``).
+    """
+    hosted = _last_to_first(problem, ratio)
+    rest = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
+    problem = placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE)
+    gives_up = "bits, when it undoes a step; in its code, overlap when gradients are clipped"
+    return Policy(replace(problem, in_backward=True), (), STATE * rest, host_bytes=20, gives_up=gives_up)
+
+
+def zen_flow(problem: Problem, costs: UpdateCosts, part: float = 0.1) -> Policy:
+    """A ``part`` of each weight is updated on the device and the rest by the CPU, in every step: nothing is stale.
+
+    Source: DeepSpeed ZenFlow with an update interval of 1, which is its exact part.
+    """
+    weights = tuple(
+        costs.at(
+            replace(weight, name=f"{weight.name}/{site.value}", num_bytes=int(share * weight.num_bytes)), site, index
+        )
+        for index, weight in enumerate(problem.weights)
+        for site, share in ((Site.DEVICE, part), (Site.HOST, 1 - part))
+    )
+    state = int(STATE * part * sum(weight.num_bytes for weight in problem.weights))
+    gives_up = "nothing at an interval of 1; at its default, updates that are 4 steps old"
+    return Policy(replace(problem, weights=weights), (), state, host_bytes=32, gives_up=gives_up)
+
+
+def mega_train(problem: Problem, costs: UpdateCosts) -> Policy:
+    """Everything rests on the host; weights come one layer ahead; the CPU updates all after backward.
+
+    In its favour: weights come up twice per step, where its checkpoints of several layers bring them three times.
+
+    Source: MegaTrain (arXiv 2604.05091).
+    """
+    evictions = tuple(Eviction(gap, max(gap.before - 1, gap.after + 1)) for gap in problem.gaps)
+    return Policy(placed(problem, costs, lambda _: Site.HOST), evictions, host_bytes=14, gives_up="fp32 master weights")
+
+
+def prime_rl(problem: Problem, costs: UpdateCosts) -> Policy:
+    """Weights stay; the CPU updates as gradients land; nothing is clipped.
+
+    Source: prime-rl's full offload (``trainer/optim/offload.py``).
+    """
+    problem = replace(placed(problem, costs, lambda _: Site.HOST), in_backward=True)
+    return Policy(problem, (), gives_up="clipping")
+
+
+def _last_to_first(problem: Problem, ratio: float) -> set[int]:
+    """The weights whose gradients come first in backward, up to ``ratio`` of the bytes."""
+    total, seen, found = sum(weight.num_bytes for weight in problem.weights), 0, set[int]()
+    for index in sorted(range(len(problem.weights)), key=lambda i: -problem.rank[i]):
+        if seen < ratio * total:
+            found.add(index)
+        seen += problem.weights[index].num_bytes
+    return found
+
+
 def on_demand(problem: Problem, costs: UpdateCosts) -> Policy:
     """Everything rests on the host; weights come when they are used and leave after it; the CPU updates all.
 
     Source: Colossal-AI Gemini with placement cpu: whole-model placement, no prefetch.
     """
-    return Policy(placed(problem, costs, lambda _: Site.HOST), at_need(problem.gaps))
+    return Policy(placed(problem, costs, lambda _: Site.HOST), at_need(problem.gaps), host_bytes=14)
 
 
 def whole_bucket(problem: Problem, builder: type[TaskBuilder] = TaskBuilder) -> Policy:

@@ -4,7 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.peer_models import SerialUpdates, UpdateCosts, on_demand, placed, twin_flow, whole_bucket, zero_offload
+from benchmarks.peer_models import (
+    JoinedUpdates,
+    UpdateCosts,
+    mega_train,
+    on_demand,
+    placed,
+    prime_rl,
+    super_offload,
+    twin_flow,
+    whole_bucket,
+    zen_flow,
+    zero_offload,
+)
 from strategies.core.layout import Site
 from strategies.planner.greedy import DoesNotFit, choose
 from strategies.planner.simulate import reload_period, simulate
@@ -62,7 +74,7 @@ def test_forward_waits_for_all_serial_updates() -> None:
 
 def test_serial_updates_hide_nothing_but_gradients() -> None:
     problem = with_update(two_blocks(), seconds=2.0)
-    found = simulate(problem, (), builder=SerialUpdates)
+    found = simulate(problem, (), builder=JoinedUpdates)
     # Backward ends at 6. CPU: 6-8 (1), 8-10 (0). Up: 8-13 (5 bytes), 13-16 (3 bytes). Then forward.
     assert found.period == 16.0
     assert found.hidden[Resource.CPU] == found.hidden[Resource.UP] == 0.0
@@ -105,3 +117,34 @@ def test_ours_is_not_slower_than_any_of_them() -> None:
     ours = simulate(replace(placed(problem, costs, lambda _: Site.HOST), in_backward=False), ())
     for policy in (zero_offload(problem, costs), on_demand(problem, costs)):
         assert ours.period < policy.outcome().period
+
+
+def test_speculative_updates_begin_in_backward() -> None:
+    """The CPU updates bucket 1 while BP 0 runs; forward waits for all updates."""
+    problem = blocks([8] * 6, [1.0] * 6, [2.0] * 6, [2] * 6, replace(two_blocks().link, up=8.0, down=8.0), 100)
+    costs = UpdateCosts(host=0.2, device=0.02)
+    for policy in (super_offload(problem, costs, 1.0), prime_rl(problem, costs)):
+        outcome = policy.outcome()
+        assert outcome.hidden[Resource.CPU] > 0.5 * outcome.busy[Resource.CPU]
+        assert zero_offload(problem, costs).outcome().period > outcome.period
+        assert outcome.period > simulate(policy.problem, ()).period - 1e-9  # ours need not wait for all of them
+        assert policy.gives_up
+    part = super_offload(problem, costs, 0.5)
+    sites = [item.update.site for item in part.problem.weights if item.update]
+    assert sites == [Site.DEVICE] * 3 + [Site.HOST] * 3  # what backward reaches last is updated where it is
+    assert part.state_bytes == 6 * 24
+
+
+def test_zen_flow_updates_a_tenth_on_the_device() -> None:
+    policy = zen_flow(two_blocks(), COSTS, part=0.4)
+    assert [(item.name, item.num_bytes) for item in policy.problem.weights] == [
+        ("0/device", 1), ("0/host", 1), ("1/device", 2), ("1/host", 3)
+    ]  # fmt: skip
+    assert policy.state_bytes == int(6 * 0.4 * 8)
+
+
+def test_mega_train_brings_weights_one_layer_ahead() -> None:
+    problem = two_blocks()
+    policy = mega_train(problem, COSTS)
+    assert all(eviction.issue == eviction.gap.before - 1 for eviction in policy.evictions)
+    assert policy.outcome().period <= on_demand(problem, COSTS).outcome().period
