@@ -22,7 +22,7 @@ from enum import Enum
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
-from strategies.planner.problem import Eviction, Problem, Update, need_order
+from strategies.planner.problem import Eviction, Problem, Tick, Update, need_order
 
 
 class Resource(Enum):
@@ -86,6 +86,7 @@ class TaskBuilder:
         self._landed: dict[int, Task] = {}  # per weight: its gradient on the host
         self._due: dict[int, list[Task]] = {}  # updates on the device before the next use, and what they wait for
         self._slots: dict[int, Task] = {}  # per slot: after which task it is free
+        self._slot: Task | None = None  # what compute waits for: the slot of the gradient that it has just made
         self._saved: dict[int, Task] = {}  # per forward tick of this pass: the copy down of what it saved
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
@@ -104,8 +105,8 @@ class TaskBuilder:
 
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
         """A task of compute, after all compute before it."""
-        self._compute = self._task(Resource.COMPUTE, label, (self._compute, *after))
-        self._compute.seconds = seconds
+        self._compute = self._task(Resource.COMPUTE, label, (self._compute, self._slot, *after))
+        self._compute.seconds, self._slot = seconds, None
         return self._compute
 
     def _free(self, slot: int | None) -> Task | None:
@@ -136,19 +137,29 @@ class TaskBuilder:
             waits = [task for weight in self._users[tick] for task in self._gate.pop(weight, [])]
             waits += self._saved_of(tick, number)
             ending = [weight for weight in self._last[tick] if self._sends(weight, is_last)]
-            slots = [self._free(self._update(weight).grad_slot) for weight in ending]
-            made = self._work(todo.name, todo.seconds, (*waits, *slots))
+            made = self._tick(todo, waits, ending, is_first=number % self._problem.accumulation == 0)
             self._ends[tick] = made
             if todo.hosted_bytes:
                 self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
                 self._saved[tick].stream = 1
-            for weight in ending:
-                self._send(weight, made, is_first=number % self._problem.accumulation == 0)
             if is_last and self._problem.in_backward:
                 for weight in self._last[tick]:
                     self._submit(weight, made, number)
                     if weight in self._due:
                         self._update_on_device(weight, number)
+
+    def _tick(self, tick: Tick, waits: Sequence[Task], ending: Sequence[int], *, is_first: bool) -> Task:
+        """The compute of ``tick``, in as many parts as it makes gradients that go down; returns the last one.
+
+        A gradient is made first and then moved to its slot, so it is compute after it that waits for the slot.
+        """
+        parts, seconds = reversed(ending), tick.seconds / max(1, len(ending))
+        made = self._work(tick.name, seconds, waits)
+        for index, weight in enumerate(parts):
+            if index:
+                made = self._work(tick.name, seconds, ())
+            self._send(weight, made, is_first=is_first)
+        return made
 
     def _saved_of(self, tick: int, number: int) -> Iterator[Task]:
         """Copies of saved tensors that ``tick`` waits for: down, to reuse their memory, and up, if it needs them."""
@@ -166,7 +177,8 @@ class TaskBuilder:
         """The gradient of one pass that ``made`` has computed goes down; if it is not the first, the CPU adds it."""
         update, name = self._update(weight), self._problem.weights[weight].name
         slot = None if is_first else update.arrival_slot
-        down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, [made, self._free(slot)])
+        self._slot = self._free(update.grad_slot)
+        down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, [made, self._slot, self._free(slot)])
         self._occupy(update.grad_slot, down)
         self._landed[weight] = down
         if update.grad_home is Home.HOST and not is_first:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -296,24 +297,28 @@ def test_states_visit_within_their_slots() -> None:
     assert spans(simulate(in_slots(problem, 2), ()), UP) == [("state 0", 0, 2), ("state 1", 2, 4)]
 
 
-def test_gradients_wait_for_their_slots() -> None:
-    """With one slot, BP 0 waits until gradient 1 is down."""
-    problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)
-    for slots, wait in ((1, 7.0), (2, 0.0)):
-        compute = {label: at for label, *at in spans(simulate(in_slots(problem, slots), ()), COMPUTE)}
-        assert compute["BP 0"][0] - compute["BP 1"][1] == pytest.approx(wait)
+def test_compute_waits_for_the_slot_of_the_gradient_that_it_has_made() -> None:
+    """With one slot, what follows BP 0 waits until gradient 1 is down: 2.8 s after BP 1, of which BP 0 takes 2."""
+    update = {"grad_bytes": 7, "seconds": 0.0, "grad_home": Home.HOST}
+    problem = replace(with_update(two_blocks(link=Link(0, 1e9, 2.5)), **update), accumulation=2)
+    for slots, wait in ((1, 0.8), (2, 0.0)):
+        compute = spans(simulate(in_slots(problem, slots), ()), COMPUTE)
+        after = [then[1] - now[2] for now, then in pairwise(compute) if now[0] == "BP 0"]
+        assert min(after) == pytest.approx(wait)  # after the last pass it waits for the update as well
 
 
 def test_a_tick_waits_for_the_slots_of_all_gradients_that_it_makes() -> None:
-    """BP 0 makes two gradients; the slot of the second one still sends what BP 1 made, the first is free."""
+    """BP 0 makes two gradients, a second each; the slot of the first one still sends what BP 1 made, for 7 s."""
     problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)
     first, second = problem.weights
-    one, two = (
-        replace(first, name=name, update=replace(first.update, grad_slot=at)) for name, at in (("a", 1), ("b", 0))
-    )
-    late = replace(problem, weights=(one, two, replace(second, update=replace(second.update, grad_slot=0))))
-    compute = {label: at for label, *at in spans(simulate(late, ()), COMPUTE)}
-    assert compute["BP 0"][0] - compute["BP 1"][1] == pytest.approx(7.0)
+    assert first.update is not None and second.update is not None
+    names = (("a", 1), ("b", 0))
+    halves = (replace(first, name=name, update=replace(first.update, grad_slot=at)) for name, at in names)
+    late = replace(problem, weights=(*halves, replace(second, update=replace(second.update, grad_slot=0))))
+    compute = spans(simulate(late, ()), COMPUTE)
+    (_, _, made), (_, again, _) = (one for one in compute if one[0] == "BP 0")
+    before = next(end for label, _, end in compute if label == "BP 1")
+    assert made == pytest.approx(before + 1.0) and again == pytest.approx(before + 7.0)
 
 
 # Memories that copies and updates share

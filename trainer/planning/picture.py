@@ -115,10 +115,11 @@ def saved_over_time(plan: Plan, cost: StepCost) -> list[tuple[float, float, int]
             ticks.append((event, direction, unit))
     now = sum(size for unit, size in saved.items() if unit not in {unit for _, _, unit in ticks})  # takes no time
     found: list[tuple[float, float, int]] = []
-    for event, direction, unit in ticks:
+    last = {(direction, unit): index for index, (_, direction, unit) in enumerate(ticks)}  # backward may have parts
+    for index, (event, direction, unit) in enumerate(ticks):
         if found:  # saved tensors remain while compute waits
             found[-1] = (found[-1][0], event.start, found[-1][2])
         now += saved[unit] if direction == "forward" else 0
         found.append((event.start, event.end, max(now, 0)))
-        now -= saved[unit] if direction == "backward" else 0
+        now -= saved[unit] if direction == "backward" and last[direction, unit] == index else 0
     return found
