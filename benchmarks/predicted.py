@@ -1,0 +1,116 @@
+"""What plans predict against what runs take, on this machine: bytes, and seconds of steps with updates beside compute.
+
+    python benchmarks/predicted.py --out benchmarks/records/DATE_predicted_2-core-cpu
+
+First the machine's rates are measured (``launch/doctor.py --rates``). Then each plan is run twice with
+``launch/train.py``: the first run measures its blocks in step 2, the second one is planned with these times. Seconds
+are those of the second run: its median over windows of a few steps, after the first. Predicted bytes are compared by
+the run itself, after step 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from strategies.report.table import table
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANS = {
+    "clipped, updated under the next forward": ("strategies.offload.site=host",),
+    "not clipped, updated in backward": ("strategies.offload.site=host", "training.max_grad_norm=0"),
+    "two micro-batches": ("strategies.offload.site=host", "training.gradient_accumulation_steps=2"),
+}
+RUN = (
+    "training.warmup_steps=0",
+    "training.eval_strategy=no",
+    "training.eval_on_start=false",
+    "training.save_strategy=no",
+)
+HEAD = ("plan", "", "predicted", "measured", "error")
+
+
+def train(config: str, folder: Path, steps: int, window: int, overrides: Sequence[str]) -> str:
+    """One run; returns what it printed."""
+    limits = (f"training.max_steps={steps}", f"training.logging_steps={window}")
+    command = [sys.executable, str(ROOT / "launch/train.py"), "--config", config, f"training.output_dir={folder}"]
+    done = subprocess.run([*command, *limits, *RUN, *overrides], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(overrides)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def seconds_per_step(folder: Path, tokens: int) -> list[float]:
+    """Of each logged window but the first, which has the warm-up."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [tokens / record["tokens_per_s"] for record in records if record.get("tokens_per_s")][1:]
+
+
+def compared(folder: Path) -> Iterator[dict[str, Any]]:
+    """Predicted and measured, by name: the bytes as the run compared them, and the seconds of a step."""
+    plan = json.loads((folder / "plan.json").read_text())
+    for row in plan["measured"]:
+        if row["unit"] == "bytes":
+            yield row
+    run = plan["facts"]["run"]
+    tokens = run["micro_batch"] * run["sequence"] * run["accumulation"] * run["world_size"]
+    windows = seconds_per_step(folder, tokens)
+    predicted, measured = plan["simulated"]["seconds"], statistics.median(windows)
+    yield {
+        "owner": "a step",
+        "unit": "seconds",
+        "predicted": predicted,
+        "measured": measured,
+        "error": predicted / measured - 1,
+        "windows": windows,
+        "least_seconds": plan["simulated"]["least_seconds"],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write table.md, results.json and the runs' logs into the folder, with progress."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", default=str(ROOT / "configs/quickstart.yaml"), metavar="FILE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--window", type=int, default=5, metavar="STEPS", help="steps per logged window")
+    given = parser.parse_args(argv)
+    given.out.mkdir(parents=True, exist_ok=True)
+    doctor = [sys.executable, str(ROOT / "launch/doctor.py"), "--rates"]
+    (given.out / "rates.log").write_text(subprocess.run(doctor, capture_output=True, text=True, check=False).stdout)
+    results: dict[str, list[dict[str, Any]]] = {}
+    for number, (name, overrides) in enumerate(PLANS.items()):
+        folder = Path(tempfile.mkdtemp(prefix="deepstow-predicted-"))
+        for attempt in ("first", "second"):
+            print(f"{name}, {attempt} run", flush=True)
+            steps = given.steps if attempt == "second" else 3
+            (given.out / f"run-{number}-{attempt}.log").write_text(
+                train(given.config, folder, steps, given.window if attempt == "second" else 1, overrides)
+            )
+        results[name] = list(compared(folder))
+        shutil.rmtree(folder)
+        (given.out / "results.json").write_text(json.dumps(results, indent=1))
+    rows = [(name, *_cells(row)) for name, found in results.items() for row in found]
+    text = "\n".join(table(HEAD, rows, markdown=True))
+    (given.out / "table.md").write_text(text + "\n")
+    print(text)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    scale, unit = (1 << 20, "MiB") if row["unit"] == "bytes" else (1, "s")
+    numbers = (f"{row[which] / scale:.4g} {unit}" for which in ("predicted", "measured"))
+    return (row["owner"], *numbers, f"{100 * row['error']:+.1f} %")
+
+
+if __name__ == "__main__":
+    main()
