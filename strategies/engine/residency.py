@@ -76,19 +76,19 @@ class Residency:
     def restore(self, bucket: BucketState) -> None:
         """Make the host's copy current if it was given up to a gradient that nobody waits for any more.
 
-        The host writes after all who use the place: DOWN has written the gradient (``sent``) and an earlier weight
-        (``stored``, which also says that the master is there), UP has read that (``arrived``). What UP and DOWN do
-        there from now on comes after the host.
+        The host writes after DOWN has written the gradient (``sent``), which came after all else that concerns the
+        place: DOWN has written the last weight and its master before, and UP has read that weight. UP reads what the
+        host has written; the next DOWN comes after that.
         """
         if not bucket.given_up or not bucket.settled or bucket.grads.touched:
             return
         assert bucket.copy is not None and bucket.master is not None
         transfer = self.transfer
-        transfer.host_wait(bucket.grads.sent, bucket.stored, bucket.arrived)
+        transfer.host_wait(bucket.grads.sent)
         transfer.reads(Lane.HOST, bucket.master)
         transfer.writes(Lane.HOST, bucket.copy)
         bucket.round_master(bucket.copy, bucket.master)
-        self._host_is_done()
+        transfer.wait(Lane.UP, transfer.record(Lane.HOST))
         bucket.restored()
 
     @torch.no_grad()
@@ -99,16 +99,10 @@ class Residency:
         transfer.reads(Lane.HOST, bucket.master)
         if self.debug:
             transfer.poison(Lane.UP, bucket.weight)
+        transfer.wait(Lane.UP, transfer.record(Lane.HOST))  # the host rounds before it issues each copy
         for index in range(len(bucket.params)):
             transfer.copy(Lane.UP, bucket.part(bucket.weight, index), bucket.weight_of(index).view(-1))
-        self._host_is_done()
         bucket.arrive(arrived=transfer.record(Lane.UP))
-
-    def _host_is_done(self) -> None:
-        """What is issued from now on comes after what the calling thread has read and written here."""
-        now = self.transfer.record(Lane.HOST)
-        self.transfer.wait(Lane.UP, now)
-        self.transfer.wait(Lane.DOWN, now)
 
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""

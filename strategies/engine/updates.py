@@ -20,11 +20,10 @@ Ordering, by memory that two lanes touch:
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
                  next DOWN waits for that UP (``arrived``)
     COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``)
-    both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy for the last time (``arrived``)
-                 and the worker has written it (its future). The update reads the gradient before it writes the
-                 new weight over it: the worker in program order; of a streamed bucket UP reads (``arrived``), then
-                 COMPUTE updates (``used``), then DOWN writes. The next UP reads the weight after the worker (future) or
-                 DOWN (``stored``). A skipped update writes the old weight, rounded from the master, on the same way
+    both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy (``arrived``), and so after
+                 whoever wrote that. The update reads the gradient before it writes the new weight over it: the worker
+                 in program order; of a streamed bucket UP reads (``arrived``), then COMPUTE updates (``used``), then
+                 DOWN writes. The next UP reads the weight after the worker (future) or DOWN (``stored``). A skipped update writes the old weight, rounded from the master, on the same way
 
 [Note: split points] Element-wise CUDA kernels give an element the same bits wherever a call is cut. Torch's CPU kernels
 process the last elements of a call, fewer than a vector, in a scalar loop that may round differently; so cuts are made
@@ -227,7 +226,6 @@ class Updates:
         updated, done = bucket.future.result()
         bucket.settled_on_host()
         self._transfer.wait(Lane.UP, done)
-        self._transfer.wait(Lane.DOWN, done)
         if bucket.spec.resident and updated:
             source = bucket.parked if bucket.spec.mixed else bucket.master
             assert source is not None

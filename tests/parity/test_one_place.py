@@ -2,7 +2,7 @@
 
 The ordinary loops are in the grid (``test_engine.py``). Here weights are wanted while gradients are in their place, and
 gradients are dropped or not taken. Each loop runs on a plain model with fp32 masters and on a stowed one, under the
-double that leaves nothing where a weight was, under the one that is as late as it may, and under the race detector.
+double that is as late as it may and leaves nothing where a weight was, and under the race detector.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from strategies.core.facts import Home
 from strategies.core.layout import Item, parks_in_copy
 from strategies.engine import AdamW, stow
+from strategies.engine.bucket_state import BucketState
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.doubles import Vacant
@@ -31,12 +32,11 @@ generator = torch.Generator().manual_seed(1)
 TEXT = [torch.randint(64, (2, 8), generator=generator) for _ in range(8)]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "host": {"site": "host", "gradients": "host", "prefetch": 0},
-    "host, ahead": {"site": "host", "gradients": "host", "prefetch": 1},
     "host, sent late": {"site": "host", "gradients": "device", "prefetch": 1},
     "streamed": {"site": "streamed", "gradients": "host", "prefetch": 0},
     "streamed, ahead": {"site": "streamed", "gradients": "host", "prefetch": 1, "bucket_size": "8KiB"},
 }
-TRANSFERS: list[type[Transfer]] = [Vacant, Delayed, RaceDetector]
+TRANSFERS: list[type[Transfer]] = [Vacant, RaceDetector]
 
 
 class Block(nn.Module):
@@ -181,6 +181,23 @@ def half_a_backward(model: Net, optimizer: Any) -> list[Any]:
     return seen
 
 
+def stops_early(model: Net, optimizer: Any) -> list[Any]:
+    """A gradient goes down when it is read, while a forward that failed has begun to fetch its weight."""
+    seen: list[Any] = []
+    for number in range(2):
+        model.layers[0].uses_spare = False  # type: ignore[union-attr]  # so that its gradients are not complete
+        seen.append(backward(model, number))
+        model.layers[0].uses_spare = True  # type: ignore[union-attr]
+        seen.append(evaluated(model))  # the block has left the device
+        with pytest.raises(IndexError):
+            model(torch.full((1, 4), 64))
+        seen.append([param.grad + 0 for param in model.layers[0].up.parameters()])  # type: ignore[union-attr, operator]
+        seen.append(evaluated(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
 # --- gradients that no update takes ----------------------------------------------------------------------------------
 
 
@@ -241,7 +258,7 @@ def leaves_out(model: Net, optimizer: Any) -> list[Any]:
 
 
 LOOPS: list[Loop] = [
-    train, evaluates, another_forward, reads, loads, half_a_backward, skips, drops, drops_some, leaves_out,
+    train, evaluates, another_forward, reads, loads, half_a_backward, stops_early, skips, drops, drops_some, leaves_out,
 ]  # fmt: skip
 
 
@@ -283,6 +300,26 @@ def test_backward_needs_weights_again(layout: str, options: dict[str, Any]) -> N
     for loop in (train, evaluates):
         for transfer in TRANSFERS:
             compare(loop, layout, transfer(), **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_calling_thread_rounds_nothing_in_ordinary_loops(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker does, or the device, in skipped steps as well: otherwise each fetch would wait for it."""
+    slow: list[str] = []
+    for name in ("restored", "weight_of"):
+        former = getattr(BucketState, name)
+        monkeypatch.setattr(
+            BucketState, name, lambda bucket, *args, f=former: (slow.append(f.__name__), f(bucket, *args))[1]
+        )
+    model, optimizer = stowed(layout, Vacant())
+    for number, factor in enumerate([1.0, torch.inf, 1.0, 1.0]):
+        backward(model, number, factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert slow == []
+    backward(model, 4)
+    evaluated(model)
+    assert "weight_of" in slow
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
