@@ -35,7 +35,7 @@ from strategies.core.plan import Home
 from strategies.engine.gradient_state import GradientState
 from strategies.engine.memory.arena import Arena
 from strategies.engine.parameter_views import ParameterViews
-from strategies.engine.tensors.handed_out import HandedOut
+from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameters import put
 from strategies.engine.transfer.transfer import Event
 

@@ -5,7 +5,7 @@ through here; ``parameters.py`` makes sure that there is no other way.
 
     state_dict          each module that owns parameters returns views of the newest weights: the host's copy of
                         offloaded ones, the home of residents. They have storages of their own and are no copies, except
-                        between backward and step where a gradient waits in the copy's place (``handed_out.py``). A
+                        between backward and step where a gradient waits in the copy's place (``loans.py``). A
                         module that customizes what is saved gets copies of its weights; its result is not changed
     load_state_dict     before a module is loaded its parameters are plain views of the newest weights; afterwards
                         masters and homes get the loaded values

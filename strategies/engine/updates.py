@@ -23,7 +23,8 @@ Ordering, by memory that two lanes touch:
     both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy (``arrived``), and so after
                  whoever wrote that. The update reads the gradient before it writes the new weight over it: the worker
                  in program order; of a streamed bucket UP reads (``arrived``), then COMPUTE updates (``used``), then
-                 DOWN writes. The next UP reads the weight after the worker (future) or DOWN (``stored``). A skipped update writes the old weight, rounded from the master, on the same way
+                 DOWN writes. The next UP reads the weight after the worker (future) or DOWN (``stored``). A skipped
+                 update writes the old weight, rounded from the master, on the same way
 
 [Note: split points] Element-wise CUDA kernels give an element the same bits wherever a call is cut. Torch's CPU kernels
 process the last elements of a call, fewer than a vector, in a scalar loop that may round differently; so cuts are made
