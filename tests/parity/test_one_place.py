@@ -85,7 +85,7 @@ def made(**options: Any) -> Net:
     return Net(**options).to(torch.bfloat16)
 
 
-def stowed(layout: str, transfer: Transfer, max_norm: float = NORM, **options: Any) -> tuple[Net, Any]:
+def stowed(layout: str, transfer: Transfer, max_norm: float = NORM, **options: Any) -> tuple[Any, Any]:
     model = made(**options)
     wishes = {"weights": "streamed", **LAYOUTS[layout]}
     plan = plan_for(model, machine=MACHINE, max_grad_norm=max_norm, debug=not isinstance(transfer, Vacant), **wishes)
@@ -95,13 +95,13 @@ def stowed(layout: str, transfer: Transfer, max_norm: float = NORM, **options: A
     return model, stow(ground.feed(model), plan, rule=rule, device=ground.device, transfer=transfer, beside=True)  # type: ignore[arg-type]
 
 
-def backward(model: Net, number: int, factor: float = 1.0) -> float:
+def backward(model: Any, number: int, factor: float = 1.0) -> float:
     loss = model(TEXT[number]) * factor
     loss.backward()
     return float(loss.detach())
 
 
-def train(model: Net, optimizer: Any, numbers: range = range(3)) -> list[float]:
+def train(model: Any, optimizer: Any, numbers: range = range(3)) -> list[float]:
     seen = []
     for number in numbers:
         seen.append(backward(model, number))
@@ -110,7 +110,7 @@ def train(model: Net, optimizer: Any, numbers: range = range(3)) -> list[float]:
     return seen
 
 
-def evaluated(model: Net) -> float:
+def evaluated(model: Any) -> float:
     with torch.no_grad():
         return float(model(TEXT[7]))
 
@@ -122,7 +122,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 # --- weights are wanted between backward and step --------------------------------------------------------------------
 
 
-def evaluates(model: Net, optimizer: Any) -> list[Any]:
+def evaluates(model: Any, optimizer: Any) -> list[Any]:
     """Twice, with other work before: what was present is away the second time."""
     seen: list[Any] = []
     for number in range(3):
@@ -133,7 +133,7 @@ def evaluates(model: Net, optimizer: Any) -> list[Any]:
     return seen
 
 
-def another_forward(model: Net, optimizer: Any) -> list[Any]:
+def another_forward(model: Any, optimizer: Any) -> list[Any]:
     """With gradients, whose graph is dropped; and the gradient of an input, for which only weights are needed."""
     seen: list[Any] = []
     for number in range(3):
@@ -145,7 +145,7 @@ def another_forward(model: Net, optimizer: Any) -> list[Any]:
     return seen
 
 
-def reads(model: Net, optimizer: Any) -> list[Any]:
+def reads(model: Any, optimizer: Any) -> list[Any]:
     """State dicts, single weights and gradients, in turn."""
     seen: list[Any] = []
     for number in range(3):
@@ -159,7 +159,7 @@ def reads(model: Net, optimizer: Any) -> list[Any]:
     return seen
 
 
-def loads(model: Net, optimizer: Any) -> list[Any]:
+def loads(model: Any, optimizer: Any) -> list[Any]:
     """Other weights are loaded between backward and step, which then steps from there."""
     seen: list[Any] = [*train(model, optimizer), backward(model, 3)]
     other = {name: value.mul(0.5) for name, value in made().state_dict().items()}
@@ -170,7 +170,7 @@ def loads(model: Net, optimizer: Any) -> list[Any]:
     return [*seen, *train(model, optimizer)]
 
 
-def half_a_backward(model: Net, optimizer: Any) -> list[Any]:
+def half_a_backward(model: Any, optimizer: Any) -> list[Any]:
     """The gradients of ``spare`` come by a backward of their own, for which the other weights are needed again."""
     seen: list[Any] = []
     for number in range(3):
@@ -187,19 +187,19 @@ def half_a_backward(model: Net, optimizer: Any) -> list[Any]:
     return seen
 
 
-def stops_early(model: Net, optimizer: Any) -> list[Any]:
+def stops_early(model: Any, optimizer: Any) -> list[Any]:
     """A gradient goes down when it is read, while a forward that failed has begun to fetch its weight."""
     seen: list[Any] = []
     for number in range(2):
-        model.layers[0].uses_spare = False  # type: ignore[union-attr]  # so that its gradients are not complete
+        model.layers[0].uses_spare = False  # so that its gradients are not complete
         seen.append(backward(model, number))
-        model.layers[0].uses_spare = True  # type: ignore[union-attr]
+        model.layers[0].uses_spare = True
         seen.append(evaluated(model))  # the block has left the device
         model.fails = True
         with pytest.raises(IndexError):
             model(TEXT[6])
         model.fails = False
-        seen.append([param.grad + 0 for param in model.layers[0].up.parameters()])  # type: ignore[union-attr, operator]
+        seen.append([param.grad + 0 for param in model.layers[0].up.parameters()])
         seen.append(evaluated(model))
         optimizer.step()
         optimizer.zero_grad()
@@ -209,7 +209,7 @@ def stops_early(model: Net, optimizer: Any) -> list[Any]:
 # --- gradients that no update takes ----------------------------------------------------------------------------------
 
 
-def skips(model: Net, optimizer: Any) -> list[Any]:
+def skips(model: Any, optimizer: Any) -> list[Any]:
     """Two steps in a row are not finite, and one more after a good one."""
     seen: list[Any] = []
     for number, factor in enumerate([1.0, torch.inf, torch.inf, 1.0, torch.inf, 1.0, 1.0]):
@@ -220,7 +220,7 @@ def skips(model: Net, optimizer: Any) -> list[Any]:
     return [*seen, optimizer.skipped]
 
 
-def drops(model: Net, optimizer: Any) -> list[Any]:
+def drops(model: Any, optimizer: Any) -> list[Any]:
     """``zero_grad`` before the step: once between good steps, once before weights are read at once."""
     seen: list[Any] = train(model, optimizer, range(1))
     seen.append(backward(model, 1))
@@ -236,12 +236,12 @@ def drops(model: Net, optimizer: Any) -> list[Any]:
     return [*seen, *train(model, optimizer, range(5, 7))]
 
 
-def drops_some(model: Net, optimizer: Any) -> list[Any]:
+def drops_some(model: Any, optimizer: Any) -> list[Any]:
     """All gradients of a block are set to None, and one of another block: the block is not updated."""
     seen: list[Any] = []
     for number in range(3):
         seen.append(backward(model, number))
-        for param in (*model.layers[1].parameters(), model.layers[2].up.weight):  # type: ignore[union-attr]
+        for param in (*model.layers[1].parameters(), model.layers[2].up.weight):
             param.grad = None
         seen.append(evaluated(model))
         optimizer.step()
@@ -250,17 +250,17 @@ def drops_some(model: Net, optimizer: Any) -> list[Any]:
     return seen
 
 
-def leaves_out(model: Net, optimizer: Any) -> list[Any]:
+def leaves_out(model: Any, optimizer: Any) -> list[Any]:
     """A block gets no gradients, and in another one a layer gets none."""
     seen: list[Any] = []
     for number in range(5):
         model.skip = number % 4
-        model.layers[(number + 1) % 4].uses_spare = False  # type: ignore[union-attr]
+        model.layers[(number + 1) % 4].uses_spare = False
         seen += [backward(model, number), evaluated(model)]
         optimizer.step()
         optimizer.zero_grad()
         model.skip = None
-        model.layers[(number + 1) % 4].uses_spare = True  # type: ignore[union-attr]
+        model.layers[(number + 1) % 4].uses_spare = True
         seen += [evaluated(model)] if number % 2 else []
     return seen
 
@@ -314,11 +314,18 @@ def test_backward_needs_weights_again(layout: str, options: dict[str, Any]) -> N
 def test_the_calling_thread_rounds_nothing_in_ordinary_loops(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker does, or the device, in skipped steps as well: otherwise each fetch would wait for it."""
     slow: list[str] = []
-    for name in ("restored", "weight_of"):
+
+    def counted(name: str) -> Any:
         former = getattr(BucketState, name)
-        monkeypatch.setattr(
-            BucketState, name, lambda bucket, *args, f=former: (slow.append(f.__name__), f(bucket, *args))[1]
-        )
+
+        def called(*args: Any) -> Any:
+            slow.append(name)
+            return former(*args)
+
+        return called
+
+    for name in ("restored", "weight_of"):
+        monkeypatch.setattr(BucketState, name, counted(name))
     model, optimizer = stowed(layout, Vacant())
     for number, factor in enumerate([1.0, torch.inf, 1.0, 1.0]):
         backward(model, number, factor)
@@ -337,7 +344,7 @@ def test_updates_in_backward(layout: str, transfer: type[Transfer]) -> None:
         compare(loop, layout, transfer(), max_norm=0.0)
 
 
-def leaves_out_quietly(model: Net, optimizer: Any) -> list[Any]:
+def leaves_out_quietly(model: Any, optimizer: Any) -> list[Any]:
     """As ``leaves_out``, without reading weights between backward and step, which is refused there."""
     seen: list[Any] = []
     for number in range(5):
