@@ -59,12 +59,13 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     if kind is Kind.PARAM:
         if bucket.resident:
             return Resting(Home.DEVICE, size, "always present")
-        return Resting(Home.HOST, size, "fetched for use")
+        parks = parks_in_copy(bucket, layout)
+        return Resting(Home.HOST, size, "fetched for use; the gradient takes its place" if parks else "fetched for use")
     if bucket.site is Site.NONE:
         return Resting(Home.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
         if bucket.grad_home is Home.HOST and parks_in_copy(bucket, layout):
-            return Resting(Home.HOST, 0, "in the place of the weight")
+            return Resting(Home.HOST, 0, "in the place of its weight")
         waits = "wait for the update where they are made" if bucket.grad_home is Home.DEVICE else "sent down when made"
         return Resting(bucket.grad_home, size, waits)
     home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
