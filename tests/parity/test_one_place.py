@@ -6,6 +6,7 @@ double that is as late as it may and leaves nothing where a weight was, and unde
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,6 +398,21 @@ def test_a_part_of_a_state_dict_that_is_held_is_refused() -> None:
     cycle.append(cycle)
     del cycle
     train(model, optimizer)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saved_loaded_and_closed_between_backward_and_step(layout: str, tmp_path: Path) -> None:
+    """Loading drops the gradients; ``close`` leaves the weights that there were."""
+    model, optimizer = stowed(layout, Delayed())
+    train(model, optimizer)
+    before, value = weights(model), evaluated(model)
+    backward(model, 3)
+    optimizer.save(tmp_path)
+    optimizer.load(tmp_path)
+    assert evaluated(model) == value and _same(weights(model), before)
+    backward(model, 3)
+    optimizer.close()
+    assert _same([param.data for param in model.parameters()], before)
 
 
 # --- what is planned -------------------------------------------------------------------------------------------------
