@@ -10,7 +10,7 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     COPY      e on the host, if the weight travels. In fp32 it is the master
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
-              written here too, and copied up from here: the gradient has been read by then
+              written here too, and copied up from here: the gradient has been read by then. 0 if it lies in COPY
     ARRIVAL   e on the host, in shared slots: a micro-batch's gradient before it is added to PARKED
     MASTER    4 at the update site; in fp32 only if the weight stays on the device and its update runs on the host
     MOMENTS   4 m at the update site
@@ -18,6 +18,12 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
+
+In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
+copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
+new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
+rounded from the master again, whose rounded value it always is. So with Adam a bucket whose gradient waits on the host
+costs 14 bytes per element there instead of 16.
 
 Time inside an iteration is counted in ticks: forward of each unit in order of first use, then backward in reverse; 2 n
 ticks for n units. A weight that travels has ``resident_ticks``, half-open ranges during which it is on the device: it
@@ -172,6 +178,16 @@ def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:
     return found.get(False, 1), found.get(True, 1)
 
 
+def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
+    """Whether COPY is the place of PARKED, too; see the module docstring.
+
+    Not in fp32, where the copy is the master; nor with several micro-batches, of which each forward fetches the copy
+    after the first one's gradient has gone down.
+    """
+    goes_down = bucket.grad_home is Home.HOST or bucket.site is Site.HOST
+    return bucket.mixed and not bucket.resident and goes_down and layout.accumulation == 1
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Memory that a bucket needs: for the whole run, or only while it is in use (``passes``)."""
@@ -193,7 +209,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
         return
     grads_leave = bucket.grad_home is Home.HOST
     yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=grads_leave)
-    if grads_leave or bucket.site is Site.HOST:
+    if (grads_leave or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
         yield Need(name, Item.PARKED, Home.HOST, weight)
     if grads_leave and layout.accumulation > 1:
         yield Need(name, Item.ARRIVAL, Home.HOST, weight, passes=True)

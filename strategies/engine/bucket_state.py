@@ -8,6 +8,8 @@ parameters are to the model (``parameter_views.py``).
                                                           ``settled_on_device``
                 NOTHING -> HOST -> NOTHING                an update by the worker: ``submit``, ``settled_on_host``
     present     its home holds its weights, or UP is writing them: from ``claim`` until ``vacate``
+    given_up    the host's copy is overwritten by the gradient, whose place it is (``parks_in_copy``): from
+                ``give_up_copy`` until the next update or ``restored``. Its weights are the rounded masters then
     open        how many scopes that use it have been entered and not left
 
 Events of a bucket, each the last of its kind:
@@ -28,11 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Layout, Site, leads
+from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy
 from strategies.core.plan import Home
 from strategies.engine.gradient_state import GradientState
 from strategies.engine.memory.arena import Arena
 from strategies.engine.parameter_views import ParameterViews
+from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameters import put
 from strategies.engine.transfer.transfer import Event
 
@@ -98,6 +101,8 @@ class BucketState:
     leads: tuple[int, int] = (1, 1)  # ticks ahead of its use that its weight may come, in forward and in backward
 
     present: bool = False  # the home is this bucket's
+    given_up: bool = False  # the copy's place holds gradients
+    handed_out: HandedOut = field(default_factory=HandedOut)  # views of the copy that others may hold
     open: int = 0  # scopes that use it now
     pending: Pending = Pending.NOTHING
     job: Job | None = None
@@ -141,9 +146,33 @@ class BucketState:
         return [self.shaped(self.grad, index) for index in indices]
 
     @property
+    def parks_in_copy(self) -> bool:
+        """Whether the host's copy and the gradient that waits there are one place."""
+        return self.copy is not None and self.copy is self.parked
+
+    @property
     def newest(self) -> Tensor:
-        """Where the newest weights are while no update is pending: the host's copy, or the home of a resident."""
+        """Where the newest weights are while no update is pending: the host's copy, or the home of a resident.
+
+        Not while the copy is given up: ``weight_of`` has the newest weights then, too.
+        """
         return self.weight if self.copy is None else self.copy
+
+    def weight_of(self, index: int) -> Tensor:
+        """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
+
+        A view of ``newest``, or a rounded master if the copy is given up. The master is on the host then; what DOWN
+        has written there has to be waited for (``stored``).
+        """
+        if not self.given_up:
+            return self.shaped(self.newest, index)
+        assert self.master is not None
+        return self.shaped(self.master, index).to(self.weight.dtype)
+
+    def round_master(self, target: Tensor, master: Tensor) -> None:
+        """Round the masters to compute weights, parameter by parameter, leaving out the padding."""
+        for index in range(len(self.params)):
+            self.part(target, index).copy_(self.part(master, index))
 
     def states(self) -> list[Tensor]:
         """What an update on the device needs besides the weight, in the order of the visit slot."""
@@ -186,6 +215,20 @@ class BucketState:
         self.views.unbind()
         self.present = False
 
+    def hand_out(self, view: Tensor) -> None:
+        """``view``, made from ``weight_of``, is given to somebody who may hold it until a gradient takes its place."""
+        if self.parks_in_copy and not self.given_up:
+            self.handed_out.add(view)
+
+    def give_up_copy(self) -> None:
+        """DOWN is about to write gradients to the place of the host's copy."""
+        self.handed_out.keep_values(self.name)
+        self.given_up = True
+
+    def restored(self) -> None:
+        """The host's copy is the rounded master again."""
+        self.given_up = False
+
     def enter(self, times: int = 1) -> None:
         """Scopes that use it begin."""
         self.open += times
@@ -223,12 +266,13 @@ class BucketState:
         self.pending, self.job = Pending.NOTHING, None
 
     def write_back(self, *, stored: Event) -> None:
-        """DOWN has been given the copies of what the update wrote."""
-        self.stored = stored
+        """DOWN has been given the copies of what the update wrote, the host's copy among it if there is one."""
+        self.stored, self.given_up = stored, False
 
     def settled_on_host(self) -> None:
-        """The worker has computed the update."""
+        """The worker has computed the update, and written the host's copy if the gradient was in its place."""
         self.pending, self.job, self.future = Pending.NOTHING, None, None
+        self.given_up = False
 
     def refuse_loans(self) -> None:
         """Raise RuntimeError if a parameter is on loan when an update is to begin."""
@@ -273,6 +317,7 @@ def make_bucket(
 
     weight = flat(Item.WEIGHT, dtype)
     assert weight is not None, f"{spec.name} has no home"
+    copy = flat(Item.COPY, dtype)
     moments = flat(Item.MOMENTS, torch.float32, num_moments)
     steps = arena.of(spec.name, Item.STEPS, torch.float32)
     parts = zip(params, spec.offsets, spec.sizes, strict=True)
@@ -289,9 +334,9 @@ def make_bucket(
         index=index,
         params=params,
         weight=weight,
-        copy=flat(Item.COPY, dtype),
+        copy=copy,
         grad=flat(Item.GRAD, dtype),
-        parked=flat(Item.PARKED, dtype),
+        parked=copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype),
         arrival=flat(Item.ARRIVAL, dtype),
         master=flat(Item.MASTER, torch.float32),
         moments=[] if moments is None else list(moments.view(num_moments, count)),

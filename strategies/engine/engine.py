@@ -162,12 +162,13 @@ class Engine(Copied):
 
     @unseen
     def settle(self, bucket: BucketState) -> None:
-        """Finish the pending update of ``bucket``, so that its newest weights are in ``bucket.newest``."""
+        """Finish the pending update of ``bucket``, so that ``bucket.weight_of`` gives its newest weights."""
         if not (bucket.settled and bucket.present):
             for other in bucket.overlapping:  # whose updates have begun and write to the same addresses
                 if other.pending is Pending.VISITING:
                     self.updates.settle(other)
         self.updates.settle(bucket)
+        self.residency.restore(bucket)
 
     # --- gradients and updates ---------------------------------------------------------------------------------------
 

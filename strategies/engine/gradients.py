@@ -109,6 +109,8 @@ class Gradients:
             self._refuse_pass()
         if bucket.grads_on_host:
             self._enter_slot(bucket)
+        else:  # a gradient that no update has taken may still be on its way down
+            self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
         place = bucket.shaped(bucket.grad, index)
         self._transfer.writes(Lane.COMPUTE, bucket.grad)
         if index in bucket.grads.touched and not bucket.grads_on_host:
@@ -235,7 +237,10 @@ class Gradients:
                 transfer.wait(Lane.DOWN, former.result())
         elif grads.added is not None:  # done long ago: an update has read PARKED since
             transfer.wait(Lane.DOWN, grads.added.result())
+        # The slot was written by COMPUTE. UP has read PARKED, or the weight's copy that the gradient replaces.
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
+        if bucket.parks_in_copy:
+            bucket.give_up_copy()
         if len(leaving) == len(bucket.params):
             transfer.copy(Lane.DOWN, target, bucket.grad)
         else:

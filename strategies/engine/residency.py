@@ -9,6 +9,12 @@ address. So the last blocks of forward are still present when backward begins wi
 since homes may overlap in part. Waits already made are free (``transfer.py``); copies up that were never used need no
 wait, for UP made them itself.
 
+[Note: weights under gradients] Where a gradient waits in the place of the host's copy (``parks_in_copy``), an absent
+weight can still be wanted before the update: by a forward between backward and step, or by a node of backward that runs
+after the weight's gradient was made. Then the host rounds the master, which nobody writes until that update, and UP
+copies what comes out, one parameter after the other; slow, but seldom. If the gradient has been dropped (``zero_grad``
+without a step), the host rounds the master into the place itself, which then is the copy again.
+
 Refused: two buckets in use at the same time whose homes overlap.
 """
 
@@ -16,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from strategies.engine.bucket_state import BucketState, Pending
@@ -59,7 +66,43 @@ class Residency:
         """Copy the weights up from the host into their home."""
         assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
         self.claim(bucket)
-        self._bring(bucket, bucket.copy)
+        self.restore(bucket)
+        if bucket.given_up:
+            self._bring_rounded(bucket)
+        else:
+            self._bring(bucket, bucket.copy)
+
+    @torch.no_grad()
+    def restore(self, bucket: BucketState) -> None:
+        """Make the host's copy current if it was given up to a gradient that nobody waits for any more.
+
+        The host writes after DOWN has written the gradient (``sent``), which came after all else that concerns the
+        place: DOWN has written the last weight and its master before, and UP has read that weight. UP reads what the
+        host has written; the next DOWN comes after that.
+        """
+        if not bucket.given_up or not bucket.settled or bucket.grads.touched:
+            return
+        assert bucket.copy is not None and bucket.master is not None
+        transfer = self.transfer
+        transfer.host_wait(bucket.grads.sent)
+        transfer.reads(Lane.HOST, bucket.master)
+        transfer.writes(Lane.HOST, bucket.copy)
+        bucket.round_master(bucket.copy, bucket.master)
+        transfer.wait(Lane.UP, transfer.record(Lane.HOST))
+        bucket.restored()
+
+    @torch.no_grad()
+    def _bring_rounded(self, bucket: BucketState) -> None:
+        """Copy rounded masters up; see [Note: weights under gradients]. DOWN has written them (``stored``)."""
+        transfer = self.transfer
+        transfer.host_wait(bucket.stored)
+        transfer.reads(Lane.HOST, bucket.master)
+        if self.debug:
+            transfer.poison(Lane.UP, bucket.weight)
+        transfer.wait(Lane.UP, transfer.record(Lane.HOST))  # the host rounds before it issues each copy
+        for index in range(len(bucket.params)):
+            transfer.copy(Lane.UP, bucket.part(bucket.weight, index), bucket.weight_of(index).view(-1))
+        bucket.arrive(arrived=transfer.record(Lane.UP))
 
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""

@@ -4,7 +4,8 @@ Problem. Libraries read and write parameters at any time, wherever the weights a
 through here; ``parameters.py`` makes sure that there is no other way.
 
     state_dict          each module that owns parameters returns views of the newest weights: the host's copy of
-                        offloaded ones, the home of residents. They have storages of their own and are no copies. A
+                        offloaded ones, the home of residents. They have storages of their own and are no copies, except
+                        between backward and step where a gradient waits in the copy's place (``loans.py``). A
                         module that customizes what is saved gets copies of its weights; its result is not changed
     load_state_dict     before a module is loaded its parameters are plain views of the newest weights; afterwards
                         masters and homes get the loaded values
@@ -68,7 +69,7 @@ class StateAccess(Copied):
     def newest_of(self, param: nn.Parameter) -> Tensor:
         """The newest weight of ``param`` itself, which the host may read."""
         bucket, index = self.settle(param)
-        return bucket.shaped(bucket.newest, index)
+        return bucket.weight_of(index)
 
     def settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """The bucket of ``param`` and its index there, settled, so that the host may read its newest weight."""
@@ -100,9 +101,15 @@ class StateAccess(Copied):
             self._restore(param)
             as_it_is = id(param) not in lent or _same_memory(saved, lent[id(param)])
             if as_it_is and isinstance(saved, Tensor) and not isinstance(saved, nn.Parameter):
-                state[prefix + name] = alone(self.newest_of(param))
+                state[prefix + name] = self._hand_out(param)
         if lent:
             _copies_to_host(state, prefix, lent.values())
+
+    def _hand_out(self, param: nn.Parameter) -> Tensor:
+        view = alone(self.newest_of(param))
+        bucket, _ = self._engine.bucket_of[id(param)]
+        bucket.hand_out(view)
+        return view
 
     def end_module_loans(self, *modules: int) -> None:
         """The state dicts of ``modules``, by id and by default of all, were made or interrupted."""
@@ -140,7 +147,8 @@ class StateAccess(Copied):
     def set_weight(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """Copy a new weight to every place that has the weight, and to the master unless ``master`` is False."""
         bucket, index = self.settle(param)
-        for place in (bucket.newest, bucket.master if master else None, bucket.weight if bucket.present else None):
+        copy = None if bucket.given_up else bucket.newest  # if it is, the gradient stays, and the master is the weight
+        for place in (copy, bucket.master if master else None, bucket.weight if bucket.present else None):
             if place is not None and bucket.part(place, index).data_ptr() != value.data_ptr():
                 bucket.part(place, index).copy_(value.reshape(-1))
         loan = _lent_value(param)
@@ -164,7 +172,7 @@ class StateAccess(Copied):
         for bucket in self._engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                bucket.views.lend(index, bucket.shaped(bucket.newest, index).to("cpu", copy=True), nn.Parameter)
+                bucket.views.lend(index, bucket.weight_of(index).to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
 
@@ -222,7 +230,7 @@ class Keeper(Copied):
             transfer.host_wait(bucket.stored)
             transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
             loan = _lent_value(bucket.params[self._index])
-            newest = bucket.shaped(bucket.newest, self._index) if loan is None else loan
+            newest = bucket.weight_of(self._index) if loan is None else loan
             return newest.to(self._engine.device, copy=True)
 
     def value_to_lend(self) -> Tensor:

@@ -20,6 +20,11 @@ Ordering, by memory that two lanes touch:
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
                  next DOWN waits for that UP (``arrived``)
     COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``)
+    both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy (``arrived``), and so after
+                 whoever wrote that. The update reads the gradient before it writes the new weight over it: the worker
+                 in program order; of a streamed bucket UP reads (``arrived``), then COMPUTE updates (``used``), then
+                 DOWN writes. The next UP reads the weight after the worker (future) or DOWN (``stored``). A skipped
+                 update writes the old weight, rounded from the master, on the same way
 
 [Note: split points] Element-wise CUDA kernels give an element the same bits wherever a call is cut. Torch's CPU kernels
 process the last elements of a call, fewer than a vector, in a scalar loop that may round differently; so cuts are made
@@ -172,7 +177,7 @@ class Updates:
                 bucket, job, bucket.grad, operands, scratch, job.scale.factor, job.scale.bad if flagged else None
             )
         if mixed:
-            _round(bucket, bucket.weight, state[0])
+            bucket.round_master(bucket.weight, state[0])
         bucket.settled_on_device(used=transfer.record(Lane.COMPUTE))
         if bucket.visit is None and bucket.copy is None:
             return
@@ -195,9 +200,12 @@ class Updates:
         """In the worker: compute the update. Returns whether it changed the weights, and the event after it."""
         transfer = self._transfer
         transfer.host_wait(*waits)
-        if self._known_bad(job.scale):
-            return False, transfer.record(Lane.HOST)
         assert bucket.parked is not None
+        if self._known_bad(job.scale):
+            if bucket.parks_in_copy:  # the gradient has overwritten the weight
+                with torch.no_grad():
+                    self._round_on_host(bucket, bucket.parked)
+            return False, transfer.record(Lane.HOST)
         master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
         transfer.reads(Lane.HOST, bucket.parked)
@@ -206,10 +214,13 @@ class Updates:
         with torch.no_grad():
             self._apply(bucket, job, bucket.parked, [master, *bucket.moments], self._host_scratch, factor)
             if bucket.spec.mixed:
-                weight = bucket.parked if bucket.copy is None else bucket.copy
-                transfer.writes(Lane.HOST, weight)
-                _round(bucket, weight, master)
+                self._round_on_host(bucket, bucket.parked if bucket.copy is None else bucket.copy)
         return True, transfer.record(Lane.HOST)
+
+    def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
+        assert bucket.master is not None
+        self._transfer.writes(Lane.HOST, weight)
+        bucket.round_master(weight, bucket.master)
 
     def _from_worker(self, bucket: BucketState) -> None:
         assert bucket.future is not None
@@ -262,12 +273,6 @@ class Updates:
             steps = [bucket.steps[chunk.index] if chunk.last else bucket.steps[chunk.index].clone() for chunk in call]
             masters, *moments = ([cut(flat, chunk) for chunk in call] for flat in state)
             self._rule.update(Operands(masters, grads, moments, steps), job.group, bad)
-
-
-def _round(bucket: BucketState, weight: Tensor, master: Tensor) -> None:
-    """Round the masters of a bucket to its compute weights, parameter by parameter, leaving out the padding."""
-    for index in range(len(bucket.params)):
-        bucket.part(weight, index).copy_(bucket.part(master, index))
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:

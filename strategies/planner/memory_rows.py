@@ -13,7 +13,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from strategies.core.facts import Facts, Home, Unit
-from strategies.core.layout import ITEM_BYTES, Addresses, Bucket, Item, Layout, Site, aligned, scratch_bytes
+from strategies.core.layout import (
+    ITEM_BYTES,
+    Addresses,
+    Bucket,
+    Item,
+    Layout,
+    Site,
+    aligned,
+    parks_in_copy,
+    scratch_bytes,
+)
 from strategies.core.plan import RUN, Kind, Plan, Reserve, Rest, Share
 from strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
@@ -49,10 +59,13 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     if kind is Kind.PARAM:
         if bucket.resident:
             return Resting(Home.DEVICE, size, "always present")
-        return Resting(Home.HOST, size, "fetched for use")
+        parks = parks_in_copy(bucket, layout)
+        return Resting(Home.HOST, size, "fetched for use; the gradient takes its place" if parks else "fetched for use")
     if bucket.site is Site.NONE:
         return Resting(Home.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
+        if bucket.grad_home is Home.HOST and parks_in_copy(bucket, layout):
+            return Resting(Home.HOST, 0, "in the place of its weight")
         waits = "wait for the update where they are made" if bucket.grad_home is Home.DEVICE else "sent down when made"
         return Resting(bucket.grad_home, size, waits)
     home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST

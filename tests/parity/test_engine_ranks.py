@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.engine import AdamW, stow
+from tests.helpers.masters import Masters
 from tests.helpers.models import build, tokens
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -17,12 +18,12 @@ from trainer.planning.plan_for import plan_for
 pytestmark = pytest.mark.ranks
 
 
-def one_bad_rank(ranks: Ranks, max_norm: float) -> dict[str, Any]:
+def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype) -> dict[str, Any]:
     """Three steps; in the second, one rank alone has a gradient that is not finite.
 
     Nobody says that there are two ranks, and they begin with different weights.
     """
-    model: Any = build("llama")
+    model: Any = build("llama", dtype=dtype)
     if ranks.rank == 1:
         torch.nn.init.normal_(model.lm_head.weight)
     plan = plan_for(model, max_grad_norm=max_norm, site="host", weights="streamed", prefetch=1)
@@ -43,7 +44,7 @@ def one_bad_rank(ranks: Ranks, max_norm: float) -> dict[str, Any]:
     both = [torch.empty_like(flat) for _ in range(ranks.world_size)]
     dist.all_gather(both, flat)
     return {
-        "started as the first": bool(torch.equal(start, build("llama").state_dict()["lm_head.weight"])),
+        "started as the first": bool(torch.equal(start, build("llama", dtype=dtype).state_dict()["lm_head.weight"])),
         "skipped": optimizer.skipped,
         "alike": bool(torch.equal(*both)),
         "kept": all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]),
@@ -52,22 +53,24 @@ def one_bad_rank(ranks: Ranks, max_norm: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_one_rank_that_is_not_finite_stops_the_step_of_all(max_norm: float) -> None:
-    found = run_world(2, one_bad_rank, max_norm)
+def test_one_rank_that_is_not_finite_stops_the_step_of_all(max_norm: float, dtype: torch.dtype) -> None:
+    found = run_world(2, one_bad_rank, max_norm, dtype)
     assert found.pop("skipped") == 1
     assert all(found.values()), found
 
 
-def skipping(ranks: Ranks, max_norm: float, site: str) -> list[float]:
-    """Each rank leaves out another block, in turn; against torch's data parallelism."""
+def skipping(ranks: Ranks, max_norm: float, site: str, dtype: torch.dtype) -> list[float]:
+    """Each rank leaves out another block, in turn; against torch's data parallelism, in bf16 with fp32 masters."""
     import copy
 
-    plain: Any = build("llama")
+    plain: Any = build("llama", dtype=dtype)
     model = copy.deepcopy(plain)
     plan = plan_for(model, max_grad_norm=max_norm, site=site, weights="streamed", prefetch=0, gradients="device")
     ours = stow(model, plan, rule=AdamW(), device="cpu")
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    mixed = dtype is not torch.float32
+    theirs: Any = Masters(plain, 1e-3, max_norm) if mixed else torch.optim.AdamW(plain.parameters(), fused=True)
     parallel = torch.nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
     unequal = []
     for step, batch in enumerate(tokens("llama", 4)):
@@ -78,7 +81,7 @@ def skipping(ranks: Ranks, max_norm: float, site: str) -> list[float]:
             bare.model.layers = torch.nn.ModuleList(block for block in all_blocks if block is not left_out)
             net(**batch).loss.backward()
             bare.model.layers = all_blocks
-            if max_norm:
+            if max_norm and not mixed:
                 norms.append(float(torch.nn.utils.clip_grad_norm_(bare.parameters(), max_norm)))
             optimizer.step()
             optimizer.zero_grad()
@@ -87,10 +90,12 @@ def skipping(ranks: Ranks, max_norm: float, site: str) -> list[float]:
     return [*unequal, *(float((value - state[name]).abs().max()) for name, value in plain.state_dict().items())]
 
 
-@pytest.mark.parametrize("site", ["host", "streamed"])
+@pytest.mark.parametrize(
+    ("site", "dtype"), [("host", torch.float32), ("streamed", torch.float32), ("host", torch.bfloat16)]
+)
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_ranks_that_leave_out_blocks(max_norm: float, site: str) -> None:
-    assert set(run_world(2, skipping, max_norm, site)) == {0.0}
+def test_ranks_that_leave_out_blocks(max_norm: float, site: str, dtype: torch.dtype) -> None:
+    assert set(run_world(2, skipping, max_norm, site, dtype)) == {0.0}
 
 
 class Averaging(nn.Module):

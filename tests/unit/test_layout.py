@@ -87,6 +87,20 @@ def test_bytes_per_element(case: tuple[str, Site, bool, Home], expected: dict[st
     assert sizes(*case) == expected
 
 
+@pytest.mark.parametrize(("site", "grad_home"), [(Site.HOST, HOST), (Site.HOST, DEVICE), (Site.STREAMED, HOST)])
+def test_a_gradient_that_waits_on_the_host_takes_the_place_of_the_copy(site: Site, grad_home: Home) -> None:
+    """In mixed precision with one micro-batch, of a weight that travels: 14 bytes per element and not 16."""
+
+    def on_host(dtype: str, travels: bool, accumulation: int) -> dict[str, int]:
+        found = sizes(dtype, site, travels, grad_home, accumulation)
+        return {item: size for item, (home, size) in found.items() if home == "host"}
+
+    assert on_host("bfloat16", True, 1) == {"COPY": 2, "MASTER": 4, "MOMENTS": 8}
+    assert on_host("bfloat16", True, 2) == {"COPY": 2, "PARKED": 2, "MASTER": 4, "MOMENTS": 8}
+    assert on_host("bfloat16", False, 1) == {"PARKED": 2, "MASTER": 4, "MOMENTS": 8}
+    assert on_host("float32", True, 1) == {"COPY": 4, "PARKED": 4, "MOMENTS": 8}
+
+
 def test_micro_batches_arrive_one_by_one() -> None:
     once = sizes("bfloat16", Site.HOST, False, HOST)
     more = sizes("bfloat16", Site.HOST, False, HOST, accumulation=2)

@@ -49,6 +49,14 @@ def with_arena(addresses: Addresses, device_bytes: int) -> Addresses:
     return replace(addresses, arena_bytes={**addresses.arena_bytes, Home.DEVICE: device_bytes})
 
 
+def test_a_place_for_copy_and_gradient_is_not_enough_for_several_micro_batches() -> None:
+    made = with_bucket(two(), 0, dtype="bfloat16", num_elements=512, offsets=(0, 256))
+    once = place(made)
+    assert validate(made, once) == [] and ("a", Item.PARKED) not in once.spots
+    words = complaints(replace(made, accumulation=2), once)
+    assert "parked gradient of a: has no address" in words
+
+
 # One mistake each
 
 

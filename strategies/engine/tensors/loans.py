@@ -10,16 +10,27 @@ ends (``parameter_views.py``): forward uses its value, including what was writte
 Invariant. While a parameter is on loan its weight changes only by writes to its value. So no update may begin: ``step``
 is refused, and so is a backward that updates.
 
+[Note: state dicts] A state dict is views of the host's copies, so that saving a model needs no second one in memory.
+Where a gradient waits in the copy's place (``parks_in_copy``), a view would show the gradient after the next backward.
+So before that each view that somebody still holds gets memory of its own, with the weight as it is then. That is more
+memory than the plan has, for whoever holds a state dict that long.
+
+Refused: other tensors made of such a view (``detach``, slices) and held during backward, since there is no way to give
+them memory of their own.
+
 Not seen: writes, after the loan, to tensors that share memory with a copy.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, StowedParameter
@@ -86,3 +97,36 @@ class Loans:
                 bucket, index = self.out.pop(param)
                 bucket.views.take_back(index)
                 self._access.was_used(bucket)
+
+
+class HandedOut:
+    """The views of one bucket's copy on the host that state dicts have given out; see [Note: state dicts]."""
+
+    def __init__(self) -> None:
+        self._views: list[tuple[weakref.ref[Tensor], StorageWeakRef]] = []
+
+    def add(self, view: Tensor) -> None:
+        """``view``, which has a storage of its own, is given out. What is not held any more is forgotten."""
+        self._views = [known for known in self._views if not known[1].expired()]
+        if view.numel():
+            self._views.append((weakref.ref(view), StorageWeakRef(view.untyped_storage())))
+
+    def keep_values(self, name: str) -> None:
+        """Give every view that is still held its own memory: the copy of bucket ``name`` is about to be overwritten.
+
+        Raises:
+            RuntimeError: a tensor made of a view is held and cannot be given any.
+        """
+        held, self._views = [known for known in self._views if not known[1].expired()], []
+        for view, _ in held:
+            tensor = view()
+            if tensor is not None:
+                tensor.data = tensor.data.clone()
+                del tensor
+        if any(not storage.expired() for _, storage in held):
+            gc.collect()  # what only a cycle holds is held by nobody
+        if any(not storage.expired() for _, storage in held):
+            raise RuntimeError(
+                f"{name}: a part of what model.state_dict() returned is held during backward, which writes gradients "
+                f"to that memory: clone() what is to be kept, or drop it before"
+            )
