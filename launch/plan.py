@@ -1,8 +1,10 @@
 """Show the plan of a run: which rank holds which tensors, where, how many bytes, and which strategy decided it and why.
 
     python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
+    python launch/plan.py --fit --config configs/quickstart.yaml
 
-Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2.
+Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2, and a table says
+what would. ``--fit`` prints that table for any model and machine; its exit code is 0 whatever the answer is.
 """
 
 from __future__ import annotations
@@ -11,24 +13,32 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strategies.core.sizes import parse_bytes
 from trainer.config.load import load
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError, UserError, report
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.planner.step_cost import StepCost
+    from trainer.dist.ranks import Ranks
+    from trainer.machine.probe import Machine
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
+    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
+    parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
+    parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
     parser.add_argument("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
+    parser.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="of the device, instead of the machine's")
+    parser.add_argument("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the simulated step (PNG)")
     parser.add_argument(
@@ -40,18 +50,29 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.measure and arguments.profile:
         parser.error("--measure times this machine; leave --profile out")
+    if not (arguments.config or arguments.fit):
+        parser.error("--config FILE is required; try --config configs/quickstart.yaml")
+    if arguments.model and (arguments.config or not arguments.fit):
+        parser.error("--model is for --fit, and instead of --config")
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
     return arguments
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
     arguments = parse(argv)
     try:
-        show(arguments)
+        (show_fit if arguments.fit else show)(arguments)
     except UserError as error:
-        print("\n".join(error.lines), file=sys.stderr)
+        report(error)
         return error.code
     return 0
 
@@ -63,24 +84,18 @@ def show(arguments: argparse.Namespace) -> None:
         ConfigError: the config is wrong, or the plan does not fit.
     """
     config = load(arguments.config, arguments.overrides)
-    from trainer.machine.probe import probe
-    from trainer.machine.profiles import known_rates, profile
-
-    machine = profile(arguments.profile) if arguments.profile else probe()
-    if ignored := known_rates(machine).ignored:
-        print(ignored, file=sys.stderr)
+    machine, ranks = machine_of(arguments), ranks_of(arguments)
     from strategies.backends import deepspeed
     from strategies.planner.step_cost import plan_cost
     from strategies.report import full_report
-    from trainer.dist.ranks import Ranks
+    from trainer.planning.fit import explained
     from trainer.planning.from_config import measure, plan_of, refuse_impossible
 
-    local = arguments.ranks_per_machine or min(arguments.world_size, 8)
-    ranks = Ranks(world_size=arguments.world_size, local_world_size=local)
     if arguments.measure:
         for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
             print(line)
-    plan = plan_of(config, ranks, machine)
+    with explained(config, ranks, machine):
+        plan = plan_of(config, ranks, machine)
     cost = plan_cost(plan)
     print(full_report.text(plan, cost))
     if suggested := [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]:
@@ -100,7 +115,55 @@ def show(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
         plot(plan, cost, arguments.plot)
-    refuse_impossible(plan)
+    with explained(config, ranks, machine):
+        refuse_impossible(plan)
+
+
+def show_fit(arguments: argparse.Namespace) -> None:
+    """Print the table of what fits.
+
+    Raises:
+        ConfigError: the config is wrong, or the model cannot be described.
+    """
+    config = load(arguments.config, arguments.overrides) if arguments.config else None
+    machine = machine_of(arguments)
+    from trainer.planning import fit
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    written = None
+    if config is None:
+        config = fit.config_of(arguments.model, arguments.overrides, accelerated=machine.device_kind != "cpu")
+        written = fit.unwritten(config)
+    asked = fit.Fit(config, ranks_of(arguments), machine, written=written, say=say)
+    print("\n".join(asked.lines(as_given=bool(arguments.config))))
+
+
+def machine_of(arguments: argparse.Namespace) -> Machine:
+    """This machine or the named one, with the sizes of memory that are given."""
+    from trainer.machine.probe import probe
+    from trainer.machine.profiles import known_rates, profile
+
+    machine = profile(arguments.profile) if arguments.profile else probe()
+    if ignored := known_rates(machine).ignored:
+        print(ignored, file=sys.stderr)
+    if arguments.gpu_memory and machine.device_kind == "cpu":  # a card that is not here, so at unknown rates
+        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)
+    if arguments.gpu_memory:
+        machine = replace(machine, device_total_bytes=arguments.gpu_memory)
+    if arguments.host_memory:
+        size = arguments.host_memory
+        machine = replace(machine, host_total_bytes=size, host_available_bytes=size)
+    return machine
+
+
+def ranks_of(arguments: argparse.Namespace) -> Ranks:
+    """The ranks of the job that is planned."""
+    from trainer.dist.ranks import Ranks
+
+    local = arguments.ranks_per_machine or min(arguments.world_size, 8)
+    return Ranks(world_size=arguments.world_size, local_world_size=local)
 
 
 def plot(plan: Plan, cost: StepCost | None, path: Path) -> None:

@@ -29,6 +29,7 @@ from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import build, config_keys
 from trainer.planning import facts
+from trainer.planning.fit import explained
 from trainer.planning.from_config import plan_of, refuse_folder, refuse_impossible
 from trainer.run import checkpoint, optimizer_choice
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
@@ -72,7 +73,8 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe()
-    plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
+    with explained(config, ranks, machine):
+        plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
     check_packing(config)
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
@@ -84,7 +86,8 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
     run.say(f"\n{shown}\n")
-    refuse_impossible(plan)
+    with explained(config, ranks, machine):
+        refuse_impossible(plan)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if ranks.is_first and resume is None:
         earlier = checkpoint.set_aside(folder)
