@@ -40,6 +40,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="of the device, instead of the machine's")
     parser.add_argument("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
+    parser.add_argument("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the simulated step (PNG)")
     parser.add_argument(
         "--measure", action="store_true", help="first time a few blocks on this machine; kept in the run folder"
@@ -50,7 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.measure and arguments.profile:
         parser.error("--measure times this machine; leave --profile out")
-    if not (arguments.config or arguments.fit):
+    if not (arguments.config or arguments.fit or arguments.schema or arguments.check):
         parser.error("--config FILE is required; try --config configs/quickstart.yaml")
     if arguments.model and (arguments.config or not arguments.fit):
         parser.error("--model is for --fit, and instead of --config")
@@ -70,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
     arguments = parse(argv)
     try:
-        (show_fit if arguments.fit else show)(arguments)
+        if arguments.schema or arguments.check:
+            show_file(arguments.check)
+        else:
+            (show_fit if arguments.fit else show)(arguments)
     except UserError as error:
         report(error)
         return error.code
@@ -89,7 +94,7 @@ def show(arguments: argparse.Namespace) -> None:
     from strategies.planner.step_cost import plan_cost
     from strategies.report import full_report
     from trainer.planning.fit import explained
-    from trainer.planning.from_config import measure, plan_of, refuse_impossible
+    from trainer.planning.from_config import advice, measure, plan_of, refuse_impossible
 
     if arguments.measure:
         for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
@@ -97,10 +102,7 @@ def show(arguments: argparse.Namespace) -> None:
     with explained(config, ranks, machine):
         plan = plan_of(config, ranks, machine)
     cost = plan_cost(plan)
-    print(full_report.text(plan, cost))
-    if suggested := [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]:
-        print("what would change it most, estimated:")
-        print("\n".join(suggested))
+    print(full_report.text(plan, cost, advice(config, plan)))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -138,6 +140,26 @@ def show_fit(arguments: argparse.Namespace) -> None:
         written = fit.unwritten(config)
     asked = fit.Fit(config, ranks_of(arguments), machine, written=written, say=say)
     print("\n".join(asked.lines(as_given=bool(arguments.config))))
+
+
+def show_file(path: Path | None) -> None:
+    """Print the schema of plan.json, or check the one at ``path``.
+
+    Raises:
+        ConfigError: it cannot be carried out; a line for everything that is wrong with it.
+    """
+    from strategies.report import plan_json
+
+    if path is None:
+        print(json.dumps(plan_json.json_schema(), indent=2))
+        return
+    try:
+        found = plan_json.problems(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--check {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
+    if found:
+        raise ConfigError(f"{path}: {line}" for line in found)
+    print(f"{path}: can be carried out")
 
 
 def machine_of(arguments: argparse.Namespace) -> Machine:

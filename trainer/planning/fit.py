@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
+HOPELESS = 1.5  # needed, by a plan without rates, as a multiple of what there is
 LORA_SECTION = {"r": 16, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
 ROWS, LENGTH, TOKENIZER = 1, 2048, "the-model's-own"
@@ -180,8 +181,16 @@ class Fit:
             write=_changes(self._written, way.tree),
         )
         self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
+        # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
+        # the host, too, which makes room for weights, but never for half as much again.
+        quick = self._planned(row, way, ranks, replace(self._machine, origin="profile", rates=None))
+        hopeless = any(size > (HOPELESS - 1) * (quick.needed[home] - size) for home, size in quick.missing.items())
+        return quick if hopeless or quick.refused else self._planned(row, way, ranks, self._machine)
+
+    def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine) -> FitRow:
+        """``row`` with what ``plan_of`` finds."""
         try:
-            plan = plan_of(build(way.tree).like(self._config), ranks, self._machine, say=lambda line: None)
+            plan = plan_of(build(way.tree).like(self._config), ranks, machine, say=lambda line: None)
         except TooLargeError as short:
             home = Home(short.home)
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})

@@ -147,6 +147,11 @@ def refuse_folder(config: RunConfig) -> None:
         raise config.error("training.output_dir", config.training.output_dir, what)
 
 
+def advice(config: RunConfig, plan: Plan) -> list[str]:
+    """Lines for people: the changes of the config that would gain the most."""
+    return [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]
+
+
 def refuse_impossible(plan: Plan) -> None:
     """Refuse a plan whose training state, or reserved host memory, alone is larger than the memory there is.
 

@@ -30,7 +30,7 @@ from trainer.machine.profiles import known_rates
 from trainer.model import build, config_keys
 from trainer.planning import facts
 from trainer.planning.fit import explained
-from trainer.planning.from_config import plan_of, refuse_folder, refuse_impossible
+from trainer.planning.from_config import advice, plan_of, refuse_folder, refuse_impossible
 from trainer.run import checkpoint, optimizer_choice
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
@@ -80,8 +80,9 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
         optimizer_choice.refuse_optimizer(config.training)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
     cost = plan_cost(plan)
-    shown = full_report.text(plan, cost)
+    shown = ""
     if ranks.is_first:
+        shown = full_report.text(plan, cost, advice(config, plan))
         write_plan(run, shown, full_report.to_json(plan, cost))
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
