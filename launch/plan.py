@@ -24,6 +24,7 @@ from trainer.errors import ConfigError, UserError, report
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.planner.step_cost import StepCost
+    from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
@@ -42,7 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
     parser.add_argument("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the simulated step (PNG)")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
     parser.add_argument(
         "--measure", action="store_true", help="first time a few blocks on this machine; kept in the run folder"
     )
@@ -116,7 +117,7 @@ def show(arguments: argparse.Namespace) -> None:
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
-        plot(plan, cost, arguments.plot)
+        plot(config, plan, cost, arguments.plot)
     with explained(config, ranks, machine):
         refuse_impossible(plan)
 
@@ -188,21 +189,19 @@ def ranks_of(arguments: argparse.Namespace) -> Ranks:
     return Ranks(world_size=arguments.world_size, local_world_size=local)
 
 
-def plot(plan: Plan, cost: StepCost | None, path: Path) -> None:
-    """Write the picture of the simulated step.
+def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
+    """Write the picture of the simulated step; without one, of the memory of a rank.
 
     Raises:
-        ConfigError: there is nothing to simulate, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     from trainer.planning.picture import draw
 
-    if cost is None:
-        raise ConfigError(
-            f"--plot {path}: there is no simulated step; it needs strategies.offload, and the machine's rates from "
-            f"`launch/doctor.py --rates` or --profile"
-        )
+    given = (strategy.budget(plan.facts) for strategy in config.strategies.values())
+    budget = next((size for size in given if size is not None), None)
+    name = config.model.name_or_path or str((config.model.config or {})["model_type"])
     try:
-        draw(plan, cost, path)
+        draw(plan, cost, path, model=name, budget=budget)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
 

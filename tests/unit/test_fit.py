@@ -37,8 +37,7 @@ def card(device: int, host: int = 1 << 36) -> Machine:
 
 def rows_of(machine: Machine, *overrides: str) -> list[FitRow]:
     config = config_of(None, [*OVERRIDES, *SMALL, *overrides], accelerated=True)
-    fit = Fit(config, HERE, machine, written=unwritten(config))
-    return [*fit._here(as_given=False), *fit._over_more_ranks()]
+    return Fit(config, HERE, machine, written=unwritten(config)).rows()
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,7 @@ def test_a_refusal_for_memory_is_a_row_with_its_numbers() -> None:
 def test_what_the_config_has_is_taken_back() -> None:
     """Checkpointing of Hugging Face's would hide in every row; adapters are not all weights."""
     config = run_config(SIZES, model={"lora": {"r": 4}, "dtype": "bfloat16"}, bf16=True, gradient_checkpointing=True)
-    rows = Fit(config, HERE, card(1 << 36))._here(as_given=True)
+    rows = Fit(config, HERE, card(1 << 36)).rows(as_given=True)
     whole = next(row for row in rows if row.whole)
     adapters = next(row for row in rows if not row.whole)
     assert whole.write == ("model: {dtype: float32, lora: null}", "training: {gradient_checkpointing: false}")

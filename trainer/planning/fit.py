@@ -111,18 +111,22 @@ class Fit:
         self._written, self._say = written or config.tree(), say
 
     def lines(self, *, as_given: bool = False) -> list[str]:
-        """The heading, the answer and the table.
+        """The heading, the answer and the table. See ``rows``."""
+        rows = self.rows(as_given=as_given)
+        return [*self.heading(), "", *fit_table.lines(rows)]
+
+    def rows(self, *, as_given: bool = False) -> list[FitRow]:
+        """All rows.
 
         Args:
-            as_given: the first row is the config as it is, if it has strategies.
+            as_given: the first one is the config as it is, if it has strategies.
 
         Raises:
             ConfigError: the model cannot be described.
         """
-        rows = [*self._here(as_given=as_given), *self._over_more_ranks()]
-        return [*self._heading(), "", *fit_table.lines(rows)]
+        return [*self._here(as_given=as_given), *self._over_more_ranks()]
 
-    def _heading(self) -> list[str]:
+    def heading(self) -> list[str]:
         """Model, machine and its memory, tokens and precision, and how to change them."""
         machine, section, training = self._machine, self._config.model, self._config.training
         name = section.name_or_path or (section.config or {})["model_type"]
