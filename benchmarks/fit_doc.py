@@ -20,7 +20,7 @@ from strategies.report import fit_table
 from strategies.report.fit_table import FitRow
 from strategies.report.table import table
 from trainer.dist.ranks import Ranks
-from trainer.planning.fit import LORA_SECTION, Fit, config_of, unwritten
+from trainer.planning.fit import LORA_RANK, Fit, config_of, unwritten
 
 MACHINE = "--profile rtx4090-pcie4 --gpu-memory 24GiB --host-memory 64GiB"
 NAMES = (
@@ -78,7 +78,7 @@ def num_adapters(sizes: Sequence[int]) -> int:
     width, inner, blocks, heads, groups, _ = sizes
     keys = width // heads * groups
     linear = [(width, width)] * 2 + [(width, keys)] * 2 + [(width, inner)] * 3
-    return int(LORA_SECTION["r"]) * blocks * sum(a + b for a, b in linear)  # type: ignore[call-overload]
+    return LORA_RANK * blocks * sum(a + b for a, b in linear)
 
 
 def by_hand(kind: str, sizes: Sequence[int], rows: Sequence[FitRow]) -> Iterator[tuple[str, str, str, str]]:

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
 HOPELESS = 1.5  # needed, by a plan without rates, as a multiple of what there is
-LORA_SECTION = {"r": 16, "target_modules": "all-linear"}
+LORA_RANK = 16
+LORA_SECTION = {"r": LORA_RANK, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
 ROWS, LENGTH, TOKENIZER = 1, 2048, "the-model's-own"
 Tree = dict[str, Any]
