@@ -8,21 +8,21 @@ the bytes per parameter alone; what the table has beyond that is what forward sa
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from launch.plan import machine_of, parse
 from strategies.core.facts import Home
 from strategies.core.sizes import SHARE, human
 from strategies.report import fit_table
 from strategies.report.fit_table import FitRow
 from strategies.report.table import table
 from trainer.dist.ranks import Ranks
+from trainer.machine.profiles import profile, sized
 from trainer.planning.fit import LORA_RANK, Fit, config_of, unwritten
 
-MACHINE = "--profile rtx4090-pcie4 --gpu-memory 24GiB --host-memory 64GiB"
+CARD, DEVICE, HOST = "rtx4090-pcie4", 24, 64  # GiB
+MACHINE = f"--profile {CARD} --gpu-memory {DEVICE}GiB --host-memory {HOST}GiB"
 NAMES = (
     "hidden_size",
     "intermediate_size",
@@ -44,7 +44,8 @@ INTRO = """\
 recomputation, with offload, with both, and over more ranks with ZeRO-3. Every row is a plan of the config that its last
 column writes. `fits` compares the predicted peaks with 0.9 of each memory, as `auto` does; `step` is simulated, and
 unknown where ranks talk over a network or the machine's rates are not known. Rows of a strategy that would do nothing
-are left out. The exit code is 0 whatever the answer is.
+are left out. Where the planner gives up for one memory, the other is `-` and may be too small as well. The exit code is
+0 whatever the answer is.
 
 The model is `--config FILE`, `--model NAME_OR_FOLDER`, or keys of `model.config`; the machine is this one, or
 `--profile NAME`, with other sizes of memory by `--gpu-memory` and `--host-memory`. Without a profile and without a GPU,
@@ -59,7 +60,8 @@ HAND = """\
 By hand, P = {params:,} parameters ({formula}):
 """
 END = """\
-What a table has beyond that: what forward saves for {tokens:,} tokens, logits included, gathered weights under ZeRO-3,
+Of the 16 bytes with offload 12 are masters and moments, 2 the weight and 2 the gradient, which can take the place of the
+weight's copy on the host. What a table has beyond that: what forward saves for {tokens:,} tokens, logits included, gathered weights under ZeRO-3,
 slots and scratch of the memory engine, and 1 GiB of host memory for Python and its libraries.
 """
 
@@ -93,10 +95,10 @@ def by_hand(kind: str, sizes: Sequence[int], rows: Sequence[FitRow]) -> Iterator
 
     yield "full", "4 weight + 4 gradient + 8 moments, P", human(16 * params), says("full", Home.DEVICE)
     offload = next((row for row in rows if row.training == "full + recompute + offload"), None)
-    device = int(SHARE * (24 << 30))
-    least = max(0, 14 * params - device)
+    device = int(SHARE * (DEVICE << 30))
+    least, most = (human(max(0, size * params - device)) for size in (14, 16))
     host = "-" if offload is None or Home.HOST not in offload.needed else human(offload.needed[Home.HOST])
-    yield "full + recompute + offload, host", "at least 14 P less 0.9 of the card", human(least), host
+    yield "full + recompute + offload, host", "14 to 16 P less 0.9 of the card", f"{least} to {most}", host
     lora = 2 * params + 16 * adapters
     yield "LoRA", f"2 P + 16 of {adapters:,} in adapters", human(lora), says("LoRA", Home.DEVICE)
     for ranks in (2, 4, 8):
@@ -115,8 +117,7 @@ def section(name: str, kind: str, sizes: Sequence[int]) -> Iterator[str]:
     """One model: the command, what it prints, and the arithmetic."""
     overrides = [f"model.config.model_type={kind}"]
     overrides += [f"model.config.{key}={size}" for key, size in zip(NAMES, sizes, strict=True)]
-    arguments = parse(["--fit", *shlex.split(MACHINE), *overrides])
-    config, machine = config_of(None, overrides, accelerated=True), machine_of(arguments)
+    config, machine = config_of(None, overrides, accelerated=True), sized(profile(CARD), DEVICE << 30, HOST << 30)
     fit = Fit(config, Ranks(), machine, written=unwritten(config), say=lambda line: print(line, file=sys.stderr))
     rows = fit.rows()
     yield f"## {name}\n"

@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,10 +96,10 @@ def show(arguments: argparse.Namespace) -> None:
     from trainer.planning.fit import explained
     from trainer.planning.from_config import advice, measure, plan_of, refuse_impossible
 
-    if arguments.measure:
-        for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
-            print(line)
     with explained(config, ranks, machine):
+        if arguments.measure:
+            for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
+                print(line)
         plan = plan_of(config, ranks, machine)
     cost = plan_cost(plan)
     print(full_report.text(plan, cost, advice(config, plan)))
@@ -166,19 +165,12 @@ def show_file(path: Path | None) -> None:
 def machine_of(arguments: argparse.Namespace) -> Machine:
     """This machine or the named one, with the sizes of memory that are given."""
     from trainer.machine.probe import probe
-    from trainer.machine.profiles import known_rates, profile
+    from trainer.machine.profiles import known_rates, profile, sized
 
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
         print(ignored, file=sys.stderr)
-    if arguments.gpu_memory and machine.device_kind == "cpu":  # a card that is not here, so at unknown rates
-        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)
-    if arguments.gpu_memory:
-        machine = replace(machine, device_total_bytes=arguments.gpu_memory)
-    if arguments.host_memory:
-        size = arguments.host_memory
-        machine = replace(machine, host_total_bytes=size, host_available_bytes=size)
-    return machine
+    return sized(machine, arguments.gpu_memory, arguments.host_memory)
 
 
 def ranks_of(arguments: argparse.Namespace) -> Ranks:

@@ -69,7 +69,7 @@ def lines(rows: Sequence[FitRow]) -> list[str]:
     common = [line for line in rows[0].write if all(line in row.write for row in rows)]
     cells = [cell for row in rows for cell in _cells(row, common)]
     always = [f"in every row: {line}" for line in common]
-    return [*verdict(rows), "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]
+    return [*answers(rows), "", *table(HEADER, cells, {"ranks", "device", "host", "step"}), *always]
 
 
 def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -82,15 +82,15 @@ def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield ("", "", "", "", "", "", line)
 
 
-def verdict(rows: Sequence[FitRow]) -> Iterator[str]:
+def answers(rows: Sequence[FitRow]) -> Iterator[str]:
     """One line on training all weights, and one on adapters: what fits on as many ranks as there are, or what would."""
     for whole, what in ((True, "full fine-tuning"), (False, "LoRA")):
         some = [row for row in rows if row.whole is whole]
         if some:
-            yield _verdict(what, some)
+            yield _answer(what, some)
 
 
-def _verdict(what: str, rows: Sequence[FitRow]) -> str:
+def _answer(what: str, rows: Sequence[FitRow]) -> str:
     least = min(row.ranks for row in rows)
     fitting = [row for row in rows if row.fits]
     here = [row for row in fitting if row.ranks == least]
@@ -103,7 +103,8 @@ def _verdict(what: str, rows: Sequence[FitRow]) -> str:
     near = [row for row in rows if row.missing and row.ranks == least]
     short = ""
     if near:
-        best = min(near, key=lambda row: sum(row.missing.values()))
+        # With fewer strategies the planner may have given up at one memory before it looked at the other.
+        best = max(near, key=lambda row: (len(row.strategies), -sum(row.missing.values())))
         short = f"; nearest is {best.training}, {best.lacks}"
     more = f"; on {fitting[0].ranks} ranks {fitting[0].training} fits" if fitting else ""
     return f"{what} does not fit on {least} rank{'s' * (least > 1)}{short}{more}"
