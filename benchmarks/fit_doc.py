@@ -60,9 +60,9 @@ HAND = """\
 By hand, P = {params:,} parameters ({formula}):
 """
 END = """\
-Of the 16 bytes with offload 12 are masters and moments, 2 the weight and 2 the gradient, which can take the place of the
-weight's copy on the host. What a table has beyond that: what forward saves for {tokens:,} tokens, logits included, gathered weights under ZeRO-3,
-slots and scratch of the memory engine, and 1 GiB of host memory for Python and its libraries.
+With offload 12 of the 16 bytes are masters and moments, 2 the weight, and 2 the gradient, which can take the place of
+the weight's copy on the host. What a table has beyond that: what forward saves for {tokens:,} tokens, logits included,
+gathered weights under ZeRO-3, slots and scratch of the memory engine, and 1 GiB of host memory for Python.
 """
 
 
