@@ -33,6 +33,7 @@ from trainer.config.load import build, load_tree
 from trainer.config.yaml_file import one_line
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
+from trainer.machine.profiles import known_rates
 from trainer.planning.facts import precision_of
 from trainer.planning.from_config import plan_of
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
-HOPELESS = 1.5  # needed, by a plan without rates, as a multiple of what there is
+HOPELESS = 1.25  # host bytes that a plan without rates needs, as a multiple of what there is
 LORA_RANK = 16
 LORA_SECTION = {"r": LORA_RANK, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
@@ -186,10 +187,14 @@ class Fit:
             write=_changes(self._written, way.tree),
         )
         self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
+        if known_rates(self._machine).rates is None:
+            return self._planned(row, way, ranks, self._machine)
         # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
-        # the host, too, which makes room for weights, but never for half as much again.
+        # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
+        # before, up to the sizes of slots.
         quick = self._planned(row, way, ranks, replace(self._machine, origin="profile", rates=None))
-        hopeless = any(size > (HOPELESS - 1) * (quick.needed[home] - size) for home, size in quick.missing.items())
+        missing = quick.missing.get(Home.HOST, 0)
+        hopeless = missing > 0 and quick.needed[Home.HOST] > HOPELESS * (quick.needed[Home.HOST] - missing)
         return quick if hopeless or quick.refused else self._planned(row, way, ranks, self._machine)
 
     def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine) -> FitRow:
