@@ -1,8 +1,10 @@
 """Show the plan of a run: which rank holds which tensors, where, how many bytes, and which strategy decided it and why.
 
     python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
+    python launch/plan.py --fit --config configs/quickstart.yaml
 
-Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2.
+Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2, and a table says
+what would. ``--fit`` prints that table for any model and machine; its exit code is 0 whatever the answer is.
 """
 
 from __future__ import annotations
@@ -14,23 +16,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strategies.core.sizes import parse_bytes
 from trainer.config.load import load
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError, UserError, report
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
     from strategies.planner.step_cost import StepCost
+    from trainer.config.sections import RunConfig
+    from trainer.dist.ranks import Ranks
+    from trainer.machine.probe import Machine
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
+    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
+    parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
+    parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
     parser.add_argument("--profile", metavar="NAME", help="a named machine (h100-pcie5, ...) instead of this one")
+    parser.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="of the device, instead of the machine's")
+    parser.add_argument("--host-memory", type=_size, metavar="SIZE", help="that is free, instead of the machine's")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan as JSON too")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the simulated step (PNG)")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
+    parser.add_argument("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
     parser.add_argument(
         "--measure", action="store_true", help="first time a few blocks on this machine; kept in the run folder"
     )
@@ -40,18 +52,32 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.measure and arguments.profile:
         parser.error("--measure times this machine; leave --profile out")
+    if not (arguments.config or arguments.fit or arguments.schema or arguments.check):
+        parser.error("--config FILE is required; try --config configs/quickstart.yaml")
+    if arguments.model and (arguments.config or not arguments.fit):
+        parser.error("--model is for --fit, and instead of --config")
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
     return arguments
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
     arguments = parse(argv)
     try:
-        show(arguments)
+        if arguments.schema or arguments.check:
+            show_file(arguments.check)
+        else:
+            (show_fit if arguments.fit else show)(arguments)
     except UserError as error:
-        print("\n".join(error.lines), file=sys.stderr)
+        report(error)
         return error.code
     return 0
 
@@ -63,29 +89,20 @@ def show(arguments: argparse.Namespace) -> None:
         ConfigError: the config is wrong, or the plan does not fit.
     """
     config = load(arguments.config, arguments.overrides)
-    from trainer.machine.probe import probe
-    from trainer.machine.profiles import known_rates, profile
-
-    machine = profile(arguments.profile) if arguments.profile else probe()
-    if ignored := known_rates(machine).ignored:
-        print(ignored, file=sys.stderr)
+    machine, ranks = machine_of(arguments), ranks_of(arguments)
     from strategies.backends import deepspeed
     from strategies.planner.step_cost import plan_cost
     from strategies.report import full_report
-    from trainer.dist.ranks import Ranks
-    from trainer.planning.from_config import measure, plan_of, refuse_impossible
+    from trainer.planning.fit import explained
+    from trainer.planning.from_config import advice, measure, plan_of, refuse_impossible
 
-    local = arguments.ranks_per_machine or min(arguments.world_size, 8)
-    ranks = Ranks(world_size=arguments.world_size, local_world_size=local)
-    if arguments.measure:
-        for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
-            print(line)
-    plan = plan_of(config, ranks, machine)
+    with explained(config, ranks, machine):
+        if arguments.measure:
+            for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
+                print(line)
+        plan = plan_of(config, ranks, machine)
     cost = plan_cost(plan)
-    print(full_report.text(plan, cost))
-    if suggested := [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]:
-        print("what would change it most, estimated:")
-        print("\n".join(suggested))
+    print(full_report.text(plan, cost, advice(config, plan)))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -99,25 +116,84 @@ def show(arguments: argparse.Namespace) -> None:
         except OSError as error:
             raise ConfigError(f"--json {arguments.json}: {error.strerror}") from None
     if arguments.plot:
-        plot(plan, cost, arguments.plot)
-    refuse_impossible(plan)
+        plot(config, plan, cost, arguments.plot)
+    with explained(config, ranks, machine):
+        refuse_impossible(plan)
 
 
-def plot(plan: Plan, cost: StepCost | None, path: Path) -> None:
-    """Write the picture of the simulated step.
+def show_fit(arguments: argparse.Namespace) -> None:
+    """Print the table of what fits.
 
     Raises:
-        ConfigError: there is nothing to simulate, or the file cannot be written.
+        ConfigError: the config is wrong, or the model cannot be described.
+    """
+    config = load(arguments.config, arguments.overrides) if arguments.config else None
+    machine = machine_of(arguments)
+    from trainer.planning import fit
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    written = None
+    if config is None:
+        config = fit.config_of(arguments.model, arguments.overrides, accelerated=machine.device_kind != "cpu")
+        written = fit.unwritten(config)
+    asked = fit.Fit(config, ranks_of(arguments), machine, written=written, say=say)
+    print("\n".join(asked.lines(as_given=bool(arguments.config))))
+
+
+def show_file(path: Path | None) -> None:
+    """Print the schema of plan.json, or check the one at ``path``.
+
+    Raises:
+        ConfigError: it cannot be carried out; a line for everything that is wrong with it.
+    """
+    from strategies.report import plan_json
+
+    if path is None:
+        print(json.dumps(plan_json.json_schema(), indent=2))
+        return
+    try:
+        found = plan_json.problems(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--check {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
+    if found:
+        raise ConfigError(f"{path}: {line}" for line in found)
+    print(f"{path}: can be carried out")
+
+
+def machine_of(arguments: argparse.Namespace) -> Machine:
+    """This machine or the named one, with the sizes of memory that are given."""
+    from trainer.machine.probe import probe
+    from trainer.machine.profiles import known_rates, profile, sized
+
+    machine = profile(arguments.profile) if arguments.profile else probe()
+    if ignored := known_rates(machine).ignored:
+        print(ignored, file=sys.stderr)
+    return sized(machine, arguments.gpu_memory, arguments.host_memory)
+
+
+def ranks_of(arguments: argparse.Namespace) -> Ranks:
+    """The ranks of the job that is planned."""
+    from trainer.dist.ranks import Ranks
+
+    local = arguments.ranks_per_machine or min(arguments.world_size, 8)
+    return Ranks(world_size=arguments.world_size, local_world_size=local)
+
+
+def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
+    """Write the picture of the simulated step; without one, of the memory of a rank.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
     from trainer.planning.picture import draw
 
-    if cost is None:
-        raise ConfigError(
-            f"--plot {path}: there is no simulated step; it needs strategies.offload, and the machine's rates from "
-            f"`launch/doctor.py --rates` or --profile"
-        )
+    given = (strategy.budget(plan.facts) for strategy in config.strategies.values())
+    budget = next((size for size in given if size is not None), None)
+    name = config.model.name_or_path or str((config.model.config or {})["model_type"])
     try:
-        draw(plan, cost, path)
+        draw(plan, cost, path, model=name, budget=budget)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
 

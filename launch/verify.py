@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.load import load
 from trainer.errors import ExitCode, UserError
+from trainer.errors import report as report_error
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(arguments.config, arguments.overrides)
         return report(config, arguments.ranks, arguments.steps)
     except UserError as error:
-        print("\n".join(error.lines), file=sys.stderr)
+        report_error(error)
         return error.code
 
 

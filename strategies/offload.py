@@ -22,10 +22,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from strategies.core.facts import Facts, Precision, RunFacts
+from strategies.core.facts import Facts, Home, Precision, RunFacts
 from strategies.core.layout import Layout, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
-from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
@@ -60,6 +60,7 @@ class Offload(Strategy):
 
     phase = Phase.WHERE
     implies = ("buffers",)
+    to_fit = {}
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
         {"site": "device"},
@@ -118,6 +119,9 @@ class Offload(Strategy):
     def refuses_weight_copies(self) -> str:
         return "strategies.offload places every byte of a weight, once"
 
+    def budget(self, facts: Facts) -> int:
+        return device_budget(facts.machine, self.gpu_memory)
+
     def suggest(self, plan: Plan) -> list[str]:
         found = edits.ranked(plan.facts_as_kept(), self.request(plan.facts), plan.saved_peak())
         return [f"  {change}: about {gain:+.0%} tokens per second" for change, gain in found.items()]
@@ -132,7 +136,8 @@ class Offload(Strategy):
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
-            raise Refusal("strategies.offload.gpu_memory", self.gpu_memory, has)
+            key, size = "strategies.offload.gpu_memory", machine.device_bytes
+            raise MemoryRefusal(key, self.gpu_memory, has, home=Home.DEVICE, needed=budget, budget=size)
         if self.update_in_backward is True and facts.run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             raise Refusal("strategies.offload.update_in_backward", True, cure)

@@ -68,6 +68,7 @@ class Recompute(Strategy):
     """
 
     phase = Phase.KEEP
+    to_fit = {"policy": AUTO}
     excludes = dict.fromkeys(
         ("training.gradient_checkpointing", "training.activation_checkpointing"),
         "strategies.recompute already decides what is kept",

@@ -51,6 +51,8 @@ class Zero(Strategy):
     """
 
     phase = Phase.WHO
+    to_fit = {"stage": 3}
+    needs_ranks = True
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
     examples = ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3})
 

@@ -5,7 +5,8 @@ the most similar name. ``launch`` prints the lines without a traceback and exits
 nothing heavy, so that a bad config is refused before torch is loaded.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from enum import IntEnum
 from pathlib import Path
@@ -36,11 +37,34 @@ class UserError(Exception):
         self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
         super().__init__("\n".join(self.lines))
 
+    def more(self) -> Iterable[str]:
+        """Further lines that take seconds to find; to be printed after the others."""
+        return ()
+
 
 class ConfigError(UserError):
     """The config file, an override, or a combination of keys cannot be run."""
 
     code = ExitCode.CONFIG
+
+
+class TooLargeError(ConfigError):
+    """Memory is not enough: ``needed`` bytes on the ``home`` (device or host), of which there may be ``budget``.
+
+    ``what_fits`` makes the table of what would fit; it may fail in any way.
+    """
+
+    def __init__(self, line: str, home: str, needed: int, budget: int) -> None:
+        super().__init__(line)
+        self.home, self.needed, self.budget = home, needed, budget
+        self.what_fits: Callable[[], Iterable[str]] = tuple
+
+    def more(self) -> Iterable[str]:
+        """The table, or one line that says why there is none."""
+        try:
+            return list(self.what_fits())
+        except Exception as error:  # the refusal has been said; nothing may come in its place
+            return [f"what would fit cannot be shown: {first_line(error)}"]
 
 
 class CountingError(ConfigError, ValueError):
@@ -51,6 +75,13 @@ class DataError(UserError):
     """The data cannot be trained on; the line names file, row and field."""
 
     code = ExitCode.DATA
+
+
+def report(error: UserError) -> None:
+    """Print the lines of ``error`` on stderr at once, then what it can add to them."""
+    print("\n".join(error.lines), file=sys.stderr, flush=True)
+    for line in error.more():
+        print(line, file=sys.stderr, flush=True)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 if TYPE_CHECKING:
     from torch import nn
 
-    from strategies.core.facts import Facts, RunFacts
+    from strategies.core.facts import Facts, Home, RunFacts
     from strategies.core.plan import Decision, Plan
 
 
@@ -79,6 +79,10 @@ class Strategy(BaseModel, ABC):
     requires: ClassVar[frozenset[Requirement]] = frozenset()
     # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason.
     excludes: ClassVar[Mapping[str, str]] = {}
+    # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
+    to_fit: ClassVar[Mapping[str, Any] | None] = None
+    # Whether it saves memory on several ranks only.
+    needs_ranks: ClassVar[bool] = False
 
     @abstractmethod
     def parity(self, run: RunFacts) -> Parity:
@@ -116,6 +120,10 @@ class Strategy(BaseModel, ABC):
         """
         return None
 
+    def budget(self, facts: Facts) -> int | None:
+        """Bytes of the device that the options allow on this machine; None: they do not say."""
+        return None
+
     def suggest(self, plan: Plan) -> Sequence[str]:
         """Lines for people: changes of the config that would make a step faster, the best first."""
         return ()
@@ -128,6 +136,14 @@ class Refusal(ValueError):
         self.key, self.value, self.cure = key, value, cure
         written = str(value).lower() if isinstance(value, bool) else repr(value)
         super().__init__(f"{key} = {written}: {cure}")
+
+
+class MemoryRefusal(Refusal):
+    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``."""
+
+    def __init__(self, key: str, value: object, cure: str, *, home: Home, needed: int, budget: int) -> None:
+        super().__init__(key, value, cure)
+        self.home, self.needed, self.budget = home, needed, budget
 
 
 class Idle(Exception):

@@ -17,7 +17,7 @@ from itertools import islice
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Layout
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import human, written
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
@@ -191,7 +191,8 @@ class PlacementSearch:
             f"on the host that may be there: {human(smallest - budget)} too much for {human(budget)}; write "
             f"{written(smallest)} or more, or a smaller training.per_device_train_batch_size{self._forced()}"
         )
-        return Refusal(f"{KEY}.gpu_memory", self._request.gpu_memory, cure)
+        key, value = f"{KEY}.gpu_memory", self._request.gpu_memory
+        return MemoryRefusal(key, value, cure, home=Home.DEVICE, needed=smallest, budget=budget)
 
     def _no_host(self, smallest: int) -> Refusal:
         hosted, budget = self._hosted_bytes, self._request.host_bytes
@@ -201,7 +202,8 @@ class PlacementSearch:
             f"{human(needed)} of host memory are needed{part}: {human(needed - budget)} too much for {human(budget)}; "
             f"write {written(needed)} or more if the machine has it, or a larger gpu_memory{self._forced()}"
         )
-        return Refusal(f"{KEY}.host_memory", self._request.host_memory, cure)
+        key, value = f"{KEY}.host_memory", self._request.host_memory
+        return MemoryRefusal(key, value, cure, home=Home.HOST, needed=needed, budget=budget)
 
     def _forced(self) -> str:
         names = [name for name in ("site", "weights", "gradients") if getattr(self._request, name) != "auto"]

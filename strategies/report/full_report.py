@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,24 +10,29 @@ from strategies.core.plan import Plan
 from strategies.planner import gemm_routes
 from strategies.planner.step_cost import StepCost
 from strategies.planner.tasks import Resource
-from strategies.report import bucket_table, plan_table, recompute_table
+from strategies.report import bucket_table, plan_json, plan_table, recompute_table
 from strategies.report.table import table
 
 
-def text(plan: Plan, cost: StepCost | None) -> str:
-    """The plan, the routes of linear layers, recomputation, the buckets, and the simulated step."""
-    step = step_lines(cost) if cost else ()
-    parts = map(list, (gemm_routes.lines(plan), recompute_table.lines(plan), bucket_table.lines(plan), step))
-    return "\n".join([plan_table.table(plan), *(line for part in parts if part for line in ("", *part))])
+def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = ()) -> str:
+    """What the run needs, its simulated step and ``advice``; then the state, routes of linear layers, recomputation,
+    the buckets, and what is busy in the step.
+    """
+    lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(cost)] if cost else [])]
+    lines += ["what would change it most, estimated:", *advice] if advice else []
+    tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_table.lines(plan), bucket_table.lines(plan))
+    for part in map(list, (*tables, step_lines(cost) if cost else ())):
+        lines += ["", *part] if part else []
+    return "\n".join(lines)
 
 
 def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
-    """``plan_table.to_json`` and ``linears`` (routes by path), ``recompute``, ``buckets``, ``simulated`` (the cost)."""
+    """The content of ``plan.json``, see ``plan_json.PlanFile``."""
     return {
+        **plan_json.to_json(plan),
         **plan_table.to_json(plan),
         "linears": {path: asdict(routes) for path, routes in gemm_routes.chosen(plan).items()},
         "recompute": recompute_table.to_json(plan),
-        "buckets": bucket_table.to_json(plan),
         "simulated": cost.to_json() if cost else None,
     }
 
@@ -41,7 +46,7 @@ def headline(cost: StepCost) -> str:
 
 
 def step_lines(cost: StepCost) -> Iterator[str]:
-    """The simulated step, and per resource: how long it is busy, how much of that compute hides, what binds."""
+    """Per resource of the simulated step: how long it is busy, how much of that compute hides, what binds."""
     out = cost.outcome
     rows = []
     for resource in Resource:
@@ -50,5 +55,4 @@ def step_lines(cost: StepCost) -> Iterator[str]:
             hidden = "" if resource is Resource.COMPUTE else f"{out.hidden[resource] / busy:.0%}"
             share = f"{critical:.3g} s ({critical / cost.seconds:.0%})"
             rows.append((resource.value, f"{busy:.3g} s", hidden, share))
-    yield headline(cost)
     yield from table(("resource", "busy", "hidden", "on the critical path"), rows, {"busy", "hidden"})

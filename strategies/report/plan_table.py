@@ -1,29 +1,30 @@
 """The plan as a table for people and as JSON for machines.
 
-One row per unit and kind of tensor; consecutive blocks with equal answers share a row. Every row says who decided it
-and why; the totals below compare what is needed with what the machine has.
+For people: first what is needed and what the machine has, then one row for the embedding, all blocks and the head per
+home; a row says who decided it and why. For machines: one row per unit and kind of tensor, in which consecutive blocks
+with equal answers are together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from strategies.core.facts import Unit
-from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel, answer
+from strategies.core.facts import Unit, UnitKind
+from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel, When, answer
 from strategies.core.sizes import human
 from strategies.report.table import table as aligned
 
-HEADER = ("unit", "tensors", "each rank", "bytes", "home", "decided by", "why")
+HEADER = ("unit", "home", "each rank", *(kind.value for kind in Kind), "decided by", "why")
 IN_RAM = {Home.DEVICE: "this machine's RAM", Home.HOST: "the same RAM"}  # without an accelerator
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: ``count`` units alike, ``num_bytes`` of them together on one rank."""
+    """``count`` units alike, ``num_bytes`` of them together on one rank."""
 
     unit: str
     count: int
@@ -33,11 +34,6 @@ class Row:
     home: Home
     decided_by: str
     reason: str
-
-    def cells(self) -> tuple[str, ...]:
-        unit = self.unit if self.count == 1 else f"{self.unit} x{self.count}"
-        part = "all" if self.ways == 1 else f"1/{self.ways}"
-        return (unit, self.tensors, part, human(self.num_bytes), self.home.value, self.decided_by, self.reason)
 
 
 def rows(plan: Plan) -> list[Row]:
@@ -97,15 +93,72 @@ def _saved_row(plan: Plan, group: list[Unit], home: Home) -> Row:
 
 def table(plan: Plan) -> str:
     """The whole plan as text."""
+    return "\n".join([title(plan), *summary(plan), "", *lines(plan)])
+
+
+def title(plan: Plan) -> str:
+    """Model, precision, ranks, machine and tokens on one line."""
     run, machine = plan.facts.run, plan.facts.machine
-    title = (
+    return (
         f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters, {plan.facts.num_trainable / 1e6:,.1f} M trainable, "
         f"{run.precision.value}, {run.world_size} rank{'s' * (run.world_size > 1)} on {machine.name}, "
         f"{run.tokens_per_step:,} tokens per optimizer step"
     )
-    lines = aligned(HEADER, (row.cells() for row in rows(plan)), {"bytes"})
-    idle = [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
-    return "\n".join([title, "", *lines, "", *summary(plan), *idle])
+
+
+def lines(plan: Plan) -> list[str]:
+    """The table of the training state, and below it saved tensors, buffers and idle strategies."""
+    folded: dict[tuple[object, ...], list[Row]] = {}
+    for unit in plan.facts.units:
+        for row in (row for kind in Kind for row in _state_rows(plan, [unit], kind) if row.num_bytes):
+            folded.setdefault((unit.kind, row.home.value, row.ways, row.decided_by), []).append(row)
+    kinds = list(UnitKind)
+    order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))  # type: ignore[arg-type]
+    found = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
+    found += [*_saved_lines(plan), *_buffer_lines(plan)]
+    return found + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]
+
+
+def _cells(some: Sequence[Row]) -> tuple[str, ...]:
+    """One row of the table for rows of units that are alike, at one home and split in one way."""
+    sums = {kind.value: sum(row.num_bytes for row in some if row.tensors == kind.value) for kind in Kind}
+    part = "all" if some[0].ways == 1 else f"1/{some[0].ways}"
+    why = "; ".join(dict.fromkeys(row.reason for row in some))
+    sizes = (human(size) if size else "" for size in sums.values())
+    return (_span([row.unit for row in some]), some[0].home.value, part, *sizes, some[0].decided_by, why)
+
+
+def _span(units: Iterable[str]) -> str:
+    """``layers.0``, or ``layers.0..31 x32`` for several."""
+    names = list(dict.fromkeys(units))
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]} x{len(names)}"
+
+
+def _saved_lines(plan: Plan) -> Iterator[str]:
+    """What forward saves, by home."""
+    for home in Home:
+        some = [row for unit in plan.facts.units if (row := _saved_row(plan, [unit], home)).num_bytes]
+        if not some:
+            continue
+        kinds = {unit.name: unit.kind for unit in plan.facts.units}
+        parts = []
+        for kind in UnitKind:
+            of_kind = [row for row in some if kinds[row.unit] is kind]
+            if of_kind:
+                parts.append(f"{_span(row.unit for row in of_kind)} {human(sum(row.num_bytes for row in of_kind))}")
+        why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in some))
+        total = human(sum(row.num_bytes for row in some))
+        yield f"saved for backward on the {home.value}: {total} ({', '.join(parts)}) [{why}]"
+
+
+def _buffer_lines(plan: Plan) -> Iterator[str]:
+    """Reserved buffers, by home and by when they are alive."""
+    for home in Home:
+        for when in When:
+            some = [one for one in plan.reserves(home) if one.when is when and one.num_bytes]
+            if some:
+                parts = ", ".join(f"{one.owner.removeprefix(f'{home.value}: ')} {human(one.num_bytes)}" for one in some)
+                yield f"buffers on the {home.value}, {when.value}: {parts}"
 
 
 def summary(plan: Plan) -> Iterator[str]:

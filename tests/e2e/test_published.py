@@ -37,9 +37,11 @@ PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md", "
 COMMAND = re.compile(
     r"(?:python |deepspeed (?:--num_gpus (\d) )?)?launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?"
 )
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+FEW = {"num_hidden_layers": 2, "vocab_size": 512}  # where a command names them
 SMALL: dict[str, Any] = {
     "model": {
-        "config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+        "config": SIZES,
         "tokenizer": {"vocab_size": 512},
     },
     "data": {"max_length": 64},
@@ -63,7 +65,8 @@ def published() -> Iterator[tuple[str, int, list[str]]]:
     text = "\n".join(line.replace("$(RANKS)", "1") for _, line in recipes) + "\n" + text
     found = [(match[2], int(match[1] or 1), (match[3] or "").strip()) for match in COMMAND.finditer(text)]
     for script, ranks, arguments in dict.fromkeys(found):
-        if "--config " in arguments or script in ELSEWHERE:  # else a file is mentioned and no command
+        asks = "--fit " in arguments and "model.config." in arguments
+        if "--config " in arguments or asks or script in ELSEWHERE:  # else a file is mentioned and no command
             yield (
                 script,
                 ranks,
@@ -100,8 +103,13 @@ def test_commands_that_train(server: Server, tmp_path: Path) -> None:
 def test_commands_that_plan(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from launch.plan import main
 
+    def small(word: str) -> str:
+        key, _, value = word.partition("=")
+        name = key.removeprefix("model.config.")
+        return f"{key}={(SIZES | FEW).get(name, value)}" if name != key else word
+
     monkeypatch.chdir(tmp_path)
-    assert main([str(REPO / word) if word.startswith("configs/") else word for word in arguments]) == 0
+    assert main([str(REPO / word) if word.startswith("configs/") else small(word) for word in arguments]) == 0
 
 
 @pytest.mark.parametrize("name", ["quickstart", "finetune"])

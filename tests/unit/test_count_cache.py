@@ -77,6 +77,15 @@ def test_a_name_on_the_hub_is_counted_each_time_and_a_folder_by_its_config(tmp_p
     assert before is not None and name_of(config_of(None, model={"name_or_path": str(tmp_path)})) not in (None, before)
 
 
+def test_a_name_on_the_hub_is_counted_once_in_a_process(tmp_path: Path) -> None:
+    """Another process counts again, as nothing is written; other options are another question."""
+    calls = []
+    for length in (16, 16, 24):
+        config = config_of(None, model={"name_or_path": "owner/of-this-test"}, data={"max_length": length})
+        cached(config, int, lambda: calls.append(1) or len(calls), tmp_path)
+    assert len(calls) == 2 and list(tmp_path.iterdir()) == []
+
+
 def test_the_second_plan_loads_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from launch.plan import main; "

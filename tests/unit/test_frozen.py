@@ -11,11 +11,9 @@ from strategies.core.plan import Kind, Plan
 from strategies.planner.step_cost import step_flops, unit_seconds
 from tests.helpers.tiny import run_config
 from trainer.config.sections import RunConfig
-from trainer.errors import ConfigError
 from trainer.machine.profiles import profile as find_profile
 from trainer.model.build import build, load_config
 from trainer.planning.facts import count_model, run_facts
-from trainer.planning.from_config import refuse_impossible
 
 MODEL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "vocab_size": 512,
@@ -72,19 +70,3 @@ def test_simulated_compute_is_those_operations_at_the_rate_of_the_machine(lora: 
     assert rates is not None
     seconds = sum(forward + backward for forward, backward in unit_seconds(known, rates))
     assert seconds == pytest.approx(step_flops(known) / rates.gemm_flops(Precision.BF16))
-
-
-def test_advice_is_what_the_config_has_not_yet() -> None:
-    def advice(**model: Any) -> str:
-        config = config_of(**model)
-        with pytest.raises(ConfigError) as refused:
-            refuse_impossible(Plan.baseline(facts_of(config, MachineFacts("gpu", 1000, 1 << 40))))
-        return str(refused.value).partition("too much; use ")[2]
-
-    ways = "strategies.offload or more ranks with a higher strategies.zero.stage or "
-    assert advice() == advice(dtype="bfloat16") == ways + "model.lora"
-    assert advice(lora=LORA) == ways + "model.dtype: bfloat16 or a smaller model"
-    assert advice(lora=LORA, dtype="bfloat16") == ways + "a smaller model"
-    half = run_config(MODEL, model={"lora": LORA}, fp16=True)  # offload and bf16 weights are refused with fp16
-    with pytest.raises(ConfigError, match=r"use more ranks with a higher strategies\.zero\.stage or a smaller model$"):
-        refuse_impossible(Plan.baseline(facts_of(half, MachineFacts("gpu", 1000, 1 << 40))))

@@ -8,16 +8,17 @@ import pytest
 from PIL import Image
 
 from launch.plan import main
+from strategies.core.plan import Home, Plan
 from strategies.planner.step_cost import plan_cost
 from tests.unit.test_step_cost import FAST, known, planned
-from trainer.planning.picture import COLOURS, WIDTH, draw, saved_over_time
+from trainer.planning.picture import ARENA, COLOURS, PARTS, RED, WIDTH, axis, draw, parts, saved_over_time, title
 
 
 def test_the_picture_shows_compute_and_memory(tmp_path: Path) -> None:
     plan = planned(known(FAST), site="host")
     cost = plan_cost(plan)
     assert cost is not None
-    draw(plan, cost, tmp_path / "step.png")
+    draw(plan, cost, tmp_path / "step.png", model="a model", budget=1 << 30)
     image = Image.open(tmp_path / "step.png")
     assert image.width == WIDTH
     colours = {colour for _, colour in image.getcolors(1 << 20)}
@@ -37,9 +38,58 @@ def test_what_is_saved_grows_through_forward_and_is_gone_after_backward() -> Non
     assert all(end == start for (_, end, _), (start, _, _) in pairwise(spans))
 
 
-def test_without_a_price_there_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-    assert main(["--config", str(config), "--plot", str(tmp_path / "x.png")]) == 2
+def level_of_the_line(path: Path) -> int:
+    """The row of pixels of the budget line, from the top."""
+    image = Image.open(path)
+    column = [image.getpixel((WIDTH - 60, row)) for row in range(image.height)]
+    return column.index(RED)
+
+
+def test_the_line_is_at_the_budget(tmp_path: Path) -> None:
+    """Not at the size of the device. Twice the budget halves the curve below the line."""
+    plan = planned(known(FAST), site="host")
+    assert plan.addresses is not None
+    peak = plan.peak(Home.DEVICE)
+    tops = []
+    for factor in (2, 3):
+        draw(plan, plan_cost(plan), path := tmp_path / f"{factor}.png", model="m", budget=factor * peak)
+        image = Image.open(path)
+        column = [image.getpixel((WIDTH - 60, row)) for row in range(image.height)]
+        floor = max(row for row, colour in enumerate(column) if colour == ARENA)
+        tops.append((floor - level_of_the_line(path)) / (floor - column.index(ARENA)))
+    assert tops[1] / tops[0] == pytest.approx(1.5, rel=0.05)
+
+
+def test_the_title_names_model_card_and_step() -> None:
+    plan = planned(known(FAST), site="host")
+    about, step, busy = title(plan, plan_cost(plan), "llama")
+    assert about.startswith("llama, 0.00629 B parameters, fp32, 1 rank on test gpu")
+    assert step.startswith("simulated step: 15 s") and busy.startswith("busy beside compute")
+
+
+@pytest.mark.parametrize("seconds", [0.0042, 0.1, 0.99, 3.13, 15.0, 4711.0])
+def test_the_axis_has_round_times_up_to_the_end(seconds: float) -> None:
+    times = axis(seconds)
+    assert times[0] == 0 and 5 <= len(times) <= 11
+    assert 0 <= seconds - times[-1] <= times[1] * 1.001
+    assert float(f"{times[1]:.0e}") == pytest.approx(times[1])
+
+
+def test_the_bars_add_up_to_the_peak_where_there_is_no_step(tmp_path: Path) -> None:
+    plan = Plan.baseline(known(FAST, world_size=8))
+    for home in Home:
+        assert sum(size for _, size in parts(plan, home)) == plan.peak(home)
+    draw(plan, None, tmp_path / "x.png", model="m")
+    colours = {colour for _, colour in Image.open(tmp_path / "x.png").getcolors(1 << 20)}
+    assert {PARTS[0], PARTS[4], RED} <= colours
+
+
+def test_a_plan_without_offload_has_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = str(Path(__file__).parents[2] / "configs" / "zero.yaml")
+    common = ["--config", config, "--world-size", "8", "--profile", "rtx4090-pcie4"]
+    assert main([*common, "--plot", str(tmp_path / "x.png")]) == 0
+    assert Image.open(tmp_path / "x.png").width == WIDTH
+    capsys.readouterr()
+    assert main([*common, "--plot", str(tmp_path / "x.nothing")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("--plot ")
-    assert "strategies.offload" in line

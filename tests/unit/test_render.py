@@ -1,5 +1,6 @@
 """The table a person reads: every tensor has a row, every row has who and why, the totals say what is missing."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ def zero(stage: int, known: Facts) -> Plan:
 
 def cells(plan: Plan) -> list[tuple[str, str, str]]:
     """Unit, tensors and who decided, for every row."""
-    return [(row.cells()[0], row.tensors, row.decided_by) for row in rows(plan)]
+    return [(row.unit, row.tensors, row.decided_by) for row in rows(plan)]
 
 
 def test_every_unit_and_kind_has_a_row_with_who_decided_it() -> None:
@@ -58,8 +59,25 @@ def test_equal_blocks_share_a_row_and_their_bytes_add_up() -> None:
         "moments": 6 * 800,
         "saved for backward": 6 * 5,
     }
-    assert "layers.0 x6" in table(plan)
-    assert table(plan).count("layers.") == 4
+    (line,) = (line for line in table(plan).splitlines() if line.startswith("layers."))
+    assert line.split()[:6] == ["layers.0..5", "x6", "device", "all", "2.3", "KiB"]
+
+
+def test_blocks_fold_into_a_row_per_home_wherever_their_tensors_are() -> None:
+    """Every other block rests on the host; the sizes of both rows are all there is."""
+    plan = Plan.baseline(facts(embedding(10), *(block(index, 100) for index in range(32)), head(10)))
+    moved = [
+        Rest(unit=f"layers.{index}", reason="r", kind=kind, home=Home.HOST)
+        for index in range(1, 32, 2)
+        for kind in (Kind.MOMENT, Kind.GRAD)
+    ]
+    lines = table(plan.amend(moved, by="offload")).splitlines()
+    blocks = [line for line in lines if line.startswith("layers.")]
+    assert [line.split("  ")[0] for line in blocks] == ["layers.0..31 x32", "layers.1..31 x16"]
+    device, host = (re.split("  +", line)[3:] for line in blocks)
+    assert device == [human(32 * 400), human(16 * 400), human(16 * 800), "baseline", "plain fp32"]
+    assert host == [human(16 * 400), human(16 * 800), "offload", "plain fp32"]
+    assert len(lines) < 15
 
 
 @pytest.mark.parametrize("change", ["size", "answer"])
@@ -94,9 +112,10 @@ def test_lines_of_the_table_are_aligned() -> None:
         "plan: 0.0 M parameters, 0.0 M trainable, bf16, 2 ranks on test gpu, 32 tokens per optimizer step"
     )
     header = next(line for line in lines if line.startswith("unit"))
-    body = [line for line in lines if " device " in line and not line.startswith("predicted")]
-    assert len(body) == len(rows(zero(3, facts(precision=Precision.BF16, world_size=2))))
+    body = [line for line in lines[lines.index(header) :] if " 1/2 " in line]
+    assert len(body) == 3
     assert {line.index(" device ") + 1 for line in body} == {header.index("home")}
+    assert {line.index(" zero ") + 1 for line in body} == {header.index("decided by")}
     assert all(line == line.rstrip() and line.isascii() for line in lines)
     assert ", 1 rank on" in table(Plan.baseline(facts()))
 
@@ -133,8 +152,7 @@ def test_a_state_that_cannot_fit_ends_the_run_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_impossible(with_memory(3000, 1 << 20))
     assert str(caught.value) == (
-        "the training state needs 3.1 KiB on each rank's device, which has 2.9 KiB: 200 B too much; use "
-        "strategies.offload or more ranks with a higher strategies.zero.stage or model.lora"
+        "the training state needs 3.1 KiB on each rank's device, which has 2.9 KiB: 200 B too much"
     )
     on_host = Plan.baseline(facts(block(0, 200), machine=MachineFacts("gpu", 1 << 20, 1000))).amend(
         [Rest(unit="layers.0", reason="", kind=Kind.MOMENT, home=Home.HOST)], by="offload"

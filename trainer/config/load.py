@@ -59,7 +59,20 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     file = _read(path, Location(printable(str(path))))
-    base = _base(path, file)
+    return _loaded(str(path), _base(path, file), file, overrides)
+
+
+def load_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a ``tree`` that is in no file, changed by ``overrides``.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    return _loaded(COMMAND_LINE, Document(), Document(COMMAND_LINE, tree=tree), overrides)
+
+
+def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str]) -> RunConfig:
+    """The config of these layers; ``path`` is where problems of keys that are written nowhere are reported."""
     command = _overrides(overrides)
     layers = (base, file, command)
     tree: dict[str, Any] = {}
@@ -71,13 +84,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     problems = [problem for layer in layers for problem in layer.problems]
     whole = all(layer.tree or not layer.problems for layer in (base, file))
     unread = {problem.key for problem in problems}
-    problems += [_problem(fault, locations, str(path)) for fault in check(tree, whole) if fault.key not in unread]
+    problems += [_problem(fault, locations, path) for fault in check(tree, whole) if fault.key not in unread]
     if problems:
-        order = {str(path): 0, COMMAND_LINE: 2}  # the base comes between
+        order = {path: 0, COMMAND_LINE: 2}  # the base comes between
         problems.sort(key=lambda problem: (order.get(problem.location.file, 1), problem.location.line))
         raise ConfigError(map(str, problems))
     config = build(tree)
-    config.note_locations({(): Location(str(path)), **locations})
+    config.note_locations({(): Location(path), **locations})
     return config
 
 

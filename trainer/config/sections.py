@@ -121,6 +121,11 @@ class RunConfig(Section):
         """Remember where keys were written, for errors that are found after loading."""
         self._locations.update(locations)
 
+    def like(self, other: RunConfig) -> RunConfig:
+        """This config, with the keys of ``other`` where they were written there."""
+        self.note_locations(other._locations)
+        return self
+
     def located(self, key: str, text: str) -> str:
         """``text`` after the file and line of the dotted ``key``, or of the section that it belongs to."""
         location = location_of(tuple(key.split(".")), self._locations)

@@ -269,6 +269,12 @@ def write(tree: Mapping[str, Any]) -> str:
     return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def one_line(key: str, value: object) -> str:
+    """``key: value`` on one line, which ``parse`` reads back."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 20)
+    return f"{key}: {text.strip().removesuffix('...').strip()}"
+
+
 def leaves(key: Key, value: object) -> Iterator[tuple[Key, object]]:
     """Every value below ``key`` that is not a mapping with something in it."""
     if isinstance(value, dict) and value:

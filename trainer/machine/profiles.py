@@ -28,7 +28,7 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +138,20 @@ def profile(name: str) -> Machine:
         return PROFILES[name]
     hint = nearest(name.lower(), PROFILES, cutoff=0.3)
     raise ConfigError(f"unknown machine profile {name!r}: known are {', '.join(PROFILES)}{hint}")
+
+
+def sized(machine: Machine, device_bytes: int | None, host_bytes: int | None) -> Machine:
+    """``machine`` with other sizes of memory: of its device, and of what is free of its host; None: as it is.
+
+    With ``device_bytes`` a machine without an accelerator gets one, of which nothing else is known.
+    """
+    if device_bytes and machine.device_kind == "cpu":
+        machine = replace(machine, name="a GPU", origin="profile", device_kind="cuda", num_devices=1, rates=None)
+    if device_bytes:
+        machine = replace(machine, device_total_bytes=device_bytes)
+    if host_bytes:
+        machine = replace(machine, host_total_bytes=host_bytes, host_available_bytes=host_bytes)
+    return machine
 
 
 # --- measured ----------------------------------------------------------------------------------------------------

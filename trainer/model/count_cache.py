@@ -3,8 +3,8 @@
 Loading them takes longer than counting and planning together, and people plan one model many times with other budgets.
 The counts follow from the model section, a few keys of ``training`` and ``data``, the versions of the packages and the
 project's own code that counts; a hash of all of these is the name of a file in ``~/.cache/deepstow/counts``. A folder
-is identified by its config.json. A model by name on the hub is always counted anew, since the name may come to mean
-another model. A file that cannot be read is replaced.
+is identified by its config.json. A model by name on the hub is counted anew by each process, since the name may come to
+mean another model. A file that cannot be read is replaced.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ SOURCES = (
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
 )
 PACKAGES = ("torch", "transformers", "peft")
+_HERE: dict[str, Any] = {}  # counts that are valid in this process only
 TRAINING = ("per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 
 
@@ -44,7 +45,11 @@ def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Pat
     """The result of ``count`` for the configured model, from the file of an earlier call if there is one."""
     name = name_of(config)
     if name is None:
-        return count()
+        known = _hash(config, config.model.model_dump(mode="json"))
+        if known not in _HERE:
+            _HERE[known] = count()
+        within: T = _HERE[known]
+        return within
     file, adapter = (folder or Path.home() / ".cache/deepstow/counts") / f"{name}.json", TypeAdapter(kind)
     with contextlib.suppress(OSError, ValueError):
         return adapter.validate_json(file.read_bytes())
@@ -65,6 +70,11 @@ def name_of(config: RunConfig) -> str | None:
             return None
     if config.model.trust_remote_code:
         return None
+    return _hash(config, model)
+
+
+def _hash(config: RunConfig, model: dict[str, Any]) -> str:
+    """A name for the ``model`` section and everything else that the counts follow from."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose, in_order, requirements_of
-from strategies.core.facts import Precision
 from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import Refusal, Requirement
+from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TooLargeError
 from trainer.machine import block_timing, gemm_timing
 from trainer.model import build
 from trainer.model.shrink import PER_LAYER
@@ -46,7 +45,7 @@ def plan_of(
         tune: measure the matrix products of linear layers, if a strategy needs that and it has not been done yet.
 
     Raises:
-        ConfigError: strategies conflict, or one cannot work with these facts.
+        ConfigError: strategies conflict, or one cannot work with these facts; TooLargeError: memory is not enough.
     """
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if known.linears:
@@ -66,7 +65,10 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     """The error of a strategy as one line that begins with file and line of its key, as every error of a config."""
     if isinstance(refused, Conflict):
         return ConfigError(config.located(f"strategies.{refused.second}", str(refused)))
-    return config.error(refused.key, refused.value, refused.cure)
+    error = config.error(refused.key, refused.value, refused.cure)
+    if isinstance(refused, MemoryRefusal):
+        return TooLargeError(error.lines[0], refused.home.value, refused.needed, refused.budget)
+    return error
 
 
 def check_installed(config: RunConfig) -> None:
@@ -145,18 +147,9 @@ def refuse_folder(config: RunConfig) -> None:
         raise config.error("training.output_dir", config.training.output_dir, what)
 
 
-def _cures(plan: Plan) -> Iterator[str]:
-    """What makes the training state smaller and is not in the config yet."""
-    facts = plan.facts
-    frozen = facts.num_params - facts.num_trainable
-    if plan.addresses is None:
-        plain = not plan.engine() and facts.run.precision is not Precision.FP16  # which both of these refuse
-        if plain and facts.machine.has_accelerator:
-            yield "strategies.offload"
-        yield "more ranks with a higher strategies.zero.stage"
-        if plain and frozen and facts.run.frozen_bytes == 4:
-            yield "model.dtype: bfloat16"
-    yield "a smaller model" if frozen else "model.lora"
+def advice(config: RunConfig, plan: Plan) -> list[str]:
+    """Lines for people: the changes of the config that would gain the most."""
+    return [line for strategy in config.strategies.values() for line in strategy.suggest(plan)]
 
 
 def refuse_impossible(plan: Plan) -> None:
@@ -165,7 +158,7 @@ def refuse_impossible(plan: Plan) -> None:
     Both are exact. What forward saves on the device is an estimate, so it does not refuse a run.
 
     Raises:
-        ConfigError: it does not fit.
+        TooLargeError: it does not fit.
     """
     machine = plan.facts.machine
     for home, has in ((Home.DEVICE, machine.device_bytes), (Home.HOST, machine.host_bytes)):
@@ -173,11 +166,8 @@ def refuse_impossible(plan: Plan) -> None:
         needed = plan.states(home) + hosted if plan.addresses is None else plan.addresses.num_bytes(home)
         if needed <= has:
             continue
-        cure = f"use {' or '.join(_cures(plan))}"
-        if hosted and needed - hosted <= has:
-            cure = "write strategies.recompute.activation_offloading: false"
+        sent = hosted and needed - hosted <= has
+        cure = "; write strategies.recompute.activation_offloading: false" if sent else ""
         who = "the training state and the tensors saved for backward need" if hosted else "the training state needs"
-        raise ConfigError(
-            f"{who} {human(needed)} on each rank's {home.value}, which has {human(has)}: "
-            f"{human(needed - has)} too much; {cure}"
-        )
+        what = f"{who} {human(needed)} on each rank's {home.value}, which has {human(has)}"
+        raise TooLargeError(f"{what}: {human(needed - has)} too much{cure}", home.value, needed, has)

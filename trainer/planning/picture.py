@@ -1,17 +1,21 @@
-"""The simulated step as a picture: four resources over time, above the device's memory with its budget line.
+"""The plan as a picture: the simulated step over time above the device's memory, or the memory of a rank as bars.
 
-A resource is white while it is idle; compute that is white waits for something. The memory curve is the arena and what
-forward has saved so far, during the ticks of the first pass.
+With a simulated step: four resources over a time axis; a resource is white while it is idle, and compute that is white
+waits for something. The memory curve is the arena and what forward has saved so far, during the ticks of the first
+pass. Without one (nothing is stowed, or the machine's rates are unknown): one bar per home that adds up to the
+predicted peak of a rank; ranks are alike. The red line is the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
-from strategies.core.plan import Home, Plan
+from strategies.core.plan import Home, Kind, Plan, When
 from strategies.core.sizes import human
 from strategies.planner.simulate import TraceEvent
 from strategies.planner.step_cost import StepCost
@@ -19,8 +23,8 @@ from strategies.planner.tasks import Resource
 from strategies.report.full_report import headline
 
 WIDTH, ROW, LEFT, MARGIN, CURVE = 1400, 54, 110, 24, 190
-TITLE = 58
-INK, GRID, ARENA, SAVED, LIMIT = (40, 40, 40), (225, 225, 225), (120, 144, 176), (186, 200, 220), (200, 40, 40)
+TITLE, AXIS, BAR = 78, 34, 90
+INK, GRID, ARENA, SAVED, RED = (40, 40, 40), (225, 225, 225), (120, 144, 176), (186, 200, 220), (200, 40, 40)
 # By the first word of an event's label.
 COLOURS = {
     "forward": (86, 140, 90),
@@ -31,25 +35,69 @@ COLOURS = {
     "weight": (110, 160, 190),
     "new": (110, 160, 190),
 }
+PARTS = ((60, 100, 150), (196, 120, 40), (190, 160, 60), (150, 90, 150), (86, 140, 90), (170, 170, 170))
+Font: TypeAlias = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
-def draw(plan: Plan, cost: StepCost, path: Path) -> None:
-    """Write the picture of one simulated step to ``path``; the suffix says the format.
+class Limit(NamedTuple):
+    """Bytes of the device, and what they are called."""
+
+    num_bytes: int
+    name: str
+
+
+def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: int | None = None) -> None:
+    """Write the picture to ``path``; the suffix says the format.
+
+    Args:
+        model: its name, for the title.
+        budget: bytes of the device that may be used; None: all that it has.
 
     Raises:
         OSError, ValueError: the file cannot be written, or its suffix is no picture's.
     """
-    height = TITLE + ROW * len(Resource) + CURVE + 4 * MARGIN
-    image = Image.new("RGB", (WIDTH, height), "white")
-    pen = ImageDraw.Draw(image)
-    font = ImageFont.load_default(15)
+    bars, rows = 2 * (BAR + MARGIN), ROW * len(Resource) + CURVE + AXIS + 3 * MARGIN
+    image = Image.new("RGB", (WIDTH, TITLE + MARGIN + (bars if cost is None else rows)), "white")
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default(15)
+    limit = Limit(budget, "budget") if budget is not None else Limit(plan.facts.machine.device_bytes, "device has")
+    for index, line in enumerate(title(plan, cost, model)):
+        pen.text((MARGIN, 10 + 20 * index), line, INK, font)
+    if cost is None:
+        _bars(pen, font, plan, limit)
+    else:
+        _step(pen, font, plan, cost, limit)
+    image.save(path)
+
+
+def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
+    """Model, card and ranks; the step; what is busy in it."""
+    run, facts = plan.facts.run, plan.facts
+    ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)} on {facts.machine.name}"
+    about = f"{model}, {facts.num_params / 1e9:.3g} B parameters, {run.precision.value}, {ranks}"
+    about += f", {run.tokens_per_step:,} tokens per step"
+    if cost is None:
+        return [about, "predicted peak of one rank; no simulated step: nothing is stowed, or rates are unknown"]
+    return [about, headline(cost), _busy(cost)]
+
+
+def axis(seconds: float) -> list[float]:
+    """At most ten round times from 0 to ``seconds``, evenly."""
+    power = 10.0 ** math.floor(math.log10(seconds / 10))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if seconds / (power * factor) <= 10)
+    return [step * index for index in range(int(seconds / step) + 1)]
+
+
+def _step(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, cost: StepCost, limit: Limit) -> None:
+    """Resources, memory, and the time below both."""
     across = (WIDTH - LEFT - MARGIN) / cost.seconds
 
     def at(seconds: float) -> float:
         return LEFT + max(0.0, min(cost.seconds, seconds)) * across
 
-    pen.text((MARGIN, 10), headline(cost), INK, font)
-    pen.text((MARGIN, 30), _busy(cost), INK, font)
+    floor = TITLE + ROW * len(Resource) + MARGIN + CURVE
+    for time in axis(cost.seconds):
+        pen.line((at(time), TITLE, at(time), floor + 5), GRID)
+        pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, font)
     for row, resource in enumerate(Resource):
         top = TITLE + row * ROW
         pen.text((MARGIN, top + 14), resource.value, INK, font)
@@ -60,10 +108,9 @@ def draw(plan: Plan, cost: StepCost, path: Path) -> None:
                 pen.rectangle((at(event.start), top + 5, at(event.end), top + ROW - 9), fill=colour, outline="white")
     for index, (word, colour) in enumerate(list(COLOURS.items())[:-1]):
         left = LEFT + 150 * index
-        pen.rectangle((left, height - MARGIN, left + 12, height - MARGIN + 12), fill=colour)
-        pen.text((left + 18, height - MARGIN - 4), word, INK, font)
-    _memory(pen, font, plan, cost, at, TITLE + ROW * len(Resource) + MARGIN)
-    image.save(path)
+        pen.rectangle((left, floor + AXIS, left + 12, floor + AXIS + 12), fill=colour)
+        pen.text((left + 18, floor + AXIS - 4), word, INK, font)
+    _memory(pen, font, plan, cost, at, floor, limit)
 
 
 def _busy(cost: StepCost) -> str:
@@ -79,18 +126,18 @@ def _busy(cost: StepCost) -> str:
 
 def _memory(
     pen: ImageDraw.ImageDraw,
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+    font: Font,
     plan: Plan,
     cost: StepCost,
     at: Callable[[float], float],
-    top: int,
+    floor: int,
+    limit: Limit,
 ) -> None:
     """Arena and saved tensors during the ticks of the first pass, and the line that they may not cross."""
     assert plan.addresses is not None
-    arena, has = plan.addresses.num_bytes(Home.DEVICE), plan.facts.machine.device_bytes
-    limit = has if plan.peak(Home.DEVICE) * 4 > has else plan.peak(Home.DEVICE)  # a far line would flatten the curve
-    scale = (CURVE - 30) / (1.08 * max(limit, plan.peak(Home.DEVICE)))
-    floor = top + CURVE
+    arena, peak = plan.addresses.num_bytes(Home.DEVICE), plan.peak(Home.DEVICE)
+    shown = limit.num_bytes if peak * 4 > limit.num_bytes else peak  # a far line would flatten the curve
+    scale = (CURVE - 30) / (1.08 * max(shown, peak))
 
     def level(num_bytes: int) -> float:
         return floor - num_bytes * scale
@@ -98,11 +145,43 @@ def _memory(
     pen.rectangle((LEFT, level(arena), WIDTH - MARGIN, floor), fill=ARENA)
     for start, end, saved in saved_over_time(plan, cost):
         pen.rectangle((at(start), level(arena + saved), at(end), level(arena)), fill=SAVED)
-    pen.line((LEFT, level(limit), WIDTH - MARGIN, level(limit)), LIMIT, 2)
-    name = "device has" if limit == has else "predicted peak"
-    pen.text((LEFT + 4, level(limit) - 20), f"{name} {human(limit)}", LIMIT, font)
+    pen.line((LEFT, level(shown), WIDTH - MARGIN, level(shown)), RED, 2)
+    far = "" if shown == limit.num_bytes else f", far above the predicted peak {human(peak)}"
+    pen.text((LEFT + 4, level(shown) - 20), f"{limit.name} {human(limit.num_bytes)}{far}", RED, font)
     pen.text((LEFT + 4, floor - 20), f"arena {human(arena)}", INK, font)
     pen.text((MARGIN, floor - CURVE // 2), "memory", INK, font)
+
+
+def parts(plan: Plan, home: Home) -> Iterator[tuple[str, int]]:
+    """What one rank holds at ``home``, by owner; together its predicted peak."""
+    standing = [(kind.value, plan.total(kind, home)) for kind in Kind if kind is not Kind.GRAD]
+    standing.append(("buffers", sum(one.num_bytes for one in plan.reserves(home) if one.when is When.ALWAYS)))
+    if home is Home.HOST:
+        standing.append(("Python and libraries", plan.facts.machine.runtime_host_bytes))
+    yield from standing
+    yield "gradients and saved tensors, at the peak", plan.peak(home) - sum(size for _, size in standing)
+
+
+def _bars(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, limit: Limit) -> None:
+    """One bar per home, with its parts and the line that it may not cross."""
+    for index, home in enumerate(Home):
+        has, name = limit if home is Home.DEVICE else Limit(plan.facts.machine.host_bytes, "host has")
+        peak, top = plan.peak(home), TITLE + MARGIN // 2 + index * (BAR + MARGIN)
+        scale = (WIDTH - LEFT - 2 * MARGIN) / max(has, peak, 1)
+        pen.text((MARGIN, top + 14), home.value, INK, font)
+        left = float(LEFT)
+        words = LEFT
+        for colour, (owner, size) in zip(PARTS, parts(plan, home), strict=False):
+            pen.rectangle((left, top, left + size * scale, top + ROW - 8), fill=colour)
+            left += size * scale
+            if size:
+                text = f"{owner} {human(size)}"
+                pen.rectangle((words, top + ROW, words + 12, top + ROW + 12), fill=colour)
+                pen.text((words + 18, top + ROW - 4), text, INK, font)
+                words += 40 + int(font.getlength(text))
+        line = LEFT + has * scale
+        pen.line((line, top - 6, line, top + ROW - 2), RED, 2)
+        pen.text((LEFT, top + ROW + 16), f"peak {human(peak)}, {name} {human(has)}", RED, font)
 
 
 def saved_over_time(plan: Plan, cost: StepCost) -> list[tuple[float, float, int]]:

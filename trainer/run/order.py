@@ -29,7 +29,8 @@ from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
 from trainer.model import build, config_keys
 from trainer.planning import facts
-from trainer.planning.from_config import plan_of, refuse_folder, refuse_impossible
+from trainer.planning.fit import explained
+from trainer.planning.from_config import advice, plan_of, refuse_folder, refuse_impossible
 from trainer.run import checkpoint, optimizer_choice
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
@@ -72,19 +73,22 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
     tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
     machine = probe()
-    plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
+    with explained(config, ranks, machine):
+        plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
     check_packing(config)
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
     cost = plan_cost(plan)
-    shown = full_report.text(plan, cost)
+    shown = ""
     if ranks.is_first:
+        shown = full_report.text(plan, cost, advice(config, plan))
         write_plan(run, shown, full_report.to_json(plan, cost))
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
     run.say(f"\n{shown}\n")
-    refuse_impossible(plan)
+    with explained(config, ranks, machine):
+        refuse_impossible(plan)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if ranks.is_first and resume is None:
         earlier = checkpoint.set_aside(folder)

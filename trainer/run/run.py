@@ -19,7 +19,7 @@ from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
 from trainer.dist import deepspeed_ops
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
-from trainer.errors import ExitCode, UserError
+from trainer.errors import ExitCode, UserError, report
 from trainer.planning.from_config import check_installed
 from trainer.run import oom, order
 from trainer.run.callbacks import write_line
@@ -73,7 +73,9 @@ def _guarded(config: RunConfig, ranks: Ranks) -> int:
         return ExitCode.FINISHED
     except UserError as error:
         if ranks.is_first:
-            print("\n".join(error.lines), file=sys.stderr, flush=True)
+            report(error)
+        elif list(error.more()):  # a launcher ends all ranks when one has ended, and the first one still reports
+            time.sleep(GRACE_S)
         traceback.clear_frames(error.__traceback__)
         return error.code
     except KeyboardInterrupt as stop:

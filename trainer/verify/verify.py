@@ -254,11 +254,14 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
         ConfigError: the plan is refused.
     """
     from trainer.machine.probe import probe
+    from trainer.planning.fit import explained
     from trainer.planning.from_config import check_installed, plan_of
     from trainer.run import optimizer_choice
 
     check_installed(config)
-    plan = plan_of(config, Ranks(0, 0, num_ranks, num_ranks), probe())
+    ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
+    with explained(config, ranks, machine):
+        plan = plan_of(config, ranks, machine)
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
     return plan

@@ -1,0 +1,145 @@
+"""Writes docs/fit.md: does it fit? For models of 7, 14, 32 and 70 B parameters on one card, with arithmetic by hand.
+
+    python -m benchmarks.fit_doc > docs/fit.md
+
+The tables are what ``launch/plan.py --fit`` prints. Beside each stands the training state from the model's shapes and
+the bytes per parameter alone; what the table has beyond that is what forward saves, buffers, and slots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from strategies.core.facts import Home
+from strategies.core.sizes import SHARE, human
+from strategies.report import fit_table
+from strategies.report.fit_table import FitRow
+from strategies.report.table import table
+from trainer.dist.ranks import Ranks
+from trainer.machine.profiles import profile, sized
+from trainer.planning.fit import LORA_RANK, Fit, config_of, unwritten
+
+CARD, DEVICE, HOST = "rtx4090-pcie4", 24, 64  # GiB
+MACHINE = f"--profile {CARD} --gpu-memory {DEVICE}GiB --host-memory {HOST}GiB"
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "Llama-2-7B": ("llama", (4096, 11008, 32, 32, 32, 32000)),
+    "Qwen2.5-14B": ("qwen2", (5120, 13824, 48, 40, 8, 152064)),
+    "Qwen2.5-32B": ("qwen2", (5120, 27648, 64, 40, 8, 152064)),
+    "Llama-3-70B": ("llama", (8192, 28672, 80, 64, 8, 128256)),
+}
+INTRO = """\
+# Does it fit?
+
+`launch/plan.py --fit` answers for any model and any machine: full fine-tuning and LoRA, each as it is, with
+recomputation, with offload, with both, and over more ranks with ZeRO-3. Every row is a plan of the config that its last
+column writes. `fits` compares the predicted peaks with 0.9 of each memory, as `auto` does; `step` is simulated, and
+unknown where ranks talk over a network or the machine's rates are not known. Rows of a strategy that would do nothing
+are left out. Where the planner gives up for one memory, the other is `-` and may be too small as well. The exit code is
+0 whatever the answer is.
+
+The model is `--config FILE`, `--model NAME_OR_FOLDER`, or keys of `model.config`; the machine is this one, or
+`--profile NAME`, with other sizes of memory by `--gpu-memory` and `--host-memory`. Without a profile and without a GPU,
+`--gpu-memory` stands for a card at unknown rates. A refusal for memory, of any command, ends with the same table.
+
+Not counted: the weights while they are loaded into host memory (2 or 4 bytes per parameter, before the first step), and
+the network between ranks.
+
+Below: one card of 24 GiB in a machine with 64 GiB of host memory. Made by `python -m benchmarks.fit_doc`.
+"""
+HAND = """\
+By hand, P = {params:,} parameters ({formula}):
+"""
+END = """\
+With offload 12 of the 16 bytes are masters and moments, 2 the weight, and 2 the gradient, which can take the place of
+the weight's copy on the host. What a table has beyond that: what forward saves for {tokens:,} tokens, logits included,
+gathered weights under ZeRO-3, slots and scratch of the memory engine, and 1 GiB of host memory for Python.
+"""
+
+
+def num_params(kind: str, sizes: Sequence[int]) -> int:
+    """Parameters of a Llama, or of a Qwen2, whose projections of queries, keys and values have biases."""
+    width, inner, blocks, heads, groups, words = sizes
+    keys = width // heads * groups
+    biases = width + 2 * keys if kind == "qwen2" else 0
+    block = 2 * width * width + 2 * width * keys + 3 * width * inner + 2 * width + biases
+    return 2 * words * width + blocks * block + width
+
+
+def num_adapters(sizes: Sequence[int]) -> int:
+    """Parameters of adapters on every linear layer of the blocks: rank times width in plus width out."""
+    width, inner, blocks, heads, groups, _ = sizes
+    keys = width // heads * groups
+    linear = [(width, width)] * 2 + [(width, keys)] * 2 + [(width, inner)] * 3
+    return LORA_RANK * blocks * sum(a + b for a, b in linear)
+
+
+def by_hand(kind: str, sizes: Sequence[int], rows: Sequence[FitRow]) -> Iterator[tuple[str, str, str, str]]:
+    """What, bytes per parameter, their sum, and what the table says."""
+    params, adapters = num_params(kind, sizes), num_adapters(sizes)
+
+    def says(training: str, home: Home, ranks: int = 1) -> str:
+        found = [
+            row.needed[home] for row in rows if row.training == training and row.ranks == ranks and home in row.needed
+        ]
+        return human(found[0]) if found else "-"
+
+    yield "full", "4 weight + 4 gradient + 8 moments, P", human(16 * params), says("full", Home.DEVICE)
+    offload = next((row for row in rows if row.training == "full + recompute + offload"), None)
+    device = int(SHARE * (DEVICE << 30))
+    least, most = (human(max(0, size * params - device)) for size in (14, 16))
+    host = "-" if offload is None or Home.HOST not in offload.needed else human(offload.needed[Home.HOST])
+    yield "full + recompute + offload, host", "14 to 16 P less 0.9 of the card", f"{least} to {most}", host
+    lora = 2 * params + 16 * adapters
+    yield "LoRA", f"2 P + 16 of {adapters:,} in adapters", human(lora), says("LoRA", Home.DEVICE)
+    for ranks in (2, 4, 8):
+        state = 16 * params // ranks
+        found = next(row for row in rows if row.ranks == ranks)
+        step = human(state + 4 * params // ranks)
+        yield (
+            f"{found.training}, {ranks} ranks",
+            "16 P / ranks; 20 P in the update",
+            f"{human(state)}; {step}",
+            human(found.needed[Home.DEVICE]),
+        )
+
+
+def section(name: str, kind: str, sizes: Sequence[int]) -> Iterator[str]:
+    """One model: the command, what it prints, and the arithmetic."""
+    overrides = [f"model.config.model_type={kind}"]
+    overrides += [f"model.config.{key}={size}" for key, size in zip(NAMES, sizes, strict=True)]
+    config, machine = config_of(None, overrides, accelerated=True), sized(profile(CARD), DEVICE << 30, HOST << 30)
+    fit = Fit(config, Ranks(), machine, written=unwritten(config), say=lambda line: print(line, file=sys.stderr))
+    rows = fit.rows()
+    yield f"## {name}\n"
+    yield f"    python launch/plan.py --fit {MACHINE} {' '.join(overrides)}\n"
+    yield "```"
+    yield from [*fit.heading(), "", *fit_table.lines(rows)]
+    yield "```\n"
+    biases = " + biases" if kind == "qwen2" else ""
+    formula = f"2 V h + L (2 h² + 2 h k + 3 h f + 2 h{biases}) + h; k: width of the keys"
+    yield HAND.format(params=num_params(kind, sizes), formula=formula)
+    yield from table(
+        ("what", "bytes", "by hand", "table"), by_hand(kind, sizes, rows), {"by hand", "table"}, markdown=True
+    )
+    yield ""
+    yield END.format(tokens=config.data.max_length)
+
+
+def page(models: Mapping[str, tuple[str, Sequence[Any]]] = MODELS) -> str:
+    """The whole document."""
+    lines = [line for name, (kind, sizes) in models.items() for line in section(name, kind, sizes)]
+    return "\n".join([INTRO, *lines])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

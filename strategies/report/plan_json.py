@@ -1,0 +1,311 @@
+"""``plan.json``: a plan in full, so that another engine can carry it out; its schema; and reading it back.
+
+What an engine needs: ``parameters`` (which bucket, at which offset in it), ``buckets`` (where each is updated, when its
+weight is on the device, its addresses), ``layout`` (clipping, accumulation, when updates run), ``arenas`` (bytes per
+home), ``slots`` (addresses that buckets use in turn), ``shared`` (memory of no bucket: scratch, room for saved
+tensors), ``ticks`` (what is fetched and evicted when, and which gradients are complete), ``updates`` (their order), and
+``units`` (what each keeps for backward). The other keys are for people and for later runs.
+
+Offsets and sizes of parameters are in elements, all else in bytes. Ranges of ticks are half-open; tick i is the forward
+of unit i, and 2 n - 1 - i its backward.
+
+Invariant. ``problems`` reads a file with the rules of ``strategies/core/validate.py`` and finds nothing exactly if the
+engine here could carry it out. ``VERSION`` changes with every key that gets another meaning.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from strategies.core.facts import Facts, Home, UnitKind
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Range, Site, Spot, ticks_of, uses
+from strategies.core.peak import host_room
+from strategies.core.plan import Plan
+from strategies.core.validate import validate
+from strategies.report import bucket_table
+
+VERSION = 1
+
+
+class Entry(BaseModel):
+    """Base of all entries: nothing unknown."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class SpotEntry(Entry):
+    """A stretch of one home's arena, in bytes."""
+
+    home: Home
+    offset: int
+    bytes: int
+
+
+class ParameterEntry(Entry):
+    """One parameter: ``elements`` of its bucket's dtype from element ``offset`` of the bucket."""
+
+    name: str
+    bucket: str
+    offset: int
+    elements: int
+    dtype: str
+    group: int | None = Field(description="of the optimizer; null: frozen")
+
+
+class BucketEntry(Entry):
+    """One bucket. ``stays``: when its weight is on the device, as ranges of ticks; empty: always."""
+
+    name: str
+    units: list[str]
+    num_params: int
+    elements: int = Field(description="with padding")
+    bytes: int = Field(description="of its weight in the dtype of compute")
+    dtype: str
+    group: int | None
+    site: Site
+    gradients: Home = Field(description="where they wait for the norm and for further micro-batches")
+    stays: list[Range]
+    addresses: dict[Item, SpotEntry]
+
+
+class SlotEntry(Entry):
+    """Memory that buckets use in turn, in the order of ``buckets``."""
+
+    item: Item
+    home: Home
+    offset: int
+    bytes: int
+    buckets: list[str]
+
+
+class UnitEntry(Entry):
+    """What a unit keeps for backward: on the device, and of that ``hosted`` on the host until then."""
+
+    name: str
+    kind: UnitKind
+    policy: str = Field(description="none: all that autograd saves; otherwise backward runs the unit again")
+    kept: list[str]
+    saved_bytes: int
+    hosted: list[str]
+    hosted_bytes: int
+
+
+class TickEntry(Entry):
+    """One tick. ``fetch``: weights that are copied up from here on; ``evict``: that may leave after it; ``gradients``:
+    of buckets that are complete after it, for this micro-batch.
+    """
+
+    unit: str
+    direction: Literal["forward", "backward"]
+    fetch: list[str]
+    evict: list[str]
+    gradients: list[str]
+
+
+def _layout_fields() -> dict[str, Any]:
+    """The fields of ``Layout`` but its buckets, as ``create_model`` takes them."""
+    hints = get_type_hints(Layout)
+    return {each.name: (hints[each.name], ...) for each in fields(Layout) if each.name != "buckets"}
+
+
+LayoutEntry: Any = create_model("LayoutEntry", __base__=Entry, **_layout_fields())
+
+
+class PlanFile(Entry):
+    """A whole ``plan.json``. Nothing is stowed if ``layout`` is null; then there is nothing to carry out."""
+
+    schema_version: Literal[1]
+    facts: Facts
+    units: list[UnitEntry]
+    parameters: list[ParameterEntry]
+    buckets: list[BucketEntry]
+    layout: LayoutEntry | None
+    arenas: dict[Home, int]
+    slots: list[SlotEntry]
+    shared: dict[Item, SpotEntry]
+    ticks: list[TickEntry]
+    updates: list[str] = Field(description="buckets in the order of their updates")
+    rows: list[dict[str, Any]]
+    totals: dict[str, dict[str, int]]
+    deepspeed: dict[str, Any]
+    idle: dict[str, str]
+    linears: dict[str, Any]
+    recompute: list[dict[str, Any]]
+    simulated: dict[str, Any] | None
+    measured: list[dict[str, Any]] = Field(default=[], description="predicted against measured, after step 2 of a run")
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of ``plan.json``, made from the types above."""
+    return PlanFile.model_json_schema()
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """What an engine needs, as JSON types: the first keys of ``PlanFile`` without ``facts``."""
+    layout, addresses = plan.layout, plan.addresses
+    found: dict[str, Any] = {
+        "schema_version": VERSION,
+        "units": [_unit(plan, unit.name, unit.kind) for unit in plan.facts.units],
+        "buckets": bucket_table.to_json(plan),
+    }
+    if layout is None or addresses is None:
+        nothing: dict[str, Any] = {"parameters": [], "slots": [], "ticks": [], "updates": []}
+        return {**found, **nothing, "layout": None, "arenas": {}, "shared": {}}
+    settings = {name: getattr(layout, name) for name in LayoutEntry.model_fields}
+    return {
+        **found,
+        "parameters": [
+            {"name": name, "bucket": b.name, "offset": offset, "elements": size, "dtype": b.dtype, "group": b.group}
+            for b in layout.buckets
+            for name, offset, size in zip(b.params, b.offsets, b.sizes, strict=True)
+        ],
+        "layout": LayoutEntry(**settings).model_dump(mode="json"),
+        "arenas": {home.value: addresses.num_bytes(home) for home in Home},
+        "slots": [slot.model_dump(mode="json") for slot in slots(addresses)],
+        "shared": {item.value: _spot(spot) for (name, item), spot in addresses.spots.items() if not name},
+        "ticks": [tick.model_dump(mode="json") for tick in ticks(layout)],
+        "updates": updates(layout),
+    }
+
+
+def _unit(plan: Plan, name: str, kind: UnitKind) -> dict[str, Any]:
+    keep = plan.keep(name)
+    return {
+        "name": name,
+        "kind": kind.value,
+        "policy": keep.policy,
+        "kept": list(keep.kept),
+        "saved_bytes": keep.saved_bytes,
+        "hosted": list(keep.hosted),
+        "hosted_bytes": keep.hosted_bytes,
+    }
+
+
+def _spot(spot: Spot) -> dict[str, Any]:
+    return {"home": spot.home.value, "offset": spot.offset, "bytes": spot.num_bytes}
+
+
+def slots(addresses: Addresses) -> list[SlotEntry]:
+    """Stretches that several buckets use for one kind of item. Weights, which share by time, are not among them."""
+    users: dict[tuple[Item, Home, int], list[tuple[str, int]]] = {}
+    for (name, item), spot in addresses.spots.items():
+        if name and item is not Item.WEIGHT:
+            users.setdefault((item, spot.home, spot.offset), []).append((name, spot.num_bytes))
+    return [
+        SlotEntry(
+            item=item, home=home, offset=offset, bytes=max(size for _, size in some), buckets=[n for n, _ in some]
+        )
+        for (item, home, offset), some in sorted(users.items(), key=lambda it: (it[0][0].value, it[0][2]))
+        if len(some) > 1
+    ]
+
+
+def ticks(layout: Layout) -> list[TickEntry]:
+    """What happens at each tick of an iteration."""
+    count, at = layout.num_ticks, ticks_of(layout.units)
+    begins: dict[int, list[str]] = {}
+    ends: dict[int, list[str]] = {}
+    done: dict[int, list[str]] = {}
+    for bucket in layout.buckets:
+        ranges = bucket.resident_ticks
+        over_the_end = bool(ranges) and ranges[0][0] == 0 and ranges[-1][1] == count
+        for start, end in ranges:
+            if start or not over_the_end:
+                begins.setdefault(start, []).append(bucket.name)
+            if end < count or not over_the_end:
+                ends.setdefault(end - 1, []).append(bucket.name)
+        if bucket.site is not Site.NONE:
+            done.setdefault(max(uses(bucket, at)), []).append(bucket.name)
+    names = [*layout.units, *reversed(layout.units)]
+    return [
+        TickEntry(
+            unit=name,
+            direction="forward" if tick < count // 2 else "backward",
+            fetch=begins.get(tick, []),
+            evict=ends.get(tick, []),
+            gradients=done.get(tick, []),
+        )
+        for tick, name in enumerate(names)
+    ]
+
+
+def updates(layout: Layout) -> list[str]:
+    """Trained buckets in the order of their updates: as gradients land, or in forward order after the norm is known."""
+    if layout.in_backward:
+        return [name for tick in ticks(layout) for name in tick.gradients]
+    return [bucket.name for bucket in layout.buckets if bucket.site is not Site.NONE]
+
+
+def problems(text: str) -> list[str]:
+    """Everything that is wrong with the content of a ``plan.json``; empty if it can be carried out."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        return [f"not JSON: {error}"]
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != VERSION:
+        return [f"schema_version = {version!r}: this reads {VERSION}"]
+    try:
+        file = PlanFile.model_validate(content)
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    if file.layout is None:
+        return []
+    layout, addresses = read(file)
+    hosted = sum(host_room(unit.hosted_bytes, len(unit.hosted)) for unit in file.units)
+    found = validate(layout, addresses, file.facts.params, hosted)
+    return found or [*_derived(file, layout, addresses)]
+
+
+def read(file: PlanFile) -> tuple[Layout, Addresses]:
+    """The layout and its addresses. Parameters of a bucket that is not there are left out: they are in no bucket."""
+    of_bucket: dict[str, list[ParameterEntry]] = {}
+    for param in file.parameters:
+        of_bucket.setdefault(param.bucket, []).append(param)
+    buckets = (_bucket(entry, of_bucket.get(entry.name, [])) for entry in file.buckets)
+    spots = {(each.name, item): spot for each in file.buckets for item, spot in each.addresses.items()}
+    spots |= {("", item): spot for item, spot in file.shared.items()}
+    layout = Layout(buckets=tuple(buckets), **{name: getattr(file.layout, name) for name in LayoutEntry.model_fields})
+    places = {key: Spot(spot.home, spot.offset, spot.bytes) for key, spot in spots.items()}
+    return layout, Addresses(file.arenas, places)
+
+
+def _bucket(entry: BucketEntry, params: list[ParameterEntry]) -> Bucket:
+    return Bucket(
+        name=entry.name,
+        units=tuple(entry.units),
+        params=tuple(param.name for param in params),
+        sizes=tuple(param.elements for param in params),
+        offsets=tuple(param.offset for param in params),
+        num_elements=entry.elements,
+        dtype=entry.dtype,
+        group=entry.group,
+        site=entry.site,
+        resident_ticks=tuple(entry.stays),
+        grad_home=entry.gradients,
+    )
+
+
+def _derived(file: PlanFile, layout: Layout, addresses: Addresses) -> list[str]:
+    """Parts that follow from others and differ from them."""
+    buckets = {bucket.name: bucket for bucket in layout.buckets}
+    found = [
+        f"parameter {param.name}: another dtype or group than its bucket"
+        for param in file.parameters
+        if (bucket := buckets.get(param.bucket)) is None or (param.dtype, param.group) != (bucket.dtype, bucket.group)
+    ]
+    found += [
+        f"bucket {entry.name}: bytes or num_params do not follow from its parameters"
+        for entry in file.buckets
+        if (entry.bytes, entry.num_params) != (buckets[entry.name].weight_bytes, len(buckets[entry.name].params))
+    ]
+    same = {
+        "ticks": file.ticks == ticks(layout),
+        "updates": file.updates == updates(layout),
+        "slots": file.slots == slots(addresses),
+    }
+    return found + [f"{name}: do not follow from the buckets" for name, is_same in same.items() if not is_same]

@@ -1,0 +1,177 @@
+"""``launch/plan.py --fit``: every row is the plan of a config that can be written, and says what is missing."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.plan import main
+from strategies.core.facts import Home
+from strategies.report.fit_table import FitRow, lines
+from tests.helpers.tiny import run_config
+from trainer.config.load import load
+from trainer.dist.ranks import Ranks
+from trainer.errors import TooLargeError, report
+from trainer.machine.probe import Machine
+from trainer.machine.profiles import profile
+from trainer.planning.facts import ENGINE_HOST_BYTES
+from trainer.planning.fit import Fit, config_of, explained, unwritten
+from trainer.planning.from_config import plan_of
+
+SIZES = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "vocab_size": 512,
+}  # fmt: skip
+OVERRIDES = [f"model.config.{name}={value}" for name, value in SIZES.items()]
+SMALL = ["data.max_length=256", "training.per_device_train_batch_size=2"]
+ROW = ["strategies.recompute={policy: auto}", "strategies.offload={}"]
+HERE = Ranks()
+
+
+def card(device: int, host: int = 1 << 36) -> Machine:
+    """A card of so many bytes, at the rates of a real one."""
+    return replace(profile("rtx4090-pcie4"), device_total_bytes=device, host_available_bytes=host)
+
+
+def rows_of(machine: Machine, *overrides: str) -> list[FitRow]:
+    config = config_of(None, [*OVERRIDES, *SMALL, *overrides], accelerated=True)
+    return Fit(config, HERE, machine, written=unwritten(config)).rows()
+
+
+@pytest.fixture(scope="module")
+def tight() -> list[FitRow]:
+    """On a card that holds the training state of neither all weights nor what plain training saves."""
+    return rows_of(card(3 << 20))
+
+
+def test_what_does_not_fit_as_it_is_fits_otherwise(tight: list[FitRow]) -> None:
+    by_name = {(row.training, row.ranks): row for row in tight}
+    assert not by_name["full", 1].fits and not by_name["LoRA", 1].fits
+    assert by_name["full + recompute + offload", 1].fits and by_name["LoRA + recompute + offload", 1].fits
+    assert {row.ranks for row in tight} == {1, 2, 4, 8}
+    assert lines(tight)[0].startswith("full fine-tuning fits: full + ")
+
+
+def test_a_row_is_the_plan_of_the_config_that_its_lines_write(tight: list[FitRow], tmp_path: Path) -> None:
+    """The lines are pasted into a file that has what a user has before; its plan has the bytes of the row."""
+    given = {"model": {"config": SIZES, "tokenizer": "x"}, "data": {"path": "my.jsonl", "max_length": 256}}
+    given |= {"training": {"output_dir": str(tmp_path), "per_device_train_batch_size": 2}}
+    some = [row for row in tight if row.fits and row.ranks == 1]
+    assert len(some) >= 2
+    for row in some:
+        pasted = {name: dict(section) for name, section in given.items()}
+        for line in row.write:
+            ((name, section),) = yaml.safe_load(line).items()
+            pasted.setdefault(name, {}).update(section)
+        path = tmp_path / "x.yaml"
+        path.write_text(yaml.safe_dump(pasted))
+        plan = plan_of(load(path), HERE, card(3 << 20))
+        assert row.needed == {home: plan.peak(home) for home in Home}, row.training
+
+
+def test_missing_is_what_lies_beyond_nine_tenths(tight: list[FitRow]) -> None:
+    (plain,) = (row for row in tight if row.training == "full" and row.ranks == 1)
+    assert plain.missing == {Home.DEVICE: plain.needed[Home.DEVICE] - int(0.9 * (3 << 20))}
+    # With so much more it fits, to the byte.
+    enough = -(-plain.needed[Home.DEVICE] * 10 // 9)
+    assert rows_of(card(enough))[0].fits and not rows_of(card(enough - 2))[0].fits
+
+
+def test_on_a_large_card_nothing_is_added_that_does_nothing() -> None:
+    found = rows_of(card(1 << 36))
+    assert all(row.fits for row in found)
+    assert not any("recompute" in row.training for row in found)  # it would keep all
+    assert found[0].seconds is not None and found[0].seconds > 0
+    assert lines(found)[0].startswith("full fine-tuning fits: full,")
+
+
+def test_a_refusal_for_memory_is_a_row_with_its_numbers() -> None:
+    """With too little host memory for the state that has to leave, the planner refuses; the row has its numbers."""
+    machine = card(3 << 20, host=int((ENGINE_HOST_BYTES + (1 << 19)) / 0.9))
+    (row,) = (row for row in rows_of(machine) if row.training == "full + recompute + offload")
+    config = config_of(None, [*OVERRIDES, *SMALL, *ROW], accelerated=True)
+    with pytest.raises(TooLargeError) as refused:
+        plan_of(config, HERE, replace(machine, rates=None))  # so far from enough that nothing is simulated
+    assert row.needed == {Home.HOST: refused.value.needed}
+    assert row.missing == {Home.HOST: refused.value.needed - refused.value.budget}
+
+
+def test_what_the_config_has_is_taken_back() -> None:
+    """Checkpointing of Hugging Face's would hide in every row; adapters are not all weights."""
+    config = run_config(SIZES, model={"lora": {"r": 4}, "dtype": "bfloat16"}, bf16=True, gradient_checkpointing=True)
+    rows = Fit(config, HERE, card(1 << 36)).rows(as_given=True)
+    whole = next(row for row in rows if row.whole)
+    adapters = next(row for row in rows if not row.whole)
+    assert whole.write == ("model: {dtype: float32, lora: null}", "training: {gradient_checkpointing: false}")
+    assert adapters.write == ("training: {gradient_checkpointing: false}",)
+
+
+def test_a_refusal_ends_with_the_table_and_a_broken_table_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(None, [*OVERRIDES, *SMALL, "strategies.offload={gpu_memory: 100KiB}"], accelerated=True)
+
+    def refused() -> list[str]:
+        with pytest.raises(TooLargeError) as error, explained(config, HERE, card(1 << 36)):
+            plan_of(config, HERE, card(1 << 36))
+        report(error.value)
+        return capsys.readouterr().err.splitlines()
+
+    said = refused()
+    assert said[0].startswith('command line: strategies.offload.gpu_memory = "100KiB": ') and "are needed" in said[0]
+    assert any(line.startswith("full fine-tuning fits: ") for line in said)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(Fit, "lines", broken)
+    assert refused() == [said[0], "what would fit cannot be shown: ZeroDivisionError: a mistake"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--gpu-memory", "8MiB", "--host-memory", "4GiB"]
+    assert main(["--fit", *sizes, *OVERRIDES, *SMALL]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("does it fit? llama on a GPU: 8.0 MiB of device memory, 4.0 GiB of host memory")
+    assert "2 x 256 tokens, bf16" in said.out
+    assert not any(" s  " in line for line in said.out.splitlines()), "the rates of a card that is not here are unknown"
+    assert "planning full + offload on 1 rank" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--fit: which model? Give --config FILE, --model NAME_OR_FOLDER, or model.config.model_type=llama "),
+        (["--model", "./no/such/folder"], "model.name_or_path = './no/such/folder': there is no such folder"),
+        (
+            ["model.config.model_type=llama", "model.config.hidden_sise=64"],
+            "command line: model.config.hidden_sise = 64",
+        ),
+    ],
+)
+def test_a_model_that_is_not_one(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--fit", "--profile", "rtx4090-pcie4", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1].startswith(says) and said.out == ""
+
+
+def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoConfig
+
+    kind, sizes = SIZES["model_type"], {name: value for name, value in SIZES.items() if name != "model_type"}
+    AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
+    assert main(["--fit", "--profile", "rtx4090-pcie4", "--model", str(tmp_path), *SMALL]) == 0
+    assert capsys.readouterr().out.startswith(f"does it fit? {tmp_path} on NVIDIA GeForce RTX 4090: 23.6 GiB")
+
+
+def test_every_answer_has_its_words() -> None:
+    short = FitRow(missing={Home.HOST: 3 << 30}, needed={Home.HOST: 5 << 30}, write=("a: {}", "b: {}"))
+    other = FitRow(strategies=("zero",), ranks=4, refused="why not", write=("a: {}",))
+    said = lines([short, other])
+    assert said[0] == "full fine-tuning does not fit on 1 rank; nearest is full, host lacks 3.0 GiB"
+    assert said[-1] == "in every row: a: {}"
+    assert any("no: refused" in line and line.endswith("(why not)") for line in said)
+    fine = FitRow(strategies=("zero",), ranks=4, needed={Home.DEVICE: 1, Home.HOST: 1})
+    assert lines([short, fine])[0].endswith("; on 4 ranks full + zero fits")

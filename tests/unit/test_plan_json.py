@@ -1,0 +1,149 @@
+"""plan.json holds all of a layout, reads back to it, and a corrupted file is seen."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from launch.plan import main
+from strategies.core.facts import Facts, Home
+from strategies.core.plan import Plan
+from strategies.report import full_report, plan_json
+from strategies.report.plan_json import PlanFile
+from tests.helpers.fakes import facts
+from tests.helpers.layouts import random_facts, transformer
+from tests.unit.test_offload import plan_of
+from tests.unit.test_placement_search import options
+
+Content = dict[str, Any]
+
+
+def written(plan: Plan) -> Content:
+    found: Content = json.loads(json.dumps(full_report.to_json(plan, None)))
+    return found
+
+
+def moving() -> Plan:
+    """Weights that travel and share addresses, gradients in slots, updates by the CPU."""
+    return plan_of(transformer(), weights="streamed", site="host", gradients="host")
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_facts(), options)
+def test_what_is_written_reads_back_to_the_same_layout(known: Facts, asked: dict[str, Any]) -> None:
+    plan = plan_of(known, **{name: asked[name] for name in ("site", "weights", "gradients")})
+    content = written(plan)
+    assert plan_json.problems(json.dumps(content)) == []
+    layout, addresses = plan_json.read(PlanFile.model_validate(content))
+    assert plan.addresses is not None
+    assert layout == plan.layout
+    assert (addresses.spots, addresses.num_bytes(Home.DEVICE)) == (
+        plan.addresses.spots,
+        plan.addresses.num_bytes(Home.DEVICE),
+    )
+    assert PlanFile.model_validate(content).facts == plan.facts
+
+
+def test_a_plan_that_stows_nothing_has_nothing_to_carry_out() -> None:
+    content = written(Plan.baseline(facts()))
+    assert content["layout"] is None and plan_json.problems(json.dumps(content)) == []
+
+
+def onto_the_next(content: Content) -> None:
+    first, second = (bucket["addresses"]["moments"] for bucket in content["buckets"][:2])
+    second["offset"] = first["offset"]
+
+
+def leave_out(content: Content) -> None:
+    del content["parameters"][0]
+
+
+def too_short(content: Content) -> None:
+    content["arenas"]["device"] -= 512
+
+
+def away_when_used(content: Content) -> None:
+    next(bucket for bucket in content["buckets"] if bucket["stays"])["stays"].pop()
+
+
+def another_order(content: Content) -> None:
+    content["updates"].reverse()
+
+
+def fetched_later(content: Content) -> None:
+    tick = next(tick for tick in content["ticks"] if tick["fetch"])
+    tick["fetch"] = []
+
+
+def another_dtype(content: Content) -> None:
+    content["parameters"][0]["dtype"] = "bfloat16"
+
+
+def no_room_for_saved(content: Content) -> None:
+    content["units"][0] |= {"hosted": ["input"], "hosted_bytes": 4096}
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "says"),
+    [
+        (onto_the_next, "overlaps"),
+        (leave_out, "in no bucket"),
+        (too_short, "lies outside its arena"),
+        (away_when_used, "is away at tick"),
+        (another_order, "updates: do not follow"),
+        (fetched_later, "ticks: do not follow"),
+        (another_dtype, "another dtype or group than its bucket"),
+        (no_room_for_saved, "saved tensors: has no address"),
+        (lambda content: content.update(schema_version=2), "schema_version = 2: this reads 1"),
+        (lambda content: content.pop("schema_version"), "schema_version = None: this reads 1"),
+        (lambda content: content.pop("arenas"), "arenas: Field required"),
+        (lambda content: content["buckets"][0].update(site="moon"), "buckets.0.site: Input should be 'frozen', "),
+        (lambda content: content["layout"].update(speed=3), "layout.speed: Extra inputs are not permitted"),
+    ],
+)  # fmt: skip
+def test_a_corrupted_file_is_seen(corrupt: Callable[[Content], object], says: str) -> None:
+    content = written(moving())
+    assert plan_json.problems(json.dumps(content)) == []
+    corrupt(content)
+    found = plan_json.problems(json.dumps(content))
+    assert any(says in line for line in found), found
+
+
+def test_what_happens_when() -> None:
+    """Fetches and evictions alternate for each travelling bucket, and every trained one is updated once."""
+    plan = moving()
+    assert plan.layout is not None
+    ticks = plan_json.ticks(plan.layout)
+    assert [tick.direction for tick in ticks] == ["forward"] * 6 + ["backward"] * 6
+    for bucket in plan.layout.buckets:
+        fetched = [index for index, tick in enumerate(ticks) if bucket.name in tick.fetch]
+        evicted = [index for index, tick in enumerate(ticks) if bucket.name in tick.evict]
+        assert (
+            len(fetched)
+            == len(evicted)
+            == len(bucket.resident_ticks)
+            - (
+                len(bucket.resident_ticks) > 1
+                and (bucket.resident_ticks[0][0], bucket.resident_ticks[-1][1]) == (0, 12)
+            )
+        )
+    assert sorted(plan_json.updates(plan.layout)) == sorted(bucket.name for bucket in plan.layout.buckets)
+    assert sorted(name for tick in ticks for name in tick.gradients) == sorted(plan_json.updates(plan.layout))
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["properties"]["schema_version"]["const"] == 1 and "BucketEntry" in schema["$defs"]
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content := written(moving())))
+    assert main(["--check", str(file)]) == 0
+    content["arenas"]["host"] = 0
+    file.write_text(json.dumps(content))
+    assert main(["--check", str(file)]) == 2
+    assert all(line.startswith(f"{file}: ") for line in capsys.readouterr().err.splitlines())
+    assert main(["--check", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err.endswith("none.json: No such file or directory\n")
