@@ -5,8 +5,8 @@ on the device), so every plan is complete and can be printed. Strategies replace
 same question about the same unit differently raise a ``Conflict`` that names both; the order never decides.
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
-The device peak is computed along backward (``peak.py``): saved tensors are freed as gradients appear; parameters,
-masters, moments and reserved buffers are alive throughout. With accumulation the gradients of all units are alive all
+The device peak is computed along forward and backward (``peak.py``): saved tensors are freed as gradients appear, and
+each unit has temporaries; parameters, masters, moments and reserved buffers are alive throughout. With accumulation the gradients of all units are alive all
 the time. Saved tensors that wait on the host count there all the time: their memory is reserved.
 
 If the plan has addresses, each home is one arena, allocated at the start and never grown. On the device the peak is its
@@ -25,10 +25,11 @@ from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
 from strategies.core.linears import Routes
-from strategies.core.peak import Saved, backward_peak, host_room
+from strategies.core.peak import Saved, backward_peak, forward_peak, host_room
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
+CHUNKS = "chunks"  # the head keeps its logits, and backward computes their softmax again by chunks of rows
 INPUT = "input"  # a block's hidden states, among the names of what may wait on the host
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
 Slot: TypeAlias = tuple[str, ...]
@@ -94,7 +95,8 @@ class Keep(Decision):
     """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch.
 
     Args:
-        policy: "none": all that autograd saves. Otherwise backward runs the unit's forward again.
+        policy: "none": all that autograd saves. "chunks": a head without its softmax. Otherwise backward runs the unit's
+            forward again.
         kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
         hosted: those of these, and of the input (``INPUT``), that wait on the host: ``hosted_bytes``.
         again: the work that backward repeats.
@@ -112,7 +114,7 @@ class Keep(Decision):
 
     @property
     def recomputes(self) -> bool:
-        return self.policy != NONE
+        return self.policy not in (NONE, CHUNKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,8 +305,15 @@ class Plan:
         return self.keep(unit).saved_bytes
 
     def saved_peak(self) -> int:
-        """The most that is saved for backward at a time: all that is kept, or that and a unit being recomputed."""
-        return backward_peak(self._kept(), [0] * len(self.facts.units))
+        """The most that forward and backward have on the device at a time: what is kept, a unit being recomputed, and
+        temporaries, but no weights and no landed gradients.
+        """
+        kept = self._kept()
+        return max(forward_peak(kept), backward_peak(kept, [0] * len(kept)))
+
+    def units(self) -> list[Unit]:
+        """The units of the facts, the head with what its loss keeps in this plan."""
+        return [unit.with_chunks() if self.keep(unit.name).policy == CHUNKS else unit for unit in self.facts.units]
 
     def hosted_bytes(self) -> int:
         """Reserved on the host for saved tensors that wait there."""
@@ -321,10 +330,10 @@ class Plan:
     def _kept(self) -> list[Saved]:
         """Per unit the bytes from its forward on, those during its backward, and those on the host."""
         found = []
-        for unit in self.facts.units:
+        for unit in self.units():
             keep = self.keep(unit.name)
             working = unit.choices.running_bytes if unit.choices and keep.recomputes else keep.saved_bytes
-            found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes))
+            found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes, unit.temporaries))
         return found
 
     def reserves(self, home: Home) -> tuple[Reserve, ...]:
@@ -355,7 +364,8 @@ class Plan:
         landing = [0] * len(grads) if all_along else grads
 
         def peak(kept: Sequence[Saved]) -> int:
-            return standing + max(sum(grads) + at_step, all_along + backward_peak(kept, landing))
+            passes = max(forward_peak(kept), backward_peak(kept, landing))
+            return standing + max(sum(grads) + at_step, all_along + passes)
 
         return peak
 

@@ -34,18 +34,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import nll_loss, pad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from strategies.core.applied import log_applied
+from strategies.core.plan import CHUNKS
 from strategies.engine.tensors.guard import hooked
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
+    from strategies.core.plan import Plan
 
 aten = torch.ops.aten
 CHUNKS = 32  # at most so many, each of LEAST_BYTES in fp32 or more: fewer kernels to launch, and still in a cache
 LEAST_BYTES = 2 << 20
 ROWS = 16  # a chunk has a multiple of so many rows
 MEAN, SUM = 1, 2  # of torch's at::Reduction
+OWN = "_loss_function"  # where Transformers' setter of ``loss_function`` keeps a loss
 
 
 def chunks(rows: int, words: int) -> Iterator[slice]:
@@ -90,7 +93,7 @@ def _log_probabilities(logits: Tensor) -> Tensor:
     return found
 
 
-def _is_free(ctx: FunctionCtx | Any, logits: Tensor) -> bool:
+def _is_free(ctx: Any, logits: Tensor) -> bool:
     """Whether nothing reads the memory of ``logits`` after this backward."""
     if ctx.hooked or torch._C._autograd._get_current_graph_task_keep_graph():
         return False
@@ -151,47 +154,67 @@ def _is_foreign(logits: Tensor, target: Tensor) -> bool:
 
 
 def owners(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` whose loss is Transformers' for causal language models."""
+    """The modules of ``model`` whose loss is Transformers' for causal language models, or the one of this file."""
     if "transformers" not in sys.modules or not is_same():
         return []
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     def loss_of(module: nn.Module) -> object:
-        own = vars(module).get("_loss_function")
-        return own or LOSS_MAPPING.get(getattr(module, "loss_type", None), ForCausalLMLoss)
+        by_kind = LOSS_MAPPING.get(getattr(module, "loss_type", None), ForCausalLMLoss)
+        return vars(module).get(OWN, by_kind)
 
-    return [each for each in model.modules() if isinstance(each, PreTrainedModel) and loss_of(each) is ForCausalLMLoss]
+    models = (each for each in model.modules() if isinstance(each, PreTrainedModel))
+    return [each for each in models if loss_of(each) in (ForCausalLMLoss, causal_lm_loss)]
 
 
-def set_chunked(model: nn.Module, loss: Callable[..., Tensor] = causal_lm_loss) -> list[nn.Module]:
-    """Let ``model`` compute its loss by ``loss``; returns the modules that did it by Transformers' until now."""
+def set_by_plan(model: nn.Module, plan: Plan) -> None:
+    """Let ``model`` compute its loss as ``plan`` says. Doing it again changes nothing.
+
+    Raises:
+        ValueError: the plan counts on chunks, and the model's loss is another one.
+    """
+    heads = [unit.name for unit in plan.facts.units if plan.keep(unit.name).policy == CHUNKS]
+    if not heads:
+        return
     found: list[Any] = owners(model)
+    if not found:
+        raise ValueError(
+            "the plan counts on a loss by chunks, and this model has a loss of its own: "
+            "plan with strategies.cross_entropy.chunked: false"
+        )
     for module in found:
-        module.loss_function = loss
-    return found
+        module.loss_function = causal_lm_loss
+    log_applied("cross_entropy", ((head, "the loss by chunks of rows") for head in heads))
 
 
-def set_native(modules: list[nn.Module]) -> None:
-    """Undo ``set_chunked``."""
-    for module in modules:
-        vars(module).pop("_loss_function", None)
+def set_native(model: nn.Module) -> None:
+    """Undo ``set_by_plan``."""
+    for module in model.modules():
+        if vars(module).get(OWN) is causal_lm_loss:
+            delattr(module, OWN)
 
 
 @contextmanager
-def chunked(model: nn.Module) -> Iterator[list[int]]:
-    """Inside, ``model`` computes its loss by chunks. Yields the number of logits of every call."""
+def counting(model: nn.Module) -> Iterator[list[int]]:
+    """Inside, ``model`` computes its loss by chunks; yields the number of logits of every call."""
     calls: list[int] = []
 
     def loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(logits.numel())
         return causal_lm_loss(logits, *args, **kwargs)
 
-    modules = set_chunked(model, loss)
+    found: list[Any] = owners(model)
+    before = [vars(module).get(OWN) for module in found]
+    for module in found:
+        module.loss_function = loss
     try:
         yield calls
     finally:
-        set_native(modules)
+        for module, own in zip(found, before, strict=True):
+            delattr(module, OWN)
+            if own is not None:
+                setattr(module, OWN, own)
 
 
 @cache
@@ -209,7 +232,7 @@ def is_same() -> bool:
         assert logits.grad is not None
         return [value.detach(), logits.grad]
 
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with _disable_current_modes(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         return all(
             torch.equal(mine, theirs)
             for options in ({}, {"num_items_in_batch": torch.tensor(31, device="cpu")})

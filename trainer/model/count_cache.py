@@ -31,9 +31,9 @@ SOURCES = (
     ROOT / "trainer/planning/facts.py",
     *(
         ROOT / f"trainer/model/{name}.py"
-        for name in ("counting", "outside_reads", "linear_layers", "params", "build", "config_keys")
+        for name in ("counting", "outside_reads", "linear_layers", "params", "build", "config_keys", "temporaries")
     ),
-    *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear")),
+    *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear", "chunked_loss")),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
 )
 PACKAGES = ("torch", "transformers", "peft")

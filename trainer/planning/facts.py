@@ -148,6 +148,7 @@ def count_model(config: RunConfig) -> ModelCount:
     from torch.utils.flop_counter import FlopCounterMode
 
     from strategies.engine.blocks import find_blocks
+    from trainer.model import temporaries
     from trainer.model.counting import Counter, fake_tensors, flop_formulas
 
     precision = precision_of(config)
@@ -179,9 +180,11 @@ def count_model(config: RunConfig) -> ModelCount:
         listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=products_again(config))
         with counter, flops, listing as linears, autocast or contextlib.nullcontext():
             model(**inputs)
+        with autocast or contextlib.nullcontext():
+            counted = temporaries.count(model, dict(model.named_parameters()), lambda: model(**inputs), counter)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
-        units=counter.units(),
+        units=counter.units(counted.temporaries, counted.in_chunks),
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
