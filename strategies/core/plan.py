@@ -6,11 +6,11 @@ same question about the same unit differently raise a ``Conflict`` that names bo
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
 The device peak is computed along forward and backward (``peak.py``): saved tensors are freed as gradients appear, and
-each unit has temporaries; parameters, masters, moments and reserved buffers are alive throughout. With accumulation the gradients of all units are alive all
-the time. Saved tensors that wait on the host count there all the time: their memory is reserved.
+each unit has temporaries; parameters, masters, moments and reserved buffers are alive throughout, and with accumulation
+the gradients of all units. Saved tensors that wait on the host have memory there all the time.
 
 If the plan has addresses, each home is one arena, allocated at the start and never grown. On the device the peak is its
-size plus what is saved there for backward; saved tensors that wait on the host are part of the host's arena.
+size plus what forward and backward have besides; saved tensors that wait on the host are part of the host's arena.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class Keep(Decision):
     """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch.
 
     Args:
-        policy: "none": all that autograd saves. "chunks": a head without its softmax. Otherwise backward runs the unit's
-            forward again.
+        policy: "none": all that autograd saves. "chunks": the head without softmax. Else backward runs forward again.
         kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
         hosted: those of these, and of the input (``INPUT``), that wait on the host: ``hosted_bytes``.
         again: the work that backward repeats.
@@ -305,10 +304,8 @@ class Plan:
         return self.keep(unit).saved_bytes
 
     def saved_peak(self) -> int:
-        """The most that forward and backward have on the device at a time: what is kept, a unit being recomputed, and
-        temporaries, but no weights and no landed gradients.
-        """
-        kept = self._kept()
+        """The most that is kept, recomputed or temporary at a time; without weights, and gradients that have landed."""
+        kept = self.kept()
         return max(forward_peak(kept), backward_peak(kept, [0] * len(kept)))
 
     def units(self) -> list[Unit]:
@@ -327,11 +324,10 @@ class Plan:
         units = (replace(unit, again=keep.again, hosted_bytes=keep.hosted_bytes) for unit, keep in pairs)
         return replace(self.facts, units=tuple(units))
 
-    def _kept(self) -> list[Saved]:
+    def kept(self) -> list[Saved]:
         """Per unit the bytes from its forward on, those during its backward, and those on the host."""
         found = []
-        for unit in self.units():
-            keep = self.keep(unit.name)
+        for unit, keep in ((unit, self.keep(unit.name)) for unit in self.units()):
             working = unit.choices.running_bytes if unit.choices and keep.recomputes else keep.saved_bytes
             found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes, unit.temporaries))
         return found
@@ -349,7 +345,7 @@ class Plan:
         if self.addresses is not None:
             besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
             return self.addresses.num_bytes(home) + besides
-        kept = self._kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
+        kept = self.kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
         return self.peak_with(home)(kept)
 
     def peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:

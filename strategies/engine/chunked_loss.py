@@ -4,11 +4,11 @@ Plain training casts all logits to fp32, saves the log-probabilities of all word
 size in backward. Here the same kernels run on a few rows at a time. Forward keeps the logits as the head made them;
 backward computes the log-probabilities again and writes the gradient of the logits.
 
-Exactness. ``_log_softmax``, its gradient and the gradient of ``nll_loss`` treat every row by itself. A chunk starts on a
-multiple of ``ROWS`` rows, so that a row has the alignment in its chunk that it has in the whole, by which some kernels
+Exactness. ``_log_softmax``, its gradient and the gradient of ``nll_loss`` treat every row by itself. A chunk starts on
+a multiple of ``ROWS`` rows, so that a row has the alignment in its chunk that it has in the whole, by which kernels may
 choose how they add up. The losses of the rows are reduced by ``nll_loss`` itself, on one column per row: it reads one
 number per row, and adds these in an order that depends on the number of rows only. The products of the head are not
-cut, so sums over rows stay as they are.
+cut, so sums over rows stay as they are. Tried on CPUs; no GPU has run it yet.
 
 [Note: memory of the logits] The gradient has the size and dtype of the logits, and is written into their memory if
 nothing else can read them any more. Tensors that share memory hold its storage, so the storage is asked how many there
@@ -18,8 +18,8 @@ code's hooks on saved tensors may have kept them; then the gradient gets memory 
 Left to Transformers: compiled code, transforms of ``torch.func``, tensor subclasses, targets that are no class indices.
 A second derivative is refused by torch.
 
-Not used: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) and DeepSpeed's ``TiledFusedLogitsLoss``. They cut
-the head's products too and so add up the gradient of its weight in another order; torch 2.11 lacks the former.
+Not used: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) and DeepSpeed's ``TiledFusedLogitsLoss``. Both cut
+the head's products as well, and so add up the gradient of its weight in another order; torch 2.11 lacks the former.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from strategies.core.plan import Plan
 
 aten = torch.ops.aten
-CHUNKS = 32  # at most so many, each of LEAST_BYTES in fp32 or more: fewer kernels to launch, and still in a cache
+MOST = 32  # at most so many chunks, each of LEAST_BYTES in fp32 or more: fewer kernels to launch, and still in a cache
 LEAST_BYTES = 2 << 20
 ROWS = 16  # a chunk has a multiple of so many rows
 MEAN, SUM = 1, 2  # of torch's at::Reduction
@@ -53,7 +53,7 @@ OWN = "_loss_function"  # where Transformers' setter of ``loss_function`` keeps 
 
 def chunks(rows: int, words: int) -> Iterator[slice]:
     """Slices of ``rows`` rows of ``words`` logits."""
-    size = max(rows // CHUNKS, LEAST_BYTES // (4 * max(1, words)), ROWS) // ROWS * ROWS
+    size = max(rows // MOST, LEAST_BYTES // (4 * max(1, words)), ROWS) // ROWS * ROWS
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -127,9 +127,8 @@ def causal_lm_loss(
     if _is_foreign(logits, given):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        theirs: Tensor = ForCausalLMLoss(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-        )
+        whole: Any = ForCausalLMLoss  # a number of items may be an int, though it is not declared
+        theirs: Tensor = whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         return theirs
     if shift_labels is None:
         given = pad(given, (0, 1), value=ignore_index)[..., 1:]
@@ -161,7 +160,7 @@ def owners(model: nn.Module) -> list[nn.Module]:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     def loss_of(module: nn.Module) -> object:
-        by_kind = LOSS_MAPPING.get(getattr(module, "loss_type", None), ForCausalLMLoss)
+        by_kind = LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), ForCausalLMLoss)
         return vars(module).get(OWN, by_kind)
 
     models = (each for each in model.modules() if isinstance(each, PreTrainedModel))
@@ -236,5 +235,7 @@ def is_same() -> bool:
         return all(
             torch.equal(mine, theirs)
             for options in ({}, {"num_items_in_batch": torch.tensor(31, device="cpu")})
-            for mine, theirs in zip(results(causal_lm_loss, **options), results(ForCausalLMLoss, **options), strict=True)
+            for mine, theirs in zip(
+                results(causal_lm_loss, **options), results(ForCausalLMLoss, **options), strict=True
+            )
         )

@@ -37,7 +37,14 @@ SOURCES = (
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
 )
 PACKAGES = ("torch", "transformers", "peft")
-TRAINING = ("per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
+TRAINING = (
+    "per_device_train_batch_size",
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "label_smoothing_factor",
+)
 
 
 def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None) -> T:

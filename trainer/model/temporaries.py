@@ -1,19 +1,20 @@
-"""Count what a model has on the device besides saved tensors, on fake tensors, in forward and backward.
+"""Count what a model has on the device besides saved tensors, in forward and in backward, on fake tensors.
 
 Backward makes tensors of its own: gradients of activations, and a gradient of each weight before it lands where it is
 kept. A loss over many words makes several tensors as large as its logits. Live bytes are followed operator by operator:
 a storage counts from the operator that made it until nothing holds it any more. What is alive in a unit, less what it
 and the units before it save for backward (``counting.py``), is temporary.
 
-The gradient of a weight is taken away as soon as autograd has accumulated it, as the memory engine does. A tied weight's
-gradient waits for its second part; until then it is a temporary of all units in between.
+The gradient of a weight is taken away as soon as autograd has accumulated it, as the memory engine does. That of a tied
+weight waits for its second part; until then it is a temporary of all units in between.
 
-Blocks that are alike have the same temporaries. So of each kind the first and the last one run, and the others only make
-an output of the right shape: the cost does not grow with the number of blocks. The last one's numbers count; the first
-one runs because it saves what all share, such as masks. If the model fails in this, all blocks run.
+Blocks that are alike have the same temporaries. So of each kind the first and the last one run, and the others only
+make an output of the right shape: the cost does not grow with the number of blocks. The last one's numbers count; the
+first one runs because it saves what all share, such as masks. If the model fails in this, all blocks run; if it still
+fails, as with operators whose backward fake tensors lack, a warning says that nothing temporary is counted.
 
-Not seen: memory that a kernel takes for itself, and that of other kernels than the CPU's, where fake tensors choose
-those. What the loop keeps of the model's output besides the loss is freed before backward, as in Transformers' Trainer.
+Not seen: memory that a kernel takes for itself, and kernels of an accelerator where fake tensors run those of the CPU.
+What a loop keeps of the model's output besides the loss counts as freed before backward, as in Transformers' Trainer.
 """
 
 from __future__ import annotations

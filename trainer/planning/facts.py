@@ -15,7 +15,8 @@ padded or packed, which most are. Full rows save slightly less.
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -176,12 +177,14 @@ def count_model(config: RunConfig) -> ModelCount:
         ids = torch.zeros(shape, dtype=torch.long)
         third = "position_ids" if config.data.packing else "attention_mask"
         inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
+        call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=products_again(config))
-        with counter, flops, listing as linears, autocast or contextlib.nullcontext():
-            model(**inputs)
-        with autocast or contextlib.nullcontext():
-            counted = temporaries.count(model, dict(model.named_parameters()), lambda: model(**inputs), counter)
+        if autocast is not None:
+            call = _in_autocast(call, autocast)
+        with counter, flops, listing as linears:
+            call()
+        counted = temporaries.count(model, dict(model.named_parameters()), call, counter)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=counter.units(counted.temporaries, counted.in_chunks),
@@ -195,6 +198,27 @@ def count_model(config: RunConfig) -> ModelCount:
         else (),
         linears=tuple(linears.values()) if Requirement.LINEARS in required else (),
     )
+
+
+def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None) -> Callable[[], Any]:
+    """One forward with its loss; smoothed labels are outside of the model, as in Transformers' Trainer."""
+    if not smoothing:
+        return lambda: model(**inputs)
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    smoother, rest = LabelSmoother(epsilon=smoothing), {key: inputs[key] for key in inputs if key != "labels"}
+    return lambda: {"loss": smoother(model(**rest), inputs, shift_labels=True)}
+
+
+def _in_autocast(call: Callable[[], Any], autocast: AbstractContextManager[Any]) -> Callable[[], Any]:
+    """``call`` as Accelerate runs it in mixed precision: outputs are copied in fp32."""
+    from accelerate.utils import convert_to_fp32
+
+    def run() -> Any:
+        with autocast:
+            return convert_to_fp32(call())
+
+    return run
 
 
 def _meta_model(config: RunConfig) -> PreTrainedModel:

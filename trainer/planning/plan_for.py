@@ -50,6 +50,7 @@ def plan_for(
     machine: Machine | None = None,
     debug: bool = False,
     recompute: Mapping[str, Any] | None = None,
+    cross_entropy: Mapping[str, Any] | None = None,
     **offload: Any,
 ) -> Plan:
     """Plan where each tensor of training ``model`` is stored and when it is moved.
@@ -66,6 +67,7 @@ def plan_for(
         moments: fp32 numbers of optimizer state per parameter; AdamW keeps two.
         debug: the engine checks every use of memory that buckets share.
         recompute: options of ``strategies.recompute``. Pass the model to ``recompute(model, plan)``, too.
+        cross_entropy: options of ``strategies.cross_entropy``; ``stow`` does what it decides.
         offload: further options of ``strategies.offload``.
 
     Raises:
@@ -96,6 +98,8 @@ def plan_for(
     strategies: dict[str, Mapping[str, Any]] = {"offload": options, "buffers": {"debug": debug}}
     if recompute is not None:
         strategies["recompute"] = recompute
+    if cross_entropy is not None:
+        strategies["cross_entropy"] = cross_entropy
     return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, facts)
 
 

@@ -51,7 +51,9 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
 def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
     for kind in Kind:
         yield kind.value, plan.total(kind, Home.DEVICE)
-    yield "saved for backward", sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    yield "saved for backward", saved
+    yield "temporaries of forward and backward, at most", max(0, plan.saved_peak() - saved)
     for reserve in plan.reserves(Home.DEVICE):
         yield reserve.owner, reserve.num_bytes
 
