@@ -16,7 +16,7 @@ are, and it must be only the one that is saved here. A backward that keeps the g
 code's hooks on saved tensors may have kept them; then the gradient gets memory of its own.
 
 Left to Transformers: compiled code, transforms of ``torch.func``, tensor subclasses, targets that are no class indices.
-A second derivative is refused by torch.
+A second derivative is refused.
 
 Not used: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) and DeepSpeed's ``TiledFusedLogitsLoss``. Both cut
 the head's products as well, and so add up the gradient of its weight in another order; torch 2.11 lacks the former.
@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import nll_loss, pad
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -77,8 +76,12 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # without this the part that comes through the logits would be missing
+            raise RuntimeError(
+                "create_graph=True: a loss by chunks has no second derivative; "
+                "write strategies.cross_entropy.chunked: false"
+            )
         logits, target, weight = ctx.saved_tensors
         into = logits if _is_free(ctx, logits) else torch.empty_like(logits)
         for part in chunks(*logits.shape):
@@ -163,7 +166,7 @@ def owners(model: nn.Module) -> list[nn.Module]:
         by_kind = LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), ForCausalLMLoss)
         return vars(module).get(OWN, by_kind)
 
-    models = (each for each in model.modules() if isinstance(each, PreTrainedModel))
+    models = (each for each in model.modules() if isinstance(each, PreTrainedModel) and each.base_model is not each)
     return [each for each in models if loss_of(each) in (ForCausalLMLoss, causal_lm_loss)]
 
 
