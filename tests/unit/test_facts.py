@@ -131,12 +131,12 @@ def test_no_layer_is_taken_for_dropped() -> None:
     whole, dropping = (
         run_config({**MODELS["opt"], "layerdrop": rate}, per_device_train_batch_size=BATCH) for rate in (0.0, 0.9)
     )
-    assert count_model(dropping).units == count_model(whole).units
+    assert bare(count_model(dropping).units) == bare(count_model(whole).units)  # the numbers themselves are temporary
 
 
 def test_saved_bytes_of_a_model_without_fused_attention() -> None:
     config = config_of("bloom")
-    assert count_model(config).units == count_real(config_of("bloom", "eager"), [row(16), row(12)])
+    assert bare(count_model(config).units) == count_real(config_of("bloom", "eager"), [row(16), row(12)])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
