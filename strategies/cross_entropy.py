@@ -13,8 +13,8 @@ Invariant. Loss and gradients are bit for bit the same (``strategies/engine/chun
 the head are not cut, and everything else treats each row by itself.
 
 Refused: nothing. The loss stays native, and the plan says so, where the model computes it by itself, where labels are
-smoothed, and, by default, where the logits are small: below 64 MiB in fp32 they fit in the caches, and the second
-softmax takes up to half a millisecond per MiB more than is saved; from there on chunks were faster on a CPU.
+smoothed, and, by default, where the logits have less than 64 MiB in fp32: there the second softmax cost a CPU more time
+than chunks in its caches saved; from there on chunks were faster (docs/recompute.md).
 """
 
 from __future__ import annotations

@@ -185,9 +185,11 @@ def set_by_plan(model: nn.Module, plan: Plan) -> None:
             "the plan counts on a loss by chunks, and this model has a loss of its own: "
             "plan with strategies.cross_entropy.chunked: false"
         )
-    for module in found:
+    native = [module for module in found if vars(module).get(OWN) is not causal_lm_loss]
+    for module in native:
         module.loss_function = causal_lm_loss
-    log_applied("cross_entropy", ((head, "the loss by chunks of rows") for head in heads))
+    if native:
+        log_applied("cross_entropy", ((head, "the loss by chunks of rows") for head in heads))
 
 
 def set_native(model: nn.Module) -> None:
