@@ -2,9 +2,10 @@
 
 ``gather`` builds the configured model without storage, gives it fake tensors (shapes and dtypes) and runs it forward
 once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are, so the
-numbers come from the model and not from a formula, and an architecture never seen before is counted like any other. A
-70 B model takes about two seconds and a few hundred megabytes. The counts are cached
-(``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.
+numbers come from the model and not from a formula, and an architecture never seen before is counted like any other.
+A second run counts what else is there in forward and backward (``trainer/model/temporaries.py``). A 70 B model takes
+about three seconds and a few hundred megabytes. The counts are cached (``trainer/model/count_cache.py``). Facts of a
+live model come from ``plan_for.py``.
 
 Blocks are found by structure (``strategies/engine/blocks.py``); parameters registered before the first block belong to
 the embedding, those after to the head. A tied parameter counts once, where it comes first.
@@ -140,7 +141,7 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
 
 
 def count_model(config: RunConfig) -> ModelCount:
-    """Build the configured model from fake tensors, run it forward once, and count.
+    """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count.
 
     Raises:
         ConfigError: Transformers cannot build the model.
