@@ -101,7 +101,7 @@ def ranked(site: str, name: str) -> None:
     def run(**layout: Any) -> list[Any]:
         model = build("blocks", dtype=dtype)
         plan: Any = plan_of(model, max_norm=0.5, **layout)
-        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2)))
+        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2), units=()))
         rule, ground = AdamW(lr=LR, weight_decay=DECAY), sides.ground
         given: dict[str, Any] = {"device": ground.device, "transfer": ground.transfer(), "beside": True}
         with two(other) as group:

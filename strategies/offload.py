@@ -59,7 +59,7 @@ class Offload(Strategy):
     """
 
     phase = Phase.WHERE
-    implies = ("buffers",)
+    implies = ("buffers", "cross_entropy")
     to_fit = {}
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (

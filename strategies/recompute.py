@@ -154,12 +154,14 @@ class Recompute(Strategy):
 
         def seconds(options: Sequence[KeepOption], rates: Rates) -> float:
             pairs = zip(facts.units, options, strict=True)
-            kept = plan.amend((option.keep(unit.name, "") for unit, option in pairs), by="recompute").facts_as_kept()
+            blocks = ((unit.name, option) for unit, option in pairs if unit.kind is UnitKind.BLOCK)
+            kept = plan.amend((option.keep(name, "") for name, option in blocks), by="recompute").facts_as_kept()
             return cost_of(kept, empty(kept), rates).seconds
 
         spare = machine.host_bytes - plan.peak(Home.HOST)
         costs = keep_costs(facts, rates, may_host=self.activation_offloading is not False)
-        tried = [cheapest(facts.units, within_host(facts.units, each, spare), peak, budget) for each in costs]
+        units = plan.units()
+        tried = [cheapest(units, within_host(units, each, spare), peak, budget) for each in costs]
         fitting = [options for options in tried if peak(options) <= budget]
         if rates is None or not fitting:
             return min(fitting or tried, key=peak)

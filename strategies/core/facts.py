@@ -90,12 +90,43 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
+class Temporaries:
+    """The most bytes that a unit has on the device beyond what it and the units before it save for backward.
+
+    Args:
+        forward: in its forward.
+        backward: in its backward; the gradient of a weight counts until it lands where it is kept.
+        landing: the same, with the gradients of the unit that have landed.
+    """
+
+    forward: int
+    backward: int
+    landing: int
+
+
+@dataclass(frozen=True, slots=True)
+class InChunks:
+    """A head whose cross-entropy is computed by chunks of rows.
+
+    Args:
+        logits: elements of the logits.
+        saved_bytes: what the head then saves; ``temporaries`` likewise.
+    """
+
+    logits: int
+    saved_bytes: int
+    temporaries: Temporaries | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One part of the model, used as a whole.
 
     ``num_params`` and ``num_trainable`` count elements. ``saved_bytes`` is what autograd keeps for backward of one
     micro-batch, counted on a fake run, parameters excluded. ``choices``: how a block can be recomputed, None if it
     cannot; ``again`` is the work that backward repeats, ``hosted_bytes`` what waits on the host until backward.
+    ``temporaries``: counted on a fake run of forward and backward, None if they are not counted. ``in_chunks``: a head
+    whose loss can be computed by chunks, None if it cannot.
     """
 
     name: str
@@ -106,10 +137,18 @@ class Unit:
     choices: Choices | None = None
     again: Work = NO_WORK
     hosted_bytes: int = 0
+    temporaries: Temporaries | None = None
+    in_chunks: InChunks | None = None
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_trainable <= self.num_params, self
         assert self.saved_bytes >= 0, self
+
+    def with_chunks(self) -> Unit:
+        """This head as it is with its loss computed by chunks."""
+        chunks = self.in_chunks
+        assert chunks is not None, self.name
+        return replace(self, saved_bytes=chunks.saved_bytes, temporaries=chunks.temporaries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""The peak along backward: saved tensors and gradients, added up unit by unit.
+"""The peak along forward and backward: saved tensors, gradients and temporaries, added up unit by unit.
 
-At the backward of unit i, what units 0..i saved and the gradients of units i..last are alive together. If unit i is
-recomputed, so is everything that its forward saves.
+At the backward of unit i, what units 0..i saved, the temporaries of its backward and the gradients of units i..last are
+alive together. If unit i is recomputed, so is everything that its forward saves. At the forward of unit i, what units
+0..i save and the temporaries of its forward are: less, except in a head with many words. Temporaries are counted on the
+model (``trainer/model/temporaries.py``); without a count they are 0.
 
 What waits on the host is copied down during the forward of the next unit, and copied up during the backward of the next
 unit. So at the backward of unit i, its own hosted tensors are on the device, and those of the unit before it arrive.
-Forward is the same in reverse, with less of everything else.
+Forward is the same in reverse.
 
 Example: four units that save 3 bytes each and whose gradients have 1 byte each peak at the backward of the last one,
 with 12 + 1 bytes.
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.core.facts import Home
+from strategies.core.facts import Home, Temporaries
 from strategies.core.layout import ALIGN_BYTES, aligned
 
 
@@ -28,25 +30,50 @@ class Saved:
         waiting: on the device, from its forward to its backward.
         working: on the device during its backward, with what came back from the host.
         hosted: on the host, from its forward to its backward.
+        temporaries: beyond ``working``, during its forward and during its backward.
     """
 
     waiting: int
     working: int
     hosted: int = 0
+    temporaries: Temporaries | None = None
 
 
 def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
-    """Largest sum of saved tensors and gradients along backward, last unit first.
+    """Largest sum of saved tensors, temporaries and gradients along backward, last unit first.
 
     Args:
-        grads: bytes of gradients that each unit's backward makes.
+        grads: bytes of gradients that each unit's backward makes and leaves where they were not before.
     """
     before, after, highest = sum(unit.waiting for unit in units), 0, 0
     for index in reversed(range(len(units))):
         unit = units[index]
-        before, after = before - unit.waiting, after + grads[index]
+        before -= unit.waiting
         arriving = units[index - 1].hosted if index else 0
-        highest = max(highest, before + unit.working + arriving + after)
+        highest = max(highest, before + unit.working + arriving + _beyond(unit.temporaries, grads[index]) + after)
+        after += grads[index]
+    return highest
+
+
+def _beyond(temporaries: Temporaries | None, grads: int) -> int:
+    """Temporaries of a unit's backward together with what has landed of its ``grads``.
+
+    Gradients that land where there is memory for them already leave only the former. Not all of them have landed while
+    the largest temporaries are there: ``landing`` is what was counted, with whole gradients.
+    """
+    if temporaries is None:
+        return grads
+    return min(temporaries.backward + grads, temporaries.landing)
+
+
+def forward_peak(units: Sequence[Saved]) -> int:
+    """Largest sum of saved tensors and temporaries along forward."""
+    before = highest = 0
+    for index, unit in enumerate(units):
+        leaving = units[index - 1].hosted if index else 0
+        temporary = unit.temporaries.forward if unit.temporaries else 0
+        highest = max(highest, before + unit.working + leaving + temporary)
+        before += unit.waiting
     return highest
 
 

@@ -5,12 +5,12 @@ on the device), so every plan is complete and can be printed. Strategies replace
 same question about the same unit differently raise a ``Conflict`` that names both; the order never decides.
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
-The device peak is computed along backward (``peak.py``): saved tensors are freed as gradients appear; parameters,
-masters, moments and reserved buffers are alive throughout. With accumulation the gradients of all units are alive all
-the time. Saved tensors that wait on the host count there all the time: their memory is reserved.
+The device peak is computed along forward and backward (``peak.py``): saved tensors are freed as gradients appear, and
+each unit has temporaries; parameters, masters, moments and reserved buffers are alive throughout, and with accumulation
+the gradients of all units. Saved tensors that wait on the host have memory there all the time.
 
 If the plan has addresses, each home is one arena, allocated at the start and never grown. On the device the peak is its
-size plus what is saved there for backward; saved tensors that wait on the host are part of the host's arena.
+size plus what forward and backward have besides; saved tensors that wait on the host are part of the host's arena.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
 from strategies.core.linears import Routes
-from strategies.core.peak import Saved, backward_peak, host_room
+from strategies.core.peak import Saved, backward_peak, forward_peak, host_room
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
+CHUNKS = "chunks"  # the head keeps its logits, and backward computes their softmax again by chunks of rows
 INPUT = "input"  # a block's hidden states, among the names of what may wait on the host
 RUN = "run"  # the pseudo-unit of decisions about the run as a whole
 Slot: TypeAlias = tuple[str, ...]
@@ -94,7 +95,7 @@ class Keep(Decision):
     """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch.
 
     Args:
-        policy: "none": all that autograd saves. Otherwise backward runs the unit's forward again.
+        policy: "none": all that autograd saves. "chunks": the head without softmax. Else backward runs forward again.
         kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
         hosted: those of these, and of the input (``INPUT``), that wait on the host: ``hosted_bytes``.
         again: the work that backward repeats.
@@ -112,7 +113,7 @@ class Keep(Decision):
 
     @property
     def recomputes(self) -> bool:
-        return self.policy != NONE
+        return self.policy not in (NONE, CHUNKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,8 +304,13 @@ class Plan:
         return self.keep(unit).saved_bytes
 
     def saved_peak(self) -> int:
-        """The most that is saved for backward at a time: all that is kept, or that and a unit being recomputed."""
-        return backward_peak(self._kept(), [0] * len(self.facts.units))
+        """The most that is kept, recomputed or temporary at a time; without weights, and gradients that have landed."""
+        kept = self.kept()
+        return max(forward_peak(kept), backward_peak(kept, [0] * len(kept)))
+
+    def units(self) -> list[Unit]:
+        """The units of the facts, the head with what its loss keeps in this plan."""
+        return [unit.with_chunks() if self.keep(unit.name).policy == CHUNKS else unit for unit in self.facts.units]
 
     def hosted_bytes(self) -> int:
         """Reserved on the host for saved tensors that wait there."""
@@ -318,13 +324,12 @@ class Plan:
         units = (replace(unit, again=keep.again, hosted_bytes=keep.hosted_bytes) for unit, keep in pairs)
         return replace(self.facts, units=tuple(units))
 
-    def _kept(self) -> list[Saved]:
+    def kept(self) -> list[Saved]:
         """Per unit the bytes from its forward on, those during its backward, and those on the host."""
         found = []
-        for unit in self.facts.units:
-            keep = self.keep(unit.name)
+        for unit, keep in ((unit, self.keep(unit.name)) for unit in self.units()):
             working = unit.choices.running_bytes if unit.choices and keep.recomputes else keep.saved_bytes
-            found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes))
+            found.append(Saved(keep.saved_bytes, working, keep.hosted_bytes, unit.temporaries))
         return found
 
     def reserves(self, home: Home) -> tuple[Reserve, ...]:
@@ -340,7 +345,7 @@ class Plan:
         if self.addresses is not None:
             besides = self.saved_peak() if home is Home.DEVICE else self.facts.machine.runtime_host_bytes
             return self.addresses.num_bytes(home) + besides
-        kept = self._kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
+        kept = self.kept() if home is Home.DEVICE else [Saved(0, 0)] * len(self.facts.units)
         return self.peak_with(home)(kept)
 
     def peak_with(self, home: Home) -> Callable[[Sequence[Saved]], int]:
@@ -355,7 +360,8 @@ class Plan:
         landing = [0] * len(grads) if all_along else grads
 
         def peak(kept: Sequence[Saved]) -> int:
-            return standing + max(sum(grads) + at_step, all_along + backward_peak(kept, landing))
+            passes = max(forward_peak(kept), backward_peak(kept, landing))
+            return standing + max(sum(grads) + at_step, all_along + passes)
 
         return peak
 

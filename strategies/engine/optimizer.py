@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from strategies.core.applied import log_stowed
 from strategies.core.facts import Home
 from strategies.core.validate import check
-from strategies.engine import state_file
+from strategies.engine import chunked_loss, state_file
 from strategies.engine.checkpointing import room_of
 from strategies.engine.engine import Engine
 from strategies.engine.memory.accelerator import device_of
@@ -98,6 +98,7 @@ def stow(
     beside = where.type != "cpu" if beside is None else beside
     optimizer = StowOptimizer(model, plan, params, rule, where, group, transfer or transfer_for(where), beside)
     model.__dict__[STOWED] = optimizer
+    chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()
     return optimizer
 
@@ -391,6 +392,7 @@ class StowOptimizer(torch.optim.Optimizer):
         self.access.release()
         move_buffers(self._model, torch.device("cpu"))
         self._first_look.remove()
+        chunked_loss.set_native(self._model)
         for name in (STOWED, DDP_ASKS):
             del self._model.__dict__[name]
         self._closed = True

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from strategies.core.facts import NO_WORK, Choices, Facts, Operator, Unit, UnitKind, Work
+from strategies.core.facts import NO_WORK, Facts, Operator, Temporaries, Unit, UnitKind, Work
 from strategies.core.peak import Saved, host_room
 from strategies.core.plan import INPUT, NONE, Keep
 
@@ -54,11 +54,12 @@ class KeepOption:
     again: Work = NO_WORK
     hosted: tuple[str, ...] = ()
     hosted_bytes: int = 0
+    temporaries: Temporaries | None = None
 
     @property
     def saved(self) -> Saved:
-        """The bytes that ``backward_peak`` counts."""
-        return Saved(self.saved_bytes, self.running_bytes, self.hosted_bytes)
+        """The bytes that ``peak.py`` counts."""
+        return Saved(self.saved_bytes, self.running_bytes, self.hosted_bytes, self.temporaries)
 
     def keep(self, unit: str, reason: str, *, is_open: bool = False, may_host: bool = False) -> Keep:
         """The decision for ``unit``; ``is_open`` and ``may_host`` say what a later phase may change."""
@@ -78,7 +79,7 @@ class KeepOption:
 
 def keep_all(unit: Unit) -> KeepOption:
     """Everything that autograd saves."""
-    return KeepOption(NONE, unit.saved_bytes, unit.saved_bytes)
+    return KeepOption(NONE, unit.saved_bytes, unit.saved_bytes, temporaries=unit.temporaries)
 
 
 def by_policy(unit: Unit, policy: str, *, hosts: bool = False) -> KeepOption:
@@ -91,7 +92,7 @@ def by_policy(unit: Unit, policy: str, *, hosts: bool = False) -> KeepOption:
     if choices is None or policy == NONE:
         return keep_all(unit)
     kept = [op for op in choices.operators if policy == SELECTIVE and op.name.split()[0] in EXPENSIVE]
-    option = _option(policy, choices, kept, _all_of(kept) if hosts and choices.stream_bytes else ())
+    option = _option(policy, unit, kept, _all_of(kept) if hosts and choices.stream_bytes else ())
     return option if option.saved_bytes < unit.saved_bytes else keep_all(unit)
 
 
@@ -141,10 +142,10 @@ def _options(unit: Unit, costs: KeepCosts) -> list[KeepOption]:
         return [keep_all(unit)]
     best = sorted(unit.choices.operators, key=lambda op: -costs.work_seconds(op.work) / max(1, op.num_bytes))
     prefixes = [best[:number] for number in range(len(best) + 1)]
-    options = [_option(AUTO, unit.choices, kept) for kept in prefixes]
+    options = [_option(AUTO, unit, kept) for kept in prefixes]
     if costs.link_s is not None and unit.choices.stream_bytes:
-        options += [_option(AUTO, unit.choices, kept, (INPUT,)) for kept in prefixes]
-        options += [_option(AUTO, unit.choices, kept, _all_of(kept)) for kept in prefixes[1:] if not costs.inputs_only]
+        options += [_option(AUTO, unit, kept, (INPUT,)) for kept in prefixes]
+        options += [_option(AUTO, unit, kept, _all_of(kept)) for kept in prefixes[1:] if not costs.inputs_only]
     return [keep_all(unit), *(option for option in options if option.saved_bytes < unit.saved_bytes)]
 
 
@@ -152,7 +153,9 @@ def _all_of(kept: Sequence[Operator]) -> tuple[str, ...]:
     return (INPUT, *(op.name for op in kept))
 
 
-def _option(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Sequence[str] = ()) -> KeepOption:
+def _option(policy: str, unit: Unit, kept: Sequence[Operator], hosted: Sequence[str] = ()) -> KeepOption:
+    choices = unit.choices
+    assert choices is not None
     sizes = {INPUT: choices.stream_bytes, **{op.name: op.num_bytes for op in kept}}
     names = (INPUT, *(op.name for op in choices.operators))
     on_host = sum(sizes[name] for name in hosted)
@@ -164,6 +167,7 @@ def _option(policy: str, choices: Choices, kept: Sequence[Operator], hosted: Seq
         again=sum((op.work for op in choices.operators if op.name not in sizes), choices.rest),
         hosted=tuple(name for name in names if name in hosted),
         hosted_bytes=on_host,
+        temporaries=unit.temporaries,
     )
 
 
@@ -177,7 +181,7 @@ class TradeoffCurve:
         end = _end_of_senders(units, costs)
         for index, unit in enumerate(units):
             its = costs if index < end else replace(costs, link_s=None)
-            key = (unit.saved_bytes, unit.choices, its.link_s)
+            key = (unit.saved_bytes, unit.choices, unit.temporaries, its.link_s)
             if key not in known:
                 known[key] = frontier(unit, its)
             self.frontiers.append(known[key])

@@ -84,7 +84,7 @@ class _Search:
         facts = plan.facts
         self.rates = facts.machine.rates if facts.run.forward_flops else None
         keeps = [plan.keep(unit.name) for unit in facts.units]
-        pairs = zip(facts.units, keeps, strict=True)
+        pairs = zip(plan.units(), keeps, strict=True)
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
         self._kept = cache(self._keep)
         self.found = cache(self._try)
@@ -140,7 +140,8 @@ class _Search:
 
     def _keep(self, position: Position) -> Plan:
         pairs = zip(self._plan.facts.units, self.options(position), strict=True)
-        return self._plan.amend((option.keep(unit.name, "") for unit, option in pairs), by="offload")
+        still_open = ((unit.name, option) for unit, option in pairs if self._plan.keep(unit.name).open)
+        return self._plan.amend((option.keep(name, "") for name, option in still_open), by="offload")
 
     def _try(self, position: Position) -> Layout | Refusal:
         try:

@@ -209,7 +209,7 @@ class Made:
         addresses = place(layout)
         check(layout, addresses, params)
         here = SimpleNamespace(addresses=addresses, debug=True)
-        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(world_size=ranks)))
+        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(world_size=ranks), units=()))
 
     def hosted_bytes(self) -> int:
         """Nothing waits on the host."""

@@ -1,20 +1,20 @@
 """What the engine holds and moves, measured, against the plan: peak bytes on the device, bytes over the link.
 
-Measured peak is the arena plus what autograd saves and the arena does not hold, each storage once. On a CPU machine
-the arena is ordinary memory, and the same code fills it.
+Measured peak is the arena and all storages that operators of forward and backward make besides, by weak references. On
+a CPU machine the arena is ordinary memory, and the same code fills it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from strategies.core.layout import Item, Site
 from strategies.core.plan import Home, Plan
 from strategies.engine import StowOptimizer, stow
+from tests.helpers.live import Everything
 from tests.helpers.tiny import GPT2, LLAMA
 from trainer.model.build import load_config
 from trainer.planning.plan_for import plan_for
@@ -45,51 +45,34 @@ def model_of(config: Mapping[str, Any]) -> Any:
     return AutoModelForCausalLM.from_config(load_config(ModelSection(config=dict(config), tokenizer="none")))
 
 
-@contextmanager
-def saved_outside(optimizer: StowOptimizer) -> Iterator[Callable[[], int]]:
-    """Counts bytes that autograd saves, without views of the arena."""
-    storages: dict[int, int] = {}
-    weights = {bucket.weight.untyped_storage().data_ptr() for bucket in optimizer.engine.buckets}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(storages.values())
-
-
 def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
-    """Some steps; the optimizer and the saved bytes of the last forward."""
+    """Some steps; the optimizer, and the most that forward and backward of the last one made besides the arena."""
     optimizer = stow(model, plan, device="cpu")
     ids = torch.randint(1, 100, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0  # a plan counts batches as padded, which most are; full rows keep a mask less
-    saved = 0
-    for _ in range(steps):
-        with saved_outside(optimizer) as count:
+    live = Everything()
+    for step in range(steps):
+        with live if step == steps - 1 else nullcontext():
             loss = model(input_ids=ids, labels=ids, attention_mask=mask).loss
-            saved = count()
-        loss.backward()
+            loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.drain()
-    return optimizer, saved
+    return optimizer, live.peak
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_on_the_device_is_what_the_plan_says(name: str, options: dict[str, Any]) -> None:
-    """Never above the plan, and at most 2 % below it."""
+    """Never more than 1 % above the plan, and at most 2 % below it."""
     model = model_of(MODELS[name])
     plan = plan_for(model, batch=(ROWS, LENGTH), max_grad_norm=1.0, **options)
-    optimizer, saved = train(model, plan)
-    measured = optimizer.device_bytes + saved
+    optimizer, besides = train(model, plan)
+    measured = optimizer.device_bytes + besides
     assert optimizer.device_bytes + optimizer.host_bytes == sum(map(plan.addresses.num_bytes, Home))  # type: ignore[union-attr]
-    assert measured <= plan.peak(Home.DEVICE) <= 1.02 * measured
+    assert 0.99 * measured <= plan.peak(Home.DEVICE) <= 1.02 * measured
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

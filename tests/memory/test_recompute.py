@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Unit
 from strategies.core.layout import PAGE_BYTES
+from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
 from strategies.engine.checkpointing import checkpointed, room_of
@@ -87,7 +88,8 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
             loss.backward()
         predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
         assert kept[policy] == pytest.approx(predicted, rel=0.01), policy
-        assert live.peak == pytest.approx(plan.saved_peak(), rel=0.01), policy
+        without = [replace(unit, temporaries=None) for unit in plan.kept()]  # Live does not follow what backward makes
+        assert live.peak == pytest.approx(backward_peak(without, [0] * len(without)), rel=0.01), policy
     assert kept["full"] < kept["auto"] < kept["none"]
     assert kept["full, on the host"] < kept["full"] < kept["selective"] < kept["none"]
     assert kept["selective, on the host"] < kept["selective"]

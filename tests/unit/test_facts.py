@@ -6,7 +6,8 @@ attention kernel, on batches that need a mask (padded or packed; see the docstri
 
 import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,11 @@ def test_facts_of_the_model_as_a_whole() -> None:
     assert (count.hidden_size, count.largest_param) == (32, max(VOCAB * 32, 4 * 32 * 32))
 
 
+def bare(units: Iterable[Unit]) -> tuple[Unit, ...]:
+    """Without what is counted in backward, which ``tests/memory/test_temporaries.py`` measures."""
+    return tuple(replace(unit, temporaries=None, in_chunks=None) for unit in units)
+
+
 # Saved bytes
 
 
@@ -111,7 +117,7 @@ def test_facts_of_the_model_as_a_whole() -> None:
 def test_saved_bytes_are_those_of_the_real_model(name: str, attention: str, packing: bool) -> None:
     config = config_of(name, attention, packing=packing)
     rows = [row(9, 7), row(12, 1)]  # one full row of two documents, one with room left
-    counted, real = count_model(config).units, count_real(config, rows)
+    counted, real = bare(count_model(config).units), count_real(config, rows)
     if name == "opt" and packing and counted != real:
         # Transformers 5.17 looks into OPT's mask of ones and may make one square for all rows; a fake has no values.
         more = [fake.saved_bytes - true.saved_bytes for fake, true in zip(counted, real, strict=True)]
@@ -125,12 +131,12 @@ def test_no_layer_is_taken_for_dropped() -> None:
     whole, dropping = (
         run_config({**MODELS["opt"], "layerdrop": rate}, per_device_train_batch_size=BATCH) for rate in (0.0, 0.9)
     )
-    assert count_model(dropping).units == count_model(whole).units
+    assert bare(count_model(dropping).units) == bare(count_model(whole).units)  # the numbers themselves are temporary
 
 
 def test_saved_bytes_of_a_model_without_fused_attention() -> None:
     config = config_of("bloom")
-    assert count_model(config).units == count_real(config_of("bloom", "eager"), [row(16), row(12)])
+    assert bare(count_model(config).units) == count_real(config_of("bloom", "eager"), [row(16), row(12)])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -103,12 +103,13 @@ def test_units_that_travel_are_fetched_ahead() -> None:
 
 
 def test_offload_brings_its_buffers() -> None:
-    assert list(in_order({"offload": offload()})) == ["offload", "buffers"]
+    assert list(in_order({"offload": offload()})) == ["cross_entropy", "offload", "buffers"]
     plan = compose({"offload": offload()}, transformer())
     assert plan.place is not None and not plan.place.debug
     debugged = plan_of(transformer(), debug=True)
     assert debugged.place is not None and debugged.place.debug
-    assert "idle" not in table(plan)
+    assert plan.idle.keys() == {"cross_entropy"}
+    assert "idle: strategies.cross_entropy: the model does not compute its loss by" in table(plan)
 
 
 def test_buffers_alone_are_idle() -> None:

@@ -27,6 +27,12 @@ METHODS = {"pin_memory", "mmap", "new_empty", "new_zeros", "new_ones", "new_full
 ALLOWED: dict[str, dict[str, str]] = {
     "memory/accelerator.py": {"zeros": "one number, whose failure clears CUDA's last error"},
     "activations.py": {"empty_strided": "a saved tensor that is back: counted as saved on the device, as any other"},
+    "chunked_loss.py": {
+        "empty": "one number per token, the losses; and a tensor of none, which shows how many hold a storage",
+        "empty_like": "the gradient of logits that others hold, as autograd makes one; counted as temporary",
+        "tensor": "a few numbers for the comparison with Transformers' loss",
+        "arange": "likewise",
+    },
     "clipping.py": {
         "empty": "two numbers per step that the worker reads",
         "pin_memory": "of these two numbers; torch's pinned allocator uses the same block again",

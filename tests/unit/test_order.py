@@ -12,17 +12,18 @@ from trainer.run.order import apply_strategies
 
 def test_implied_strategies_are_applied_in_the_order_of_deciding(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    for name in ("buffers", "offload", "linear"):
+    for name in ("buffers", "cross_entropy", "offload", "linear"):
         monkeypatch.setattr(find(name), "apply", lambda self, model, plan, name=name: seen.append(name))
     strategies = {name: find(name)() for name in ("offload", "linear")}
     run: Any = SimpleNamespace(config=SimpleNamespace(strategies=strategies), plan=None)
     model: Any = nn.Linear(2, 2)
     apply_strategies(model, run)
-    assert seen == ["linear", "offload", "buffers"]
+    assert seen == ["linear", "cross_entropy", "offload", "buffers"]
 
 
 def test_a_strategy_that_drops_a_parameter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find("buffers"), "apply", lambda self, model, plan: setattr(model, "bias", None))
+    monkeypatch.setattr(find("cross_entropy"), "apply", lambda self, model, plan: None)
     run: Any = SimpleNamespace(config=SimpleNamespace(strategies={"offload": find("offload")()}), plan=None)
     model: Any = nn.Linear(2, 2)
     with pytest.raises(AssertionError, match=r"strategies\.buffers renamed, reordered or dropped"):

@@ -351,6 +351,8 @@ def test_json_is_json() -> None:
         "choices": None,
         "again": {"flops": 0, "touched_bytes": 0},
         "hosted_bytes": 0,
+        "temporaries": None,
+        "in_chunks": None,
     }
     assert written["totals"]["device"]["parameters"] == plan.total(Kind.PARAM) == 2 * 50
     assert sum(row["bytes"] for row in written["rows"] if row["tensors"] == "moments") == plan.total(Kind.MOMENT)

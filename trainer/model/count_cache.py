@@ -31,14 +31,21 @@ SOURCES = (
     ROOT / "trainer/planning/facts.py",
     *(
         ROOT / f"trainer/model/{name}.py"
-        for name in ("counting", "outside_reads", "linear_layers", "params", "build", "config_keys")
+        for name in ("counting", "outside_reads", "linear_layers", "params", "build", "config_keys", "temporaries")
     ),
-    *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear")),
+    *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear", "chunked_loss")),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
 )
 PACKAGES = ("torch", "transformers", "peft")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only
-TRAINING = ("per_device_train_batch_size", "bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
+TRAINING = (
+    "per_device_train_batch_size",
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "label_smoothing_factor",
+)
 
 
 def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None) -> T:

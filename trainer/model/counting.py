@@ -23,19 +23,21 @@ given here: the output's shape, and two flop per row of tokens, column and summe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from strategies.core.facts import Choices, Operator, Unit, UnitKind, Work
+from strategies.core.facts import Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
 from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import Names, stream_in
 from strategies.engine.tensors.nested import tensors_in
@@ -59,7 +61,10 @@ class _Answers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:
             rows, weight = args[:2]
-            return rows.new_empty(rows.shape[0], weight.shape[2])
+            if weight.dim() == 3:
+                return rows.new_empty(rows.shape[0], weight.shape[2])
+            groups = args[2].shape[0]  # the gradient of the weights: tokens by tokens, for each expert
+            return rows.new_empty(groups, rows.shape[0], weight.shape[1])
         if func is torch.ops.aten.rand.default and list(args[0]) == []:
             return torch.tensor(1.0)  # a fake tensor that knows its value
         return func(*args, **(kwargs or {}))
@@ -117,12 +122,21 @@ class BlockForward:
         total = sum(self.inputs.values())
         return Choices(total, saved_bytes + not_saved, tuple(operators), rest, stream_bytes=self._hidden_bytes())
 
+    def kind(self, block: nn.Module) -> Hashable:
+        """The same for blocks that do the same work."""
+        params = tuple((param.shape, param.dtype, param.requires_grad) for param in block.parameters())
+        return (type(block).__name__, params, tuple((name, work) for name, work, *_ in self.calls))
+
     def _hidden_bytes(self) -> int:
         """Bytes of the hidden states; 0 if they are a view or an earlier block was given them."""
         if self.hidden is None:
             return 0
         storage = self.hidden.untyped_storage()
         return storage.nbytes() if storage._cdata in self.inputs and storage.nbytes() == self.hidden.nbytes else 0
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class _Operators(TorchDispatchMode):
@@ -175,12 +189,16 @@ class Counter:
     Attributes:
         outside: watches which parameters are read outside of the modules that own them.
         sparse: the forward uses sparse tensors.
+        weights: those given.
+        outputs: what each block returned, without its graph.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         """``weights`` replace the model's own tensors of these names in the forward."""
         self.outside = OutsideReads(model, weights)
         self.sparse = False
+        self.weights = weights
+        self.outputs: dict[str, Any] = {}
         self._model = model
         self._blocks = find_blocks(model)
         self._parameters = {p.untyped_storage()._cdata for p in (weights or dict(model.named_parameters())).values()}
@@ -193,6 +211,7 @@ class Counter:
         self._forwards: dict[str, BlockForward] = {}
         self._repeated: set[str] = set()  # blocks that ran more than once
         self._choices: dict[str, Choices] = {}
+        self._kinds: dict[str, Hashable] = {}
         self._checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
     def __enter__(self) -> None:
@@ -200,7 +219,7 @@ class Counter:
         for name, block in self._blocks.items():
             entering = block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
             self._within.callback(entering.remove)
-            self._within.callback(block.register_forward_hook(self._leave).remove)
+            self._within.callback(block.register_forward_hook(partial(self._leave, name)).remove)
         # Nothing is kept for a backward that never comes: a graph that held its own outputs would never be freed.
         self._within.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse_backward))
         self._within.enter_context(self.outside.watching())
@@ -218,6 +237,7 @@ class Counter:
             return
         if self.sparse:
             raise NotImplementedError("forward uses sparse tensors, whose memory is not counted")
+        self._kinds = {name: run.kind(self._blocks[name]) for name, run in forwards.items()}
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
             name: run.choices(self._bytes.get(name, 0), self._seen)
@@ -236,8 +256,9 @@ class Counter:
         if self._checkpointed and isinstance(hidden, Tensor) and hidden.requires_grad:
             self._keep_input(hidden)
 
-    def _leave(self, *_: object) -> None:
+    def _leave(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         self._running.pop()
+        self.outputs[name] = tree_map_only(Tensor, _without_graph, output)
 
     def _new(self, values: Any) -> dict[int, int]:
         """Bytes by storage of the tensors that no earlier block was given."""
@@ -273,8 +294,22 @@ class Counter:
             self._saved_in[storage._cdata] = unit
             self._bytes[unit] = self._bytes.get(unit, 0) + storage.nbytes()
 
-    def units(self) -> tuple[Unit, ...]:
-        """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out."""
+    def kinds(self) -> Mapping[str, Hashable]:
+        """A key for each block that ran, the same for blocks that do the same work; in order of registration."""
+        return {name: self._kinds[name] for name in self._blocks if name in self._kinds}
+
+    def saved_by_unit(self) -> Mapping[str, int]:
+        """Bytes that each unit saves, where there are any."""
+        return self._bytes
+
+    def units(
+        self, temporaries: Mapping[str, Temporaries] = MappingProxyType({}), in_chunks: InChunks | None = None
+    ) -> tuple[Unit, ...]:
+        """The embedding, the blocks and the head, in this order, with what was counted. Empty ones are left out.
+
+        Args:
+            temporaries: by unit; ``in_chunks``: the head with its loss by chunks.
+        """
         kinds = {EMBEDDING: UnitKind.EMBEDDING, **dict.fromkeys(self._blocks, UnitKind.BLOCK), HEAD: UnitKind.HEAD}
         unit_of = units_by_name(self._model)
         params, trainable = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
@@ -283,7 +318,16 @@ class Counter:
             trainable[unit_of[name]] += parameter.numel() * parameter.requires_grad
         used = set(unit_of.values())  # a tied head has no parameter of its own
         return tuple(
-            Unit(path, kind, params[path], trainable[path], self._bytes.get(path, 0), self._choices.get(path))
+            Unit(
+                path,
+                kind,
+                params[path],
+                trainable[path],
+                self._bytes.get(path, 0),
+                self._choices.get(path),
+                temporaries=temporaries.get(path),
+                in_chunks=in_chunks if kind is UnitKind.HEAD else None,
+            )
             for path, kind in kinds.items()
             if path in used or self._bytes.get(path)
         )

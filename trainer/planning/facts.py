@@ -2,9 +2,10 @@
 
 ``gather`` builds the configured model without storage, gives it fake tensors (shapes and dtypes) and runs it forward
 once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are, so the
-numbers come from the model and not from a formula, and an architecture never seen before is counted like any other. A
-70 B model takes about two seconds and a few hundred megabytes. The counts are cached
-(``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.
+numbers come from the model and not from a formula, and an architecture never seen before is counted like any other.
+A second run counts what else is there in forward and backward (``trainer/model/temporaries.py``). A 70 B model takes
+about three seconds and a few hundred megabytes. The counts are cached (``trainer/model/count_cache.py``). Facts of a
+live model come from ``plan_for.py``.
 
 Blocks are found by structure (``strategies/engine/blocks.py``); parameters registered before the first block belong to
 the embedding, those after to the head. A tied parameter counts once, where it comes first.
@@ -15,7 +16,8 @@ padded or packed, which most are. Full rows save slightly less.
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +141,7 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
 
 
 def count_model(config: RunConfig) -> ModelCount:
-    """Build the configured model from fake tensors, run it forward once, and count.
+    """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count.
 
     Raises:
         ConfigError: Transformers cannot build the model.
@@ -148,6 +150,7 @@ def count_model(config: RunConfig) -> ModelCount:
     from torch.utils.flop_counter import FlopCounterMode
 
     from strategies.engine.blocks import find_blocks
+    from trainer.model import temporaries
     from trainer.model.counting import Counter, fake_tensors, flop_formulas
 
     precision = precision_of(config)
@@ -175,13 +178,17 @@ def count_model(config: RunConfig) -> ModelCount:
         ids = torch.zeros(shape, dtype=torch.long)
         third = "position_ids" if config.data.packing else "attention_mask"
         inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
+        call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=products_again(config))
-        with counter, flops, listing as linears, autocast or contextlib.nullcontext():
-            model(**inputs)
+        if autocast is not None:
+            call = _in_autocast(call, autocast)
+        with counter, flops, listing as linears:
+            call()
+        counted = temporaries.count(model, dict(model.named_parameters()), call, counter)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
-        units=counter.units(),
+        units=counter.units(counted.temporaries, counted.in_chunks),
         forward_flops=flops.get_total_flops(),
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
@@ -192,6 +199,27 @@ def count_model(config: RunConfig) -> ModelCount:
         else (),
         linears=tuple(linears.values()) if Requirement.LINEARS in required else (),
     )
+
+
+def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None) -> Callable[[], Any]:
+    """One forward with its loss; smoothed labels are outside of the model, as in Transformers' Trainer."""
+    if not smoothing:
+        return lambda: model(**inputs)
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    smoother, rest = LabelSmoother(epsilon=smoothing), {key: inputs[key] for key in inputs if key != "labels"}
+    return lambda: {"loss": smoother(model(**rest), inputs, shift_labels=True)}
+
+
+def _in_autocast(call: Callable[[], Any], autocast: AbstractContextManager[Any]) -> Callable[[], Any]:
+    """``call`` as Accelerate runs it in mixed precision: outputs are copied in fp32."""
+    from accelerate.utils import convert_to_fp32
+
+    def run() -> Any:
+        with autocast:
+            return convert_to_fp32(call())
+
+    return run
 
 
 def _meta_model(config: RunConfig) -> PreTrainedModel:

@@ -12,6 +12,7 @@ not, or the other way round, would not train as it says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainer.model.counting import Counter
+    from trainer.model.temporaries import Counted
 
     Batch = tuple[int, int] | Mapping[str, Any]
     Groups = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Mapping[str, Any]]
@@ -48,6 +50,7 @@ def plan_for(
     machine: Machine | None = None,
     debug: bool = False,
     recompute: Mapping[str, Any] | None = None,
+    cross_entropy: Mapping[str, Any] | None = None,
     **offload: Any,
 ) -> Plan:
     """Plan where each tensor of training ``model`` is stored and when it is moved.
@@ -64,6 +67,7 @@ def plan_for(
         moments: fp32 numbers of optimizer state per parameter; AdamW keeps two.
         debug: the engine checks every use of memory that buckets share.
         recompute: options of ``strategies.recompute``. Pass the model to ``recompute(model, plan)``, too.
+        cross_entropy: options of ``strategies.cross_entropy``; ``stow`` does what it decides.
         offload: further options of ``strategies.offload``.
 
     Raises:
@@ -94,6 +98,8 @@ def plan_for(
     strategies: dict[str, Mapping[str, Any]] = {"offload": options, "buffers": {"debug": debug}}
     if recompute is not None:
         strategies["recompute"] = recompute
+    if cross_entropy is not None:
+        strategies["cross_entropy"] = cross_entropy
     return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, facts)
 
 
@@ -154,19 +160,21 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     from trainer.model.counting import Counter
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    counter = Counter(model) if batch is None else _counted(model, batch)
+    counter, counted = (Counter(model), None) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
     params = list_params(model, group_of, dtype_of.__getitem__, counter.outside.found)
     largest = max((param.num_elements for param in params), default=0)
-    return ModelCount(counter.units(), 0, largest, 0, params)
+    units = counter.units(counted.temporaries, counted.in_chunks) if counted else counter.units()
+    return ModelCount(units, 0, largest, 0, params)
 
 
-def _counted(model: nn.Module, batch: Batch) -> Counter:
-    """Count one forward on fake tensors."""
+def _counted(model: nn.Module, batch: Batch) -> tuple[Counter, Counted]:
+    """Count one forward and its backward on fake tensors."""
     import torch
     from torch.func import functional_call
     from torch.utils._pytree import tree_map_only
 
+    from trainer.model import temporaries
     from trainer.model.counting import Counter, fake_tensors
     from trainer.model.undisturbed import undisturbed
 
@@ -177,14 +185,16 @@ def _counted(model: nn.Module, batch: Batch) -> Counter:
             fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
             counter = Counter(model, fakes)
             inputs = tree_map_only(torch.Tensor, mode.from_tensor, _inputs(model, batch))
+            call = partial(functional_call, model, fakes, kwargs=inputs)
             with counter:
-                functional_call(model, fakes, kwargs=inputs)
+                call()
+            counted = temporaries.count(model, fakes, call, counter)
     except Exception as error:  # a forward may fail in any way, here only or everywhere
         raise CountingError(
             f"batch: the model's forward cannot be counted on tensors without values ({first_line(error)}); if it runs "
             f"otherwise, leave out batch=: tensors saved for backward then count as nothing"
         ) from error
-    return counter
+    return counter, counted
 
 
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strategies.core.peak import backward_peak
+from strategies.core.peak import backward_peak, forward_peak
 from strategies.core.plan import Home, Kind, Plan
 from strategies.core.sizes import human
 from strategies.planner.activation_policy import FULL, SELECTIVE, by_policy, last_block
@@ -51,7 +51,9 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
 def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
     for kind in Kind:
         yield kind.value, plan.total(kind, Home.DEVICE)
-    yield "saved for backward", sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    saved = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
+    yield "saved for backward", saved
+    yield "temporaries of forward and backward, at most", max(0, plan.saved_peak() - saved)
     for reserve in plan.reserves(Home.DEVICE):
         yield reserve.owner, reserve.num_bytes
 
@@ -78,13 +80,14 @@ def cures(config: RunConfig, plan: Plan) -> Iterator[tuple[str, int]]:
 
 def _recompute(plan: Plan) -> Iterator[tuple[str, int]]:
     """Recomputation policies that keep less than the plan does."""
-    units = plan.facts.units
+    units = plan.units()
     now = plan.saved_peak()
     end = last_block(units)
     for policy, hosts in ((SELECTIVE, False), (FULL, False), (FULL, True)):
         ways = [by_policy(unit, policy, hosts=hosts and index < end) for index, unit in enumerate(units)]
         if hosts and not any(way.hosted for way in ways):
             continue
-        peak = backward_peak([way.saved for way in ways], [0] * len(units))
+        saved = [way.saved for way in ways]
+        peak = max(forward_peak(saved), backward_peak(saved, [0] * len(units)))
         words = f"policy: {policy}{', activation_offloading: true' * hosts}"
         yield f"strategies: {{recompute: {{{words}}}}}", now - peak

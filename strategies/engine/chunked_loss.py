@@ -1,0 +1,246 @@
+"""The cross-entropy of a causal language model by chunks of rows, with the bits of Transformers' own.
+
+Plain training casts all logits to fp32, saves the log-probabilities of all words, and makes two more tensors of that
+size in backward. Here the same kernels run on a few rows at a time. Forward keeps the logits as the head made them;
+backward computes the log-probabilities again and writes the gradient of the logits.
+
+Exactness. ``_log_softmax``, its gradient and the gradient of ``nll_loss`` treat every row by itself. A chunk starts on
+a multiple of ``ROWS`` rows, so that a row has the alignment in its chunk that it has in the whole, by which kernels may
+choose how they add up. The losses of the rows are reduced by ``nll_loss`` itself, on one column per row: it reads one
+number per row, and adds these in an order that depends on the number of rows only. The products of the head are not
+cut, so sums over rows stay as they are. Tried on CPUs; no GPU has run it yet.
+
+[Note: memory of the logits] The gradient has the size and dtype of the logits, and is written into their memory if
+nothing else can read them any more. Tensors that share memory hold its storage, so the storage is asked how many there
+are, and it must be only the one that is saved here. A backward that keeps the graph needs the logits again, and other
+code's hooks on saved tensors may have kept them; then the gradient gets memory of its own.
+
+Left to Transformers: compiled code, transforms of ``torch.func``, tensor subclasses, targets that are no class indices.
+A second derivative is refused.
+
+Not used: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) and DeepSpeed's ``TiledFusedLogitsLoss``. Both cut
+the head's products as well, and so add up the gradient of its weight in another order; torch 2.11 lacks the former.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import nll_loss, pad
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from strategies.core.applied import log_applied
+from strategies.core.plan import CHUNKS
+from strategies.engine.tensors.guard import hooked
+
+if TYPE_CHECKING:
+    from strategies.core.plan import Plan
+
+aten = torch.ops.aten
+MOST = 32  # at most so many chunks, each of LEAST_BYTES in fp32 or more: fewer kernels to launch, and still in a cache
+LEAST_BYTES = 2 << 20
+ROWS = 16  # a chunk has a multiple of so many rows
+MEAN, SUM = 1, 2  # of torch's at::Reduction
+OWN = "_loss_function"  # where Transformers' setter of ``loss_function`` keeps a loss
+
+
+def chunks(rows: int, words: int) -> Iterator[slice]:
+    """Slices of ``rows`` rows of ``words`` logits."""
+    size = max(rows // MOST, LEAST_BYTES // (4 * max(1, words)), ROWS) // ROWS * ROWS
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """``cross_entropy(logits.float(), target)`` of logits ``[rows, words]``, as mean or sum over the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: int, ignored: int) -> Tensor:
+        rows, words = logits.shape
+        losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        for part in chunks(rows, words):
+            losses[part] = nll_loss(
+                _log_probabilities(logits[part]), target[part], ignore_index=ignored, reduction="none"
+            )
+        first = torch.where(target == ignored, ignored, 0)
+        loss: Tensor
+        loss, weight = aten.nll_loss_forward(losses.neg_().unsqueeze(1), first, None, reduction, ignored)
+        # Not the input itself, which others hold as well: see [Note: memory of the logits].
+        ctx.save_for_backward(logits.detach(), target, weight)
+        ctx.reduction, ctx.ignored, ctx.hooked = reduction, ignored, hooked()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # without this the part that comes through the logits would be missing
+            raise RuntimeError(
+                "create_graph=True: a loss by chunks has no second derivative; "
+                "write strategies.cross_entropy.chunked: false"
+            )
+        logits, target, weight = ctx.saved_tensors
+        into = logits if _is_free(ctx, logits) else torch.empty_like(logits)
+        for part in chunks(*logits.shape):
+            found = _log_probabilities(logits[part])
+            of_found = aten.nll_loss_backward(grad, found, target[part], None, ctx.reduction, ctx.ignored, weight)
+            into[part] = aten._log_softmax_backward_data(of_found, found, 1, torch.float32)
+        return into, None, None, None
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    found: Tensor = aten._log_softmax(logits.float(), 1, False)
+    return found
+
+
+def _is_free(ctx: Any, logits: Tensor) -> bool:
+    """Whether nothing reads the memory of ``logits`` after this backward."""
+    if ctx.hooked or torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    alone = torch.empty(0, device=logits.device)
+    return _holders(logits) == _holders(alone) and logits.is_contiguous()
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors, and Python's own objects, hold the memory of ``tensor``."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The loss of a causal language model with the arguments and the bits of Transformers' ``ForCausalLMLoss``.
+
+    Args:
+        logits: ``[..., vocab_size]``; the label of a position is the word after it.
+        num_items_in_batch: the sum is divided by it; None: the mean over the labels of this batch.
+        shift_labels: labels that are shifted already.
+    """
+    given = labels if shift_labels is None else shift_labels
+    assert given is not None
+    if _is_foreign(logits, given):
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        whole: Any = ForCausalLMLoss  # a number of items may be an int, though it is not declared
+        theirs: Tensor = whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        return theirs
+    if shift_labels is None:
+        given = pad(given, (0, 1), value=ignore_index)[..., 1:]
+    target = given.reshape(-1).to(logits.device)
+    reduction = MEAN if num_items_in_batch is None else SUM
+    loss: Tensor = _CrossEntropy.apply(logits.reshape(-1, vocab_size), target, reduction, ignore_index)
+    if num_items_in_batch is None:
+        return loss
+    count = num_items_in_batch
+    return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+
+
+def _is_foreign(logits: Tensor, target: Tensor) -> bool:
+    """Whether this call is left to Transformers; see the module's docstring."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or is_traceable_wrapper_subclass(logits)
+        or target.dtype is not torch.int64
+        or not logits.is_floating_point()
+    )
+
+
+def owners(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` whose loss is Transformers' for causal language models, or the one of this file."""
+    if "transformers" not in sys.modules or not is_same():
+        return []
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    def loss_of(module: nn.Module) -> object:
+        by_kind = LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), ForCausalLMLoss)
+        return vars(module).get(OWN, by_kind)
+
+    models = (each for each in model.modules() if isinstance(each, PreTrainedModel) and each.base_model is not each)
+    return [each for each in models if loss_of(each) in (ForCausalLMLoss, causal_lm_loss)]
+
+
+def set_by_plan(model: nn.Module, plan: Plan) -> None:
+    """Let ``model`` compute its loss as ``plan`` says. Doing it again changes nothing.
+
+    Raises:
+        ValueError: the plan counts on chunks, and the model's loss is another one.
+    """
+    heads = [unit.name for unit in plan.facts.units if plan.keep(unit.name).policy == CHUNKS]
+    if not heads:
+        return
+    found: list[Any] = owners(model)
+    if not found:
+        raise ValueError(
+            "the plan counts on a loss by chunks, and this model has a loss of its own: "
+            "plan with strategies.cross_entropy.chunked: false"
+        )
+    native = [module for module in found if vars(module).get(OWN) is not causal_lm_loss]
+    for module in native:
+        module.loss_function = causal_lm_loss
+    if native:
+        log_applied("cross_entropy", ((head, "the loss by chunks of rows") for head in heads))
+
+
+def set_native(model: nn.Module) -> None:
+    """Undo ``set_by_plan``."""
+    for module in model.modules():
+        if vars(module).get(OWN) is causal_lm_loss:
+            delattr(module, OWN)
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[list[int]]:
+    """Inside, ``model`` computes its loss by chunks; yields the number of logits of every call."""
+    calls: list[int] = []
+
+    def loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(logits.numel())
+        return causal_lm_loss(logits, *args, **kwargs)
+
+    found: list[Any] = owners(model)
+    before = [vars(module).get(OWN) for module in found]
+    for module in found:
+        module.loss_function = loss
+    try:
+        yield calls
+    finally:
+        for module, own in zip(found, before, strict=True):
+            delattr(module, OWN)
+            if own is not None:
+                setattr(module, OWN, own)
+
+
+@cache
+def is_same() -> bool:
+    """Whether the loss of the installed Transformers is the one that is computed here, tried on a few numbers."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def results(loss: Callable[..., Tensor], **options: Any) -> list[Tensor]:
+        numbers = torch.arange(2 * 24 * 7, dtype=torch.float32, device="cpu").view(2, 24, 7)
+        logits = (numbers * 1.7).sin().mul(5).bfloat16().requires_grad_()
+        labels = (torch.arange(48, device="cpu").view(2, 24) * 5) % 7
+        labels[0, :9] = -100
+        value = loss(logits=logits, labels=labels, vocab_size=7, **options)
+        value.backward()  # type: ignore[no-untyped-call]
+        assert logits.grad is not None
+        return [value.detach(), logits.grad]
+
+    with _disable_current_modes(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        return all(
+            torch.equal(mine, theirs)
+            for options in ({}, {"num_items_in_batch": torch.tensor(31, device="cpu")})
+            for mine, theirs in zip(
+                results(causal_lm_loss, **options), results(ForCausalLMLoss, **options), strict=True
+            )
+        )

@@ -1,0 +1,278 @@
+"""Count what a model has on the device besides saved tensors, in forward and in backward, on fake tensors.
+
+Backward makes tensors of its own: gradients of activations, and a gradient of each weight before it lands where it is
+kept. A loss over many words makes several tensors as large as its logits. Live bytes are followed operator by operator:
+a storage counts from the operator that made it until nothing holds it any more. What is alive in a unit, less what it
+and the units before it save for backward (``counting.py``), is temporary.
+
+The gradient of a weight is taken away as soon as autograd has accumulated it, as the memory engine does. That of a tied
+weight waits for its second part; until then it is a temporary of all units in between.
+
+Blocks that are alike have the same temporaries. So of each kind the first and the last one run, and the others only
+make an output of the right shape: the cost does not grow with the number of blocks. The last one's numbers count; the
+first one runs because it saves what all share, such as masks. If the model fails in this, all blocks run; if it still
+fails, as with operators whose backward fake tensors lack, a warning says that nothing temporary is counted.
+
+Not seen: memory that a kernel takes for itself, and kernels of an accelerator where fake tensors run those of the CPU.
+What a loop keeps of the model's output besides the loss counts as freed before backward, as in Transformers' Trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from strategies.core.facts import InChunks, Temporaries
+from strategies.engine import chunked_loss
+from strategies.engine.blocks import find_blocks
+from strategies.engine.checkpointing import stream_in
+from strategies.engine.tensors.nested import tensors_in
+from trainer.model.counting import Counter
+from trainer.model.params import EMBEDDING, HEAD
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Call = Callable[[], Any]  # one forward
+FORWARD, BACKWARD, LANDING = range(3)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counted:
+    """What was counted: temporaries by unit, and the head with its loss by chunks, if it can be."""
+
+    temporaries: Mapping[str, Temporaries] = field(default_factory=dict)
+    in_chunks: InChunks | None = None
+
+
+def count(model: nn.Module, params: Mapping[str, Tensor], call: Call, counter: Counter) -> Counted:
+    """Count forward and backward of ``call``.
+
+    Args:
+        params: the parameters that ``call`` computes with, by name.
+        counter: has counted the same forward.
+    """
+    saved, kinds = counter.saved_by_unit(), counter.kinds()
+    ends = _ends(kinds)
+    run = partial(_run, model, params, call, counter)
+    try:
+        found = run(_others(kinds, ends), saved)
+    except Exception as error:  # a stub is not all that a block is to the model
+        logger.info("temporaries are counted on all blocks: %s", error)
+        try:
+            found, ends = run(frozenset(), saved), {kind: (name, name) for name, kind in kinds.items()}
+        except Exception as again:
+            logger.warning("temporaries of backward are not counted: %s", again)
+            return Counted()
+    last = {kind: name for kind, (_, name) in ends.items()}
+    temporaries = {name: found[last[kind]] for name, kind in kinds.items() if last[kind] in found}
+    temporaries |= {name: found[name] for name in (EMBEDDING, HEAD) if name in found}
+    return Counted(temporaries, _in_chunks(model, call, run, frozenset(kinds), counter) if HEAD in found else None)
+
+
+def _ends(kinds: Mapping[str, Hashable]) -> dict[Hashable, tuple[str, str]]:
+    """The first and the last block of each kind."""
+    found: dict[Hashable, tuple[str, str]] = {}
+    for name, kind in kinds.items():
+        found[kind] = (found.get(kind, (name,))[0], name)
+    return found
+
+
+def _others(kinds: Mapping[str, Hashable], ends: Mapping[Hashable, tuple[str, str]]) -> frozenset[str]:
+    return frozenset(name for name, kind in kinds.items() if name not in ends[kind])
+
+
+def _in_chunks(
+    model: nn.Module, call: Call, run: Callable[..., dict[str, Temporaries]], blocks: frozenset[str], counter: Counter
+) -> InChunks | None:
+    """The head with its loss by chunks, without any block; None if its loss is another one."""
+    with chunked_loss.counting(model) as calls:
+        own = Counter(model, counter.weights)
+        try:
+            with own, _stubs(model, blocks, counter):
+                call()
+            if len(calls) != 1:
+                return None
+            saved = own.saved_by_unit()
+            return InChunks(calls[0], saved.get(HEAD, 0), run(blocks, saved).get(HEAD))
+        except Exception as error:
+            logger.info("the loss by chunks is not counted: %s", error)
+            return None
+
+
+def _run(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    call: Call,
+    counter: Counter,
+    stubs: frozenset[str],
+    saved: Mapping[str, int],
+) -> dict[str, Temporaries]:
+    """Run forward and backward once, with ``stubs`` instead of these blocks; the temporaries of all other units."""
+    live, names = _Live(), [name for name in find_blocks(model) if name not in stubs]
+    with ExitStack() as within:
+        for param in set(params.values()):
+            if param.requires_grad:
+                within.callback(param.register_post_accumulate_grad_hook(live.land).remove)
+        for name, block in find_blocks(model).items():
+            entering = block.register_forward_pre_hook(partial(live.enter_block, name), with_kwargs=True)
+            within.callback(entering.remove)
+            within.callback(block.register_forward_hook(partial(live.leave_block, name)).remove)
+        within.enter_context(_stubs(model, stubs, counter))
+        within.enter_context(live)
+        _backward(live, call())
+    found, below = {}, 0
+    for name in (EMBEDDING, *names, HEAD):
+        below += saved.get(name, 0)
+        if name in live.highest:
+            highest = live.highest[name]
+            found[name] = Temporaries(*(max(0, value - below) for value in highest))
+    return found
+
+
+def _backward(live: _Live, output: Any) -> None:
+    """Backward of the loss in ``output``, or of all that it holds where the loss is computed elsewhere."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    roots = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
+    roots = [root for root in roots if root.requires_grad]
+    del loss, output
+    live.begin_backward()
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+class _Live(TorchDispatchMode):
+    """Follows the bytes that operators make. ``highest``: by unit, the most in forward, in backward, and there with the
+    unit's landed gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.highest: dict[str, list[int]] = {}
+        self._made: dict[int, weakref.ref[Any]] = {}
+        self._bytes = self._landed = 0
+        self._unit, self._outer, self._backward = EMBEDDING, EMBEDDING, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        new = [tensor.untyped_storage() for tensor in tensors_in(out)]
+        new = [storage for storage in new if storage._cdata not in self._made]
+        if new:
+            known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+            for storage in new:
+                if storage._cdata not in known and storage._cdata not in self._made:
+                    self._follow(storage)
+            self._note()
+        return out
+
+    def _follow(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone(_: object) -> None:
+            self._bytes -= size
+            self._made.pop(key, None)
+
+        self._bytes += size
+        self._made[key] = weakref.ref(storage, gone)
+
+    def _note(self) -> None:
+        highest = self.highest.setdefault(self._unit, [0, 0, 0])
+        phase = BACKWARD if self._backward else FORWARD
+        highest[phase] = max(highest[phase], self._bytes)
+        if self._backward:
+            highest[LANDING] = max(highest[LANDING], self._bytes + self._landed)
+
+    def land(self, param: Tensor) -> None:
+        """A gradient is complete: it moves to where gradients are kept."""
+        if param.grad is not None:
+            self._landed += param.grad.untyped_storage().nbytes()
+            param.grad = None
+            self._note()
+
+    def enter_block(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A block's forward begins: in training, or again in the backward of a checkpoint."""
+        if self._backward:
+            return
+        if self._outer == EMBEDDING:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(partial(self._enter_backward, EMBEDDING))
+        self._unit, self._outer = name, HEAD
+        self._note()
+
+    def leave_block(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A block's forward has ended; its backward begins with the gradient of its output."""
+        if self._backward:
+            return
+        self._unit = self._outer
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._enter_backward, name))
+
+    def begin_backward(self) -> None:
+        """Forward has ended, and nothing holds its outputs but the loss."""
+        self._backward, self._unit, self._landed = True, self._outer, 0
+        self._note()
+
+    def _enter_backward(self, name: str, grad: Tensor) -> None:
+        if self._unit != name:
+            self._unit, self._landed = name, 0
+        self._note()
+
+
+class _Stub(torch.autograd.Function):
+    """An output of a block that was not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, like: Tensor) -> Tensor:
+        """``anchor`` makes the output require a gradient."""
+        ctx.like = (hidden.shape, hidden.dtype)
+        return hidden.new_empty(like.shape, dtype=like.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shape, dtype = ctx.like
+        return grad.new_empty(shape, dtype=dtype) if ctx.needs_input_grad[0] else None, None, None
+
+
+@contextmanager
+def _stubs(model: nn.Module, names: frozenset[str], counter: Counter) -> Iterator[None]:
+    """Inside, these blocks do not run; they return something like what they returned to ``counter``."""
+    replaced: list[tuple[Any, Any]] = []
+    try:
+        for name in names:
+            block = model.get_submodule(name)
+            replaced.append((block, vars(block).get("forward")))
+            block.forward = partial(_stub, counter.outputs[name])
+        yield
+    finally:
+        for block, own in replaced:
+            del block.forward
+            if own is not None:
+                block.forward = own
+
+
+def _stub(like: Any, *args: Any, **kwargs: Any) -> Any:
+    hidden = stream_in(args)
+    hidden = hidden if hidden is not None else kwargs.get("hidden_states")
+    if hidden is None:
+        hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
+    anchor = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
+
+    def made(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            through: Tensor = _Stub.apply(hidden, anchor, tensor.detach())
+            return through
+        return torch.empty_like(tensor)
+
+    return tree_map_only(Tensor, made, like)
