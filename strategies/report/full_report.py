@@ -14,6 +14,9 @@ from strategies.report import bucket_table, plan_json, plan_table, recompute_tab
 from strategies.report.table import table
 
 
+WORTH = 0.1  # a part of the step that is worth a row
+
+
 def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = ()) -> str:
     """What the run needs, its simulated step and ``advice``; then the state, routes of linear layers, recomputation,
     the buckets, and what is busy in the step.
@@ -55,4 +58,7 @@ def step_lines(cost: StepCost) -> Iterator[str]:
             hidden = "" if resource is Resource.COMPUTE else f"{out.hidden[resource] / busy:.0%}"
             share = f"{critical:.3g} s ({critical / cost.seconds:.0%})"
             rows.append((resource.value, f"{busy:.3g} s", hidden, share))
+    # What several of them share has no place on the path; it is busy if all together need it for the whole step.
+    shared = {name: seconds for name, seconds in out.least.items() if name not in {each.value for each in Resource}}
+    rows += [(name, f"{busy:.3g} s", "", "") for name, busy in shared.items() if busy > WORTH * cost.seconds]
     yield from table(("resource", "busy", "hidden", "on the critical path"), rows, {"busy", "hidden"})
