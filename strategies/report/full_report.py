@@ -13,7 +13,6 @@ from strategies.planner.tasks import Resource
 from strategies.report import bucket_table, plan_json, plan_table, recompute_table
 from strategies.report.table import table
 
-
 WORTH = 0.1  # a part of the step that is worth a row
 
 
