@@ -139,6 +139,21 @@ def test_saved_bytes_of_a_model_without_fused_attention() -> None:
     assert bare(count_model(config).units) == count_real(config_of("bloom", "eager"), [row(16), row(12)])
 
 
+@pytest.mark.parametrize("training", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_temporaries_of_every_unit_are_counted(name: str, training: dict[str, Any]) -> None:
+    units = count_model(config_of(name, **training)).units
+    assert all(unit.temporaries is not None and unit.temporaries.backward > 0 for unit in units)
+    assert units[-1].in_chunks is not None and units[-1].in_chunks.logits == BATCH * LENGTH * VOCAB
+
+
+def test_smoothed_labels_are_counted_outside_of_the_model() -> None:
+    """Transformers' Trainer takes the labels from the model; its own loss saves the probabilities of all words."""
+    head = count_model(config_of("llama", label_smoothing_factor=0.1)).units[-1]
+    assert head.in_chunks is None and head.temporaries is not None
+    assert head.saved_bytes >= 4 * BATCH * (LENGTH - 1) * VOCAB
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_full_rows_keep_no_more_than_counted(name: str) -> None:
     config = config_of(name, "sdpa")

@@ -208,7 +208,7 @@ def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None) -> Cal
     from transformers.trainer_pt_utils import LabelSmoother
 
     smoother, rest = LabelSmoother(epsilon=smoothing), {key: inputs[key] for key in inputs if key != "labels"}
-    return lambda: {"loss": smoother(model(**rest), inputs, shift_labels=True)}
+    return lambda: {"loss": smoother(model(**rest), inputs["labels"], shift_labels=True)}
 
 
 def _in_autocast(call: Callable[[], Any], autocast: AbstractContextManager[Any]) -> Callable[[], Any]:
