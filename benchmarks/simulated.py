@@ -31,6 +31,7 @@ from strategies.core.facts import Facts, Home, UnitKind
 from strategies.core.layout import Site
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
+from strategies.core.registry import find
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.problem import Problem, Weight
 from strategies.planner.step_cost import TOUCHED_BYTES, StepCost, empty, plan_cost, problem_of
@@ -46,7 +47,7 @@ MODELS = {
     "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
 }
 ROWS = (1, 2, 4, 8, 16)  # of 2,048 tokens
-BUDGETS = (16, 24, 40, 80)
+BUDGETS = (16, 24, 40, 70)
 CLIPPED = ("ZeRO-Offload", "on demand", "MegaTrain", "whole buckets", "Twin-Flow", "ZenFlow, interval 1")
 UNCLIPPED = ("SuperOffload", "prime-rl")  # updates begin before the norm is known
 POLICIES = (*CLIPPED, *UNCLIPPED)
@@ -64,14 +65,16 @@ def ours(known: Facts, strategies: Mapping[str, Any]) -> tuple[Plan, StepCost] |
 
 
 def as_problem(known: Facts, budget: int) -> Problem:
-    """The policies' problem: whole units, and at each tick what forward has saved and two blocks' gradients."""
+    """The policies' problem: whole units, and at each tick what forward and backward need besides, with our loss by
+    chunks, and two blocks' gradients."""
     rates = known.machine.rates
     assert rates is not None
     problem = problem_of(known, empty(known), rates)
     count = len(known.units)
     weights = tuple(Weight(u.name, 2 * u.num_params, (i, 2 * count - 1 - i)) for i, u in enumerate(known.units))
     block = max(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
-    besides = sum(unit.saved_bytes for unit in known.units) + 2 * (2 * block)
+    loss = compose({"cross_entropy": find("cross_entropy")()}, known)
+    besides = loss.saved_peak() + 2 * (2 * block)
     ticks = tuple(replace(tick, num_bytes=besides) for tick in problem.ticks)
     return replace(problem, ticks=ticks, weights=weights, budget=budget * GIB)
 
