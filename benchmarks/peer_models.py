@@ -27,6 +27,7 @@ from strategies.planner.tasks import TaskBuilder
 
 FEW = 10  # buckets of which all sets are tried
 SLOTS = 2  # for gradients on their way down, and for visiting states
+GRADIENT = 1  # bytes of a gradient that waits for the norm, per byte of weights
 STATE = 6  # bytes of optimizer state per byte of weights: bf16 with fp32 master and Adam
 
 
@@ -70,7 +71,8 @@ class Policy:
     """A model of what a system does: the problem with its sites, and its evictions.
 
     Args:
-        state_bytes: optimizer state that is always on the device; it is not part of the problem's ticks.
+        state_bytes: always on the device and not part of the problem's ticks: optimizer state, and the gradients that
+            wait there for the norm.
         host_bytes: per parameter, where all state is on the host. From the systems' code and documents.
         gives_up: what plain training with clipping has and this has not.
     """
@@ -130,7 +132,7 @@ def twin_flow(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
         seen += problem.weights[index].num_bytes
     rest = sum(weight.num_bytes for index, weight in enumerate(problem.weights) if index not in hosted)
     problem = placed(problem, costs, lambda index: Site.HOST if index in hosted else Site.DEVICE)
-    return Policy(problem, (), state_bytes=STATE * rest)
+    return Policy(problem, (), state_bytes=(STATE + GRADIENT) * rest)
 
 
 def super_offload(problem: Problem, costs: UpdateCosts, ratio: float) -> Policy:
@@ -160,7 +162,7 @@ def zen_flow(problem: Problem, costs: UpdateCosts, part: float = 0.1) -> Policy:
         for index, weight in enumerate(problem.weights)
         for site, share in ((Site.DEVICE, part), (Site.HOST, 1 - part))
     )
-    state = int(STATE * part * sum(weight.num_bytes for weight in problem.weights))
+    state = int((STATE + GRADIENT) * part * sum(weight.num_bytes for weight in problem.weights))
     gives_up = "nothing at an interval of 1; at its default, updates that are 4 steps old"
     return Policy(replace(problem, weights=weights), (), state, host_bytes=32, gives_up=gives_up)
 
