@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
 from strategies.core.layout import Bucket, Item, Layout, Site, aligned, needs, scratch_of
+from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form
 from strategies.planner.offloadable import offloadable
 
@@ -145,15 +146,15 @@ class StatePlacements:
         Together they are what ``place`` finds for the layout, much faster.
         """
         rest, mixed = 0, 0
-        most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
+        passed: dict[Item, list[int]] = {item: [] for item in PASSING}
         for index, place in enumerate(self._places(placement)):
             permanent, passing, scratch = self._costs(index, place)
             rest += permanent
             mixed = max(mixed, scratch)
             for item, size in passing:
-                most[item] = max(most[item], size)
-                count[item] += 1
-        rest += sum(most[item] * min(self._empty.slots(item), count[item]) for item in PASSING)
+                passed[item].append(size)
+        for item, sizes in passed.items():
+            rest += sum(size * slots for size, slots in size_classes(sizes, self._empty.slots(item)))
         weights = sum(self._weights[index] for index in self.offloadable(placement))
         return weights, rest - weights + scratch_of([mixed])
 
