@@ -10,7 +10,7 @@ for blocks of 86 MiB; so members are grouped by size (``size_classes``), each cl
 has for the item, or as it has members. No bucket waits longer for its slot than in one pool for all: at least as many
 others pass before it is used again. The bytes are the least of all groupings: exchanging members of two classes until
 all of one are at least as large as all of the other keeps the larger class's slots and can only shrink the other's, so
-it is enough to cut the sorted sizes, and that is a shortest path. A bucket more never costs more than a slot of its own.
+it is enough to cut the sorted sizes, which is a shortest path. One member more never costs more than its own size.
 
 Invariant. A layout is packed once: the search, the addresses and the tables share the result of ``weight_packing``.
 """
