@@ -116,6 +116,15 @@ def least(facts: Facts, layout: Layout, indices: Collection[int]) -> int:
     return _num_bytes(_scheduled(layout, groups, problem, at_need(problem.gaps)), indices)
 
 
+def only_while_used(layout: Layout, indices: Collection[int]) -> Layout:
+    """``layout`` with the weights of the buckets ``indices`` on the device only at the ticks that use them."""
+    ticks, count, buckets = ticks_of(layout.units), layout.num_ticks, list(layout.buckets)
+    for index in indices:
+        used = uses(buckets[index], ticks)
+        buckets[index] = replace(buckets[index], resident_ticks=resident_ticks(used, count))
+    return replace(layout, buckets=tuple(buckets))
+
+
 def window(layout: Layout, indices: Collection[int], ahead: int | None = None) -> Layout:
     """``layout`` with the weights of the buckets ``indices`` present from ``ahead`` ticks before each use to its end.
 

@@ -19,10 +19,9 @@ from strategies.planner import edits
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes, capacity
 from strategies.planner.estimate import estimate
-from strategies.planner.placement_search import GAIN
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
 from strategies.planner.step_cost import cost_of, plan_cost
-from strategies.planner.weight_schedule import ASSUMED
+from strategies.planner.weight_schedule import ASSUMED, only_while_used
 from strategies.report import bucket_table
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.layouts import facts_of, random_facts, transformer
@@ -58,9 +57,14 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
     placements = StatePlacements(known, request(**asked))
     for placement in placements.all():
         for shared in placements.with_streaming(placement):
-            weights, rest = placements.sizes(shared)
-            assert weights + rest == place(placements.layout(shared)).num_bytes(Home.DEVICE)
+            weights, rest, host = placements.sizes(shared)
+            made = placements.layout(shared)
+            assert weights + rest == place(made).num_bytes(Home.DEVICE)
+            assert host == place(made).num_bytes(Home.HOST)
             assert weights >= 0 and rest >= 0
+            copies = placements.copies(shared)
+            away = only_while_used(made, copies)
+            assert host + sum(copies.values()) == place(away).num_bytes(Home.HOST)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -76,7 +80,7 @@ def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) ->
             assert not found, "what fits into less fits into more"
     assert len(found) > 6
     for less, more in pairwise(found):
-        assert more <= less * (1 + GAIN)
+        assert more <= less * (1 + 0.02)
     assert found[-1] < 0.8 * found[0]
 
 
@@ -89,7 +93,7 @@ def test_a_faster_link_is_never_slower() -> None:
         )
         found.append(seconds(replace(known, machine=replace(known.machine, rates=rates)), 8 * GIB))
     for slow, fast in pairwise(found):
-        assert fast <= slow * (1 + GAIN)
+        assert fast <= slow * (1 + 0.02)
 
 
 def test_what_fits_is_left_alone_and_what_does_not_is_used_up() -> None:
@@ -161,7 +165,7 @@ def test_order_of_parameters_within_the_facts_is_irrelevant() -> None:
     units = {unit.name: index for index, unit in enumerate(known.units)}
     shuffled = replace(known, params=tuple(sorted(known.params, key=lambda p: (-units[p.unit], p.name))))
     assert choose(known, request(4 * GIB)).units == choose(shuffled, request(4 * GIB)).units
-    assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=GAIN)
+    assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=0.02)
 
 
 @settings(max_examples=30, deadline=None)
