@@ -14,19 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
+from math import inf
+from typing import TypeVar
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import Layout
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
-from strategies.planner.estimate import estimate
+from strategies.planner.estimate import Estimate, Load
 from strategies.planner.greedy import DoesNotFit
 from strategies.planner.least_memory import fewest_copies, movable
 from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
 
 ESTIMATED = 24  # placements that are estimated, each with several shares of streamed updates
-TRIED = 4  # of those, placements that are worked out
+BEYOND = 8  # placements that offload more than they have to
+TRIED = 3  # of those, placements that are worked out
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,9 @@ class Candidates:
     ) -> None:
         self._facts, self._request, self._placements = facts, request, placements
         self._host_room, self._seconds = host_room, seconds
-        self._all = placements.all()
+        self._sizes, self._all = placements.sizes, placements.all()
+        self._estimate = Estimate(facts, in_backward=request.in_backward) if seconds else None
+        self._load = cache(self._load_of)
 
     def layouts(self, device_room: int) -> list[Layout]:
         """Layouts whose arenas are within ``device_room`` and the room on the host, what moves the least first."""
@@ -77,60 +86,71 @@ class Candidates:
     def _fitting(self, room: int) -> list[Layout]:
         """The first placement that fits as it is, and layouts with offloaded weights or streamed updates."""
         fits = (self._is_within(placement, room) for placement in self._all)
-        first = next((index for index, fit in enumerate(fits) if fit), None)
-        if first is None:
-            return self._others(self._all, room)
-        layout = self._placements.layout(self._all[first])
-        return [layout, *self._others(self._all[: first + 1], room)] if self._seconds else [layout]
+        first = next((index for index, fit in enumerate(fits) if fit), len(self._all) - 1)
+        if self._seconds:
+            return self._others([*self._all[: first + 1], *spread(self._all[first + 1 :], BEYOND)], room)
+        if self._is_within(self._all[first], room):
+            return [self._placements.layout(self._all[first])]
+        ends = (self._candidate(placement, room) for placement in (self._all[-1], self._all[0]))
+        return list(islice(self._all_worked_out(ends), 1))
 
     def _is_within(self, placement: StatePlacement, room: int) -> bool:
         """Whether the placement fits as it is, with all weights on the device."""
-        sizes = self._placements.sizes(placement)
+        sizes = self._sizes(placement)
         return sizes.weights + sizes.rest <= room and sizes.host <= self._host_room
 
     def _others(self, placements: Sequence[StatePlacement], room: int) -> list[Layout]:
-        """Layouts of these placements with offloaded weights or streamed updates."""
-        if not self._seconds:
-            ends = (self._candidate(placement, room) for placement in (placements[-1], placements[0]))
-            return list(islice(self._all_worked_out(ends), 1))
-        ranked = self._ranked(placements, room)
-        made = {one.placement: layout for one in self._starts(ranked) if (layout := self._worked_out(one)) is not None}
-        if not made:
-            return list(islice(self._all_worked_out(ranked), 1))
-        times = {placement: self._seconds(layout) for placement, layout in made.items()}
-        best = min(made, key=times.__getitem__)
-        beside = [replace(best, eighths=best.eighths + more) for more in (-1, 1)]
-        near = [one for one in ranked if one.placement in beside]
-        return [*made.values(), *self._all_worked_out(near)]
+        """The most promising layouts of these placements: as they are, with offloaded weights or streamed updates."""
+        return list(islice(self._all_worked_out(self._starts(self._ranked(placements, room))), TRIED))
 
     def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
-        """The most promising candidate, and the most promising one of some placements from first to last."""
+        """The most promising share of streamed updates of each placement, in order, each with the share below it: the
+        estimate knows no waiting, so that it streams too much.
+        """
         by_placement: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
             by_placement.setdefault(replace(one.placement, eighths=0), one)
-        placements = sorted(by_placement, key=lambda placement: (placement.hosted, placement.grads_down))
-        some = (by_placement[placement] for placement in spread(placements, TRIED))
-        return list({id(one): one for one in (*ranked[:1], *some)}.values())
+        known = {one.placement: one for one in ranked}
+        below = {
+            one: known.get(replace(one.placement, eighths=one.placement.eighths - 1)) for one in by_placement.values()
+        }
+        return [one for pair in below.items() for one in pair if one is not None]
 
     def _ranked(self, placements: Sequence[StatePlacement], room: int, number: int = ESTIMATED) -> list[_Candidate]:
-        """Candidates that may fit, from ``number`` of the placements, the fastest by estimate first."""
-        some = (p for placement in spread(placements, number) for p in self._placements.with_streaming(placement))
-        within = (p for p in some if self._placements.sizes(p).host <= self._host_room)
-        fitting = (
-            candidate
-            for candidate in (self._candidate(placement, room) for placement in within)
-            if candidate.room > 0 and self._placements.largest_unit(candidate.placement) <= candidate.room
-        )
-        return sorted(fitting, key=lambda candidate: candidate.seconds)
+        """Candidates that may fit, from ``number`` of the placements and from some around the most promising one of
+        them, the fastest by estimate first.
+        """
+        found: dict[int, list[_Candidate]] = {}
+
+        def fastest(index: int) -> float:
+            if index not in found:
+                found[index] = self._of(placements[index], room)
+            return min((one.seconds for one in found[index]), default=inf)
+
+        best = min(spread(range(len(placements)), number), key=fastest, default=0)
+        step = len(placements) // number
+        while step:
+            best = min([best, *(at for at in (best - step, best + step) if 0 <= at < len(placements))], key=fastest)
+            step //= 2
+        return sorted((one for some in found.values() for one in some), key=lambda one: one.seconds)
+
+    def _of(self, placement: StatePlacement, room: int) -> list[_Candidate]:
+        """The candidates of one placement that may fit, one for each share of streamed updates."""
+        within = (p for p in self._placements.with_streaming(placement) if self._sizes(p).host <= self._host_room)
+        found = [self._candidate(one, room) for one in within]
+        return [one for one in found if one.room > 0 and self._placements.largest_unit(one.placement) <= one.room]
 
     def _candidate(self, placement: StatePlacement, device_room: int) -> _Candidate:
-        sizes = self._placements.sizes(placement)
+        sizes = self._sizes(placement)
         room = device_room - sizes.rest
-        if not self._seconds:
+        if not self._estimate:
             return _Candidate(placement, room, 0.0)
         away = sizes.weights if self._request.weights == "streamed" else max(0, sizes.weights - room)
-        placed = self._placements.placed(placement)
-        return _Candidate(placement, room, estimate(self._facts, placed, away, in_backward=self._request.in_backward))
+        return _Candidate(placement, room, self._estimate.seconds(self._load(placement), away))
+
+    def _load_of(self, placement: StatePlacement) -> Load:
+        assert self._estimate
+        return self._estimate.load(self._placements.placed(placement))
 
     def _all_worked_out(self, candidates: Iterable[_Candidate]) -> Iterator[Layout]:
         return (layout for layout in map(self._worked_out, candidates) if layout is not None)
@@ -145,12 +165,12 @@ class Candidates:
             return None
         if place(made).num_bytes(Home.HOST) <= self._host_room:
             return made
-        excess = self._placements.sizes(placement).weights - room
+        excess = self._sizes(placement).weights - room
         some = fewest_copies(movable(self._placements, placement), excess) or []
         made = weight_schedule.only_while_used(layout, [weight.index for weight in some])
         addresses = place(made)
         within = addresses.num_bytes(Home.HOST) <= self._host_room
-        fits = addresses.num_bytes(Home.DEVICE) <= room + self._placements.sizes(placement).rest
+        fits = addresses.num_bytes(Home.DEVICE) <= room + self._sizes(placement).rest
         return made if within and fits else None
 
     def _windows(self, room: int) -> list[Layout]:
@@ -171,8 +191,8 @@ class Candidates:
         return layout if place(layout).num_bytes(Home.DEVICE) <= room else None
 
 
-def spread(placements: Sequence[StatePlacement], number: int) -> list[StatePlacement]:
-    """At most ``number`` of ``placements``, evenly, the last one first and the first one last."""
-    if len(placements) <= number:
-        return list(reversed(placements))
-    return [placements[index * (len(placements) - 1) // (number - 1)] for index in reversed(range(number))]
+def spread(some: Sequence[T], number: int) -> list[T]:
+    """At most ``number`` of ``some``, evenly, the last one first and the first one last."""
+    if len(some) <= number:
+        return list(reversed(some))
+    return [some[index * (len(some) - 1) // (number - 1)] for index in reversed(range(number))]

@@ -52,8 +52,11 @@ class DoesNotFit(Exception):
     """No plan is within the budget; the message says how many bytes are missing."""
 
 
-def choose(problem: Problem) -> tuple[Eviction, ...]:
+def choose(problem: Problem, *, thorough: bool = True) -> tuple[Eviction, ...]:
     """The best plan that is found.
+
+    Args:
+        thorough: whether the plans of smaller budgets are tried too, where not every candidate is.
 
     Raises:
         DoesNotFit: no plan is within the budget.
@@ -68,7 +71,8 @@ def choose(problem: Problem) -> tuple[Eviction, ...]:
         search.try_in_order(prefixes_and_suffixes(problem))
     else:
         search.improve_all()
-        _smaller_budgets(search)
+        if thorough:
+            _smaller_budgets(search)
     return search.found()
 
 

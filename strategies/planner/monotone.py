@@ -5,17 +5,17 @@ all smaller budgets too would cure this, at the cost of all of them.
 
 Budgets are halved from the least with a plan and the one beyond which nothing changes: a budget is followed down to the
 interval that it lies in, and gets the plan of that interval's lower end. Which budgets are tried, and what is found
-there, depends on the two ends alone. At the middle of an interval the plan that was found is taken if it is as fast as
-the lower end's and not faster than the upper end's; else the middle gets the lower end's plan, which fits there too. So
-values are ordered at the ends of every interval, from the first one down to the last, and therefore everywhere. (A plan
-for less that is faster than one for more says that the upper end's could be better; it has been given away by then.)
+there, depends on the two ends alone. At the middle of an interval the fastest plan is taken that is as fast as the
+lower end's and not faster than the upper end's; if none is, the middle gets the lower end's plan, which fits there too.
+So values are ordered at the ends of every interval, from the first one down to the last, and therefore everywhere. (A
+plan for less that is faster than one for more says that the upper end's could be better; it has been used by then.)
 
 Cost: as many evaluations as halvings, until the ends differ by less than ``WORTH`` in time or ``NEAR`` in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Generic, TypeVar
@@ -35,13 +35,13 @@ class Found(Generic[T]):
     plan: T
 
 
-def at_budget(budget: int, low: Found[T], most_bytes: int, find: Callable[[int], Found[T] | None]) -> Found[T]:
+def at_budget(budget: int, low: Found[T], most_bytes: int, find: Callable[[int], Sequence[Found[T]]]) -> Found[T]:
     """A plan within ``budget``, which is at least that of ``low``.
 
     Args:
         low: the plan of the least budget.
         most_bytes: the budget beyond which nothing changes.
-        find: a plan within a budget, the same for the same budget; None: none was found.
+        find: plans within a budget, the same for the same budget.
     """
     assert budget >= low.num_bytes
     high = _between(find(most_bytes), low, 0.0) if most_bytes > low.num_bytes else low
@@ -57,6 +57,7 @@ def at_budget(budget: int, low: Found[T], most_bytes: int, find: Callable[[int],
     return low
 
 
-def _between(found: Found[T] | None, low: Found[T], least_seconds: float) -> Found[T]:
-    """``found`` if it is as fast as ``low`` and not faster than ``least_seconds``; else ``low``."""
-    return low if found is None or not least_seconds <= found.seconds <= low.seconds else found
+def _between(found: Sequence[Found[T]], low: Found[T], least_seconds: float) -> Found[T]:
+    """The fastest of ``found`` that is as fast as ``low`` and takes at least ``least_seconds``; if there is none, ``low``."""
+    some = [one for one in found if least_seconds <= one.seconds <= low.seconds]
+    return min(some, key=lambda one: one.seconds, default=low)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from strategies.core.facts import Facts, Home
+from strategies.core.facts import Facts
 from strategies.core.layout import Layout
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import human, written
@@ -23,6 +23,7 @@ from strategies.planner.buckets import PARTS, block_bytes, capacity
 from strategies.planner.candidates import Candidates
 from strategies.planner.least_memory import Least, LeastMemory
 from strategies.planner.monotone import Found, at_budget
+from strategies.planner.state_placement import PARTS as EIGHTHS
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
 from strategies.planner.step_cost import cost_of
 
@@ -59,7 +60,7 @@ class PlacementSearch:
         if least is None or least.device_bytes > self._device_room:
             return self._least_host()
         low = Found(least.device_bytes, self._seconds(least.layout), least.layout)
-        return at_budget(self._device_room, low, self._most_bytes(), self._fastest).plan
+        return at_budget(self._device_room, low, self._most_bytes(), self._found).plan
 
     def estimated(self, *, sure: bool = True) -> float | None:
         """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
@@ -91,20 +92,19 @@ class PlacementSearch:
             self._costs[id(layout)] = (layout, cost_of(self._facts, layout, rates).seconds)
         return self._costs[id(layout)][1]
 
-    def _fastest(self, device_room: int) -> Found[Layout] | None:
-        """The fastest candidate within ``device_room``."""
+    def _found(self, device_room: int) -> list[Found[Layout]]:
+        """The candidates within ``device_room``, simulated."""
         made = self._candidates.layouts(device_room)
         if self._small is not None and device_room < TIGHT * self._small[2]:
             made += self._small[1].layouts(device_room)
-        if not made:
-            return None
-        best = min(made, key=self._seconds)
-        return Found(device_room, self._seconds(best), best)
+        return [Found(device_room, self._seconds(layout), layout) for layout in made]
 
     def _most_bytes(self) -> int:
         """Device bytes beyond which nothing changes."""
-        placements = (p for one in self._usual.all() for p in self._usual.with_streaming(one))
-        return max(sum(self._usual.sizes(placement)[:2]) for placement in placements)
+        first, last = self._usual.all()[0], self._usual.all()[-1]
+        as_is, streamed = (self._usual.sizes(one) for one in (last, replace(last, eighths=EIGHTHS)))
+        visits = sum(streamed[:2]) - sum(as_is[:2]) if self._usual.may_stream(last) else 0
+        return sum(self._usual.sizes(first)[:2]) + max(0, visits)
 
     # --- the least memory --------------------------------------------------------------------------------------------
 

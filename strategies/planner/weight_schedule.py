@@ -60,7 +60,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     budget = room
     for _ in range(ATTEMPTS):
         try:
-            found = greedy.choose(replace(problem, budget=budget))
+            found = greedy.choose(replace(problem, budget=budget), thorough=False)
         except DoesNotFit:
             break
         made = _scheduled(layout, groups, problem, _capped(found, ahead))

@@ -18,7 +18,7 @@ from strategies.offload import Offload
 from strategies.planner import edits
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes, capacity
-from strategies.planner.estimate import estimate
+from strategies.planner.estimate import Estimate
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
 from strategies.planner.step_cost import cost_of, plan_cost
 from strategies.planner.weight_schedule import ASSUMED, only_while_used
@@ -110,11 +110,11 @@ def test_the_estimate_ranks_as_the_simulator_does() -> None:
     rates = known.machine.rates
     assert rates is not None
     asked = request(60 * GIB)
-    placements = StatePlacements(known, asked)
+    placements, estimate = StatePlacements(known, asked), Estimate(known, in_backward=False)
     pairs = []
     for placement in placements.all()[::8]:
         for shared in placements.with_streaming(placement):
-            guess = estimate(known, placements.placed(shared), 0, in_backward=False)
+            guess = estimate.seconds(estimate.load(placements.placed(shared)), 0)
             pairs.append((guess, cost_of(known, placements.layout(shared), rates).seconds))
     best = min(pairs)[1]
     assert best <= 1.1 * min(simulated for _, simulated in pairs)
