@@ -56,7 +56,7 @@ def choose(problem: Problem, *, thorough: bool = True) -> tuple[Eviction, ...]:
     """The best plan that is found.
 
     Args:
-        thorough: whether the plans of smaller budgets are tried too, where not every candidate is.
+        thorough: where not every candidate is tried, whether to try three times as many, and those of smaller budgets.
 
     Raises:
         DoesNotFit: no plan is within the budget.
@@ -64,7 +64,7 @@ def choose(problem: Problem, *, thorough: bool = True) -> tuple[Eviction, ...]:
     assert problem.moves_weights_only, "updates and saved tensors are not part of this search"
     check_fits(problem)
     few = len(problem.gaps) <= FEW
-    search = Search(problem, 1 << FEW if few else SEARCHED)
+    search = Search(problem, 1 << FEW if few else SEARCHED if thorough else SEARCHED // 3)
     if few:
         search.try_in_order(frozenset(s) for n in range(len(problem.gaps) + 1) for s in combinations(problem.gaps, n))
     elif _is_uniform(problem):

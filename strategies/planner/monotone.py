@@ -3,14 +3,15 @@
 Problem. The fastest plan that a heuristic finds for a budget may be slower than the one that it finds for less. Trying
 all smaller budgets too would cure this, at the cost of all of them.
 
-Budgets are halved from the least with a plan and the one beyond which nothing changes: a budget is followed down to the
-interval that it lies in, and gets the plan of that interval's lower end. Which budgets are tried, and what is found
-there, depends on the two ends alone. At the middle of an interval the fastest plan is taken that is as fast as the
-lower end's and not faster than the upper end's; if none is, the middle gets the lower end's plan, which fits there too.
-So values are ordered at the ends of every interval, from the first one down to the last, and therefore everywhere. (A
-plan for less that is faster than one for more says that the upper end's could be better; it has been used by then.)
+The plan for the least budget and the plan for any amount are the ends of an interval, each at the bytes that it needs.
+A budget is followed down: a plan is searched for the middle of the interval, and the interval is cut at the bytes that
+this plan needs. Which budgets are searched, and what is found there, depends on the ends alone. Taken is the fastest
+plan that is as fast as the lower end's and not faster than the upper end's; if there is none, the lower end's plan is
+used up to the middle. So values are ordered at the ends of every interval, and a budget gets the plan of its interval's
+lower end. (A plan for less that is faster than the upper end's would show that the upper end's could be better. It is
+not used: whoever has more memory did not get it.)
 
-Cost: as many evaluations as halvings, until the ends differ by less than ``WORTH`` in time or ``NEAR`` in bytes.
+Cost: a search per cut, until the ends differ by less than ``WORTH`` in time or ``NEAR`` in bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Generic, TypeVar
 
-WORTH = 0.004  # a relative difference in time that is not worth another evaluation
-NEAR = 0.004  # budgets whose relative difference is less have one plan
+WORTH = 0.01  # a relative difference in time that is not worth another search
+NEAR = 0.004  # a relative difference of budgets that is not either
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[T]):
-    """A budget in bytes, and a plan within it with its seconds."""
+    """A plan, the bytes that it needs, and its seconds."""
 
     num_bytes: int
     seconds: float
@@ -36,28 +37,26 @@ class Found(Generic[T]):
 
 
 def at_budget(budget: int, low: Found[T], most_bytes: int, find: Callable[[int], Sequence[Found[T]]]) -> Found[T]:
-    """A plan within ``budget``, which is at least that of ``low``.
+    """A plan within ``budget``, which is at least what ``low`` needs.
 
     Args:
-        low: the plan of the least budget.
-        most_bytes: the budget beyond which nothing changes.
+        low: the plan that needs the least.
+        most_bytes: a budget beyond which nothing changes.
         find: plans within a budget, the same for the same budget.
     """
     assert budget >= low.num_bytes
-    high = _between(find(most_bytes), low, 0.0) if most_bytes > low.num_bytes else low
-    if budget >= most_bytes:
-        return high
-    high = replace(high, num_bytes=most_bytes)
-    while low.seconds - high.seconds > WORTH * low.seconds and high.num_bytes - low.num_bytes > NEAR * high.num_bytes:
-        middle = isqrt(low.num_bytes * high.num_bytes)
-        if middle <= low.num_bytes:
+    high = _between(find(max(most_bytes, low.num_bytes)), low, 0.0) or low
+    while budget < high.num_bytes and low.seconds - high.seconds > WORTH * low.seconds:
+        if high.num_bytes - low.num_bytes <= NEAR * high.num_bytes:
             break
-        found = replace(_between(find(middle), low, high.seconds), num_bytes=middle)
-        low, high = (found, high) if budget >= middle else (low, found)
-    return low
+        middle = isqrt(low.num_bytes * high.num_bytes)
+        cut = _between(find(middle), low, high.seconds) or replace(low, num_bytes=middle)
+        low, high = (cut, high) if budget >= cut.num_bytes else (low, cut)
+    return high if budget >= high.num_bytes else low
 
 
-def _between(found: Sequence[Found[T]], low: Found[T], least_seconds: float) -> Found[T]:
-    """The fastest of ``found`` that is as fast as ``low`` and takes at least ``least_seconds``; if there is none, ``low``."""
+def _between(found: Sequence[Found[T]], low: Found[T], least_seconds: float) -> Found[T] | None:
+    """The fastest of ``found`` that is as fast as ``low`` and takes at least ``least_seconds``."""
     some = [one for one in found if least_seconds <= one.seconds <= low.seconds]
-    return min(some, key=lambda one: one.seconds, default=low)
+    best = min(some, key=lambda one: (one.seconds, one.num_bytes), default=None)
+    return None if best is None else replace(best, num_bytes=max(best.num_bytes, low.num_bytes))

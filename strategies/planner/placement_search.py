@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from strategies.core.facts import Facts
+from strategies.core.facts import Facts, Home
 from strategies.core.layout import Layout
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import human, written
+from strategies.planner.addresses import place
 from strategies.planner.buckets import PARTS, block_bytes, capacity
 from strategies.planner.candidates import Candidates
 from strategies.planner.least_memory import Least, LeastMemory
@@ -97,7 +98,7 @@ class PlacementSearch:
         made = self._candidates.layouts(device_room)
         if self._small is not None and device_room < TIGHT * self._small[2]:
             made += self._small[1].layouts(device_room)
-        return [Found(device_room, self._seconds(layout), layout) for layout in made]
+        return [Found(place(layout).num_bytes(Home.DEVICE), self._seconds(layout), layout) for layout in made]
 
     def _most_bytes(self) -> int:
         """Device bytes beyond which nothing changes."""
