@@ -46,12 +46,16 @@ def at_budget(budget: int, low: Found[T], most_bytes: int, find: Callable[[int],
     """
     assert budget >= low.num_bytes
     high = _between(find(max(most_bytes, low.num_bytes)), low, 0.0) or low
+    edge = low.num_bytes  # up to here plans have been searched
     while budget < high.num_bytes and low.seconds - high.seconds > WORTH * low.seconds:
-        if high.num_bytes - low.num_bytes <= NEAR * high.num_bytes:
+        if high.num_bytes - edge <= NEAR * high.num_bytes:
             break
-        middle = isqrt(low.num_bytes * high.num_bytes)
+        middle = isqrt(edge * high.num_bytes)
         cut = _between(find(middle), low, high.seconds) or replace(low, num_bytes=middle)
-        low, high = (cut, high) if budget >= cut.num_bytes else (low, cut)
+        if budget >= cut.num_bytes:
+            low, edge = cut, middle + 1
+        else:
+            high = cut
     return high if budget >= high.num_bytes else low
 
 

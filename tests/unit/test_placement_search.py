@@ -80,7 +80,8 @@ def test_first_the_last_states_then_gradients_then_weights() -> None:
         for made in every_budget(known)
     ]
     assert stages[0] == (0, 0, 0)
-    assert stages[-1] == (8, 8, 8)
+    assert stages[-1] == (14, 14, 14)  # at the least in twice as many buckets
+    assert (8, 8, 8) in stages
     placements = [stage[:2] for stage in stages]
     assert placements == sorted(placements)
     for made in every_budget(known):
@@ -242,7 +243,7 @@ def test_a_device_that_is_too_small() -> None:
     assert text.startswith("strategies.offload.gpu_memory = 100000: ")
     assert text.endswith(" or more, or a smaller training.per_device_train_batch_size")
     least = parse_bytes(text.split("write ")[1].split(" or more")[0])
-    assert len(travels(choose(known, request(least), 1000))) == 6
+    assert set(travels(choose(known, request(least), 1000))) >= {"embedding", "layers.0/0", "layers.0/1", "head"}
     assert "1000 B of them for what forward saves" in text
 
 
