@@ -70,17 +70,16 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) -> None:
-    """But for what the search gives away: a gain below ``GAIN`` is not taken."""
-    known = large(blocks=12, accumulation=accumulation, max_grad_norm=max_grad_norm)
+    """Exactly."""
+    known = large(blocks=6, accumulation=accumulation, max_grad_norm=max_grad_norm)
     found = []
-    for size in (4, 5, 6, 8, 10, 14, 20, 30, 60):
+    for size in (2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20, 30, 60):
         try:
             found.append(seconds(known, size * GIB))
         except Refusal:
             assert not found, "what fits into less fits into more"
     assert len(found) > 6
-    for less, more in pairwise(found):
-        assert more <= less * (1 + 0.02)
+    assert found == sorted(found, reverse=True)
     assert found[-1] < 0.8 * found[0]
 
 
