@@ -1,6 +1,6 @@
 """The least memory: the fewest bytes of the device that training takes within so much host memory, and the reverse.
 
-Problem. A refusal has to be true: that nothing fits, and how much would be enough. The search by time looks at a sample.
+Problem. A refusal has to be true: that nothing fits, and how much would be enough. The search by time has a sample.
 Here are all state placements, each with all ways to choose the weights that are offloaded.
 
 Device bytes of a placement with its weights on the device only at the ticks that use them, T being those offloaded:

@@ -63,8 +63,8 @@ class StatePlacement:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a placement: on the device of weights that may be offloaded (``weights``) and of all else (``rest``), and
-    on the host while no weight is offloaded (``host``)."""
+    """Bytes of a placement: on the device of weights that may be offloaded (``weights``) and of all else (``rest``),
+    and on the host while no weight is offloaded (``host``)."""
 
     weights: int
     rest: int
