@@ -1,9 +1,9 @@
 """The placement search: use the device first, and offload only the excess, unless offloading more is faster.
 
 Candidates of a budget (``candidates.py``) are simulated, and the fastest is taken. Budgets are halved from the least
-with a plan, so that more memory is never slower (``monotone.py``). If the capacity of buckets is open, it is the one
-whose copies are fastest; where that takes most of the budget, or more, also the one that needs the least of the device.
-Without known rates: the first placement that fits, or the last one with offloaded weights.
+with a plan, so that more device memory is never slower (``monotone.py``). If the capacity of buckets is open, it is the
+one whose copies are fastest; where that takes most of the budget, or more, also the one that needs the least of the
+device. Without known rates: the first placement that fits, or the last one with offloaded weights.
 
 Refused: budgets that nothing fits into. The least budgets are those of all placements, capacities of ``PARTS`` and
 sites that the options leave open (``least_memory.py``); the message names the least, and writing it is enough.
