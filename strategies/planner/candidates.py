@@ -46,6 +46,11 @@ class _Candidate:
     seconds: float
 
 
+def _promise(one: _Candidate) -> tuple[float, int, int, int]:
+    """The estimated seconds, and for equal ones how much is offloaded."""
+    return (one.seconds, one.placement.hosted, one.placement.grads_down, one.placement.eighths)
+
+
 class Candidates:
     """Layouts of the placements of one family.
 
@@ -142,7 +147,7 @@ class Candidates:
         while step:
             best = min([best, *(at for at in (best - step, best + step) if 0 <= at < len(placements))], key=fastest)
             step //= 2
-        return sorted((one for some in found.values() for one in some), key=lambda one: one.seconds)
+        return sorted((one for some in found.values() for one in some), key=_promise)
 
     def _of(self, placement: StatePlacement, room: int) -> list[_Candidate]:
         """The candidates of one placement that may fit, one for each share of streamed updates."""

@@ -11,7 +11,10 @@ used up to the middle. So values are ordered at the ends of every interval, and 
 lower end. (A plan for less that is faster than the upper end's would show that the upper end's could be better. It is
 not used: whoever has more memory did not get it.)
 
-Cost: a search per cut, until the ends differ by less than ``WORTH`` in time or ``NEAR`` in bytes.
+Plans that take equally long are not the same: the one that needs more of the budget offloads less. So the search goes
+on where both ends take equally long, and of equally fast plans the one that needs more is taken.
+
+Cost: a search per cut, until the ends differ by less than ``NEAR`` in bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +24,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Generic, TypeVar
 
-WORTH = 0.01  # a relative difference in time that is not worth another search
-NEAR = 0.004  # a relative difference of budgets that is not either
+NEAR = 0.01  # a relative difference of budgets that is not worth another search
 
 T = TypeVar("T")
 
@@ -47,9 +49,7 @@ def at_budget(budget: int, low: Found[T], most_bytes: int, find: Callable[[int],
     assert budget >= low.num_bytes
     high = _between(find(max(most_bytes, low.num_bytes)), low, 0.0) or low
     edge = low.num_bytes  # up to here plans have been searched
-    while budget < high.num_bytes and low.seconds - high.seconds > WORTH * low.seconds:
-        if high.num_bytes - edge <= NEAR * high.num_bytes:
-            break
+    while budget < high.num_bytes and high.num_bytes - edge > NEAR * high.num_bytes:
         middle = isqrt(edge * high.num_bytes)
         cut = _between(find(middle), low, high.seconds) or replace(low, num_bytes=middle)
         if budget >= cut.num_bytes:
@@ -62,5 +62,5 @@ def at_budget(budget: int, low: Found[T], most_bytes: int, find: Callable[[int],
 def _between(found: Sequence[Found[T]], low: Found[T], least_seconds: float) -> Found[T] | None:
     """The fastest of ``found`` that is as fast as ``low`` and takes at least ``least_seconds``."""
     some = [one for one in found if least_seconds <= one.seconds <= low.seconds]
-    best = min(some, key=lambda one: (one.seconds, one.num_bytes), default=None)
+    best = min(some, key=lambda one: (one.seconds, -one.num_bytes), default=None)
     return None if best is None else replace(best, num_bytes=max(best.num_bytes, low.num_bytes))
