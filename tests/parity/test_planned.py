@@ -74,6 +74,8 @@ def test_every_budget_trains_the_same_bits(machine: str, loop: dict[str, Any]) -
         transfer = (Delayed, RaceDetector)[number % 2]()
         assert differences(wanted, stowed(build("llama"), plan, batches, transfer=transfer, **loop)) == []
     assert fitted >= 4 and travelling >= 1
-    assert sites >= {Site.DEVICE, Site.HOST}, "the planner had something to decide"
+    assert Site.HOST in sites
+    if loop["max_norm"]:  # without clipping the CPU's updates are hidden here, and the device's are not
+        assert Site.DEVICE in sites, "the planner had something to decide"
     if machine == "slow cpu":
         assert Site.STREAMED in sites
