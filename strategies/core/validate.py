@@ -24,6 +24,7 @@ from strategies.core.layout import (
     Layout,
     Need,
     Site,
+    Spot,
     aligned,
     common_needs,
 )
@@ -60,7 +61,7 @@ def validate(
     needs = {(need.bucket, need.item): need for bucket in layout.buckets for need in needs_of(bucket, layout)}
     needs |= {(need.bucket, need.item): need for need in common_needs(layout, hosted_bytes)}
     found += _spots(needs, addresses)
-    return found or [*_overlaps(needs, addresses), *_together(layout, addresses)]
+    return found or [*_overlaps(needs, addresses), *_slots(needs, addresses), *_together(layout, addresses)]
 
 
 def _settings(layout: Layout) -> Iterator[str]:
@@ -198,6 +199,21 @@ def _overlaps(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
                 furthest, other = (end, group, name), furthest
             else:
                 other = max(other, (end, group, name))
+
+
+def _slots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
+    """Slots that overlap and begin at different bytes: the engine knows the former user of a slot by its address.
+
+    Weights are not in slots: which of them overlap is compared byte by byte.
+    """
+    keys = [key for key, need in needs.items() if need.passes and need.item is not Item.WEIGHT]
+    spots = sorted(((addresses.spots[key], key) for key in keys), key=lambda it: (it[0].home.value, it[0].offset))
+    longest: tuple[Spot, Key] | None = None  # of the slots so far, the one that ends last
+    for spot, key in spots:
+        if longest is not None and spot.overlaps(longest[0]) and spot.offset != longest[0].offset:
+            yield f"{_name(key)} overlaps {_name(longest[1])}, and does not begin where it does"
+        if longest is None or spot.home is not longest[0].home or spot.end > longest[0].end:
+            longest = (spot, key)
 
 
 def _together(layout: Layout, addresses: Addresses) -> Iterator[str]:

@@ -2,15 +2,23 @@
 
 What is permanent comes first, in order of use. Travelling weights follow, packed by their resident ticks
 (``packing.py``): two may share bytes if they are never on the device at the same tick. Gradients, arrivals and visiting
-states use pools of slots of the largest one's size, the k-th of them slot k modulo their number; they pass in order, so
-fewer bytes would not be enough. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
+states pass in order through pools of slots, the k-th member of a pool through slot k modulo their number. Last comes
+what belongs to no bucket: scratch, and saved tensors that wait on the host.
+
+A pool has slots of its largest member's size. With one pool for all, a head of 250 MiB would make each slot so large
+for blocks of 86 MiB; so members are grouped by size (``size_classes``), each class with as many slots as the layout
+has for the item, or as it has members. No bucket waits longer for its slot than in one pool for all: at least as many
+others pass before it is used again. The bytes are the least of all groupings: exchanging members of two classes until
+all of one are at least as large as all of the other keeps the larger class's slots and can only shrink the other's, so
+it is enough to cut the sorted sizes, which is a shortest path. One member more never costs more than its own size.
 
 Invariant. A layout is packed once: the search, the addresses and the tables share the result of ``weight_packing``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -104,16 +112,50 @@ def _packed(weights: tuple[tuple[tuple[str, ...], tuple[Range, ...], int], ...])
 
 
 def slot_pools(layout: Layout) -> Iterator[SlotPool]:
-    """The slots for gradients, arrivals and visiting states."""
+    """The slots for gradients, arrivals and visiting states: one pool for each class of sizes, the largest first."""
     members: dict[Item, list[Need]] = {}
     for need in all_needs(layout):
         if need.passes and need.item is not Item.WEIGHT:
             members.setdefault(need.item, []).append(need)
     for item, passing in members.items():
-        num_slots = min(layout.slots(item), len(passing))
-        home = passing[0].home
-        size = max(aligned(need.num_bytes, home) for need in passing)
-        yield SlotPool(item, home, num_slots, size, tuple(passing))
+        home, left = passing[0].home, passing
+        classes = size_classes((aligned(need.num_bytes, home) for need in passing), layout.slots(item))
+        for (size, num_slots), (below, _) in zip(classes, (*classes[1:], (-1, 0)), strict=True):
+            here = tuple(need for need in left if aligned(need.num_bytes, home) > below)
+            left = [need for need in left if aligned(need.num_bytes, home) <= below]
+            yield SlotPool(item, home, num_slots, size, here)
+
+
+def size_classes(sizes: Iterable[int], most_slots: int) -> tuple[tuple[int, int], ...]:
+    """Classes of ``sizes`` that need the fewest bytes: the size of a slot, descending, and the number of slots.
+
+    A class holds the sizes from its own down to, and without, the next one's; equal sizes are in one class.
+
+    Args:
+        most_slots: of a class; it has no more than members.
+    """
+    return _classes(tuple(sorted(Counter(sizes).items(), reverse=True)), most_slots)
+
+
+@lru_cache(maxsize=4096)
+def _classes(counts: tuple[tuple[int, int], ...], most_slots: int) -> tuple[tuple[int, int], ...]:
+    """``size_classes`` of sizes, descending, and how often each occurs; the fewest classes of equally many bytes."""
+    # From the last size to the first: the bytes from there on, the number of classes, and where the second one begins.
+    best = [(0, 0, len(counts))]
+    for start in reversed(range(len(counts))):
+        size, members, choices = counts[start][0], 0, []
+        for following, (rest, classes, _) in enumerate(reversed(best), start=start + 1):
+            members += counts[following - 1][1]
+            choices.append((min(most_slots, members) * size + rest, 1 + classes, following))
+        best.append(min(choices))
+    best.reverse()
+    found, start = [], 0
+    while start < len(counts):
+        following = best[start][2]
+        members = sum(number for _, number in counts[start:following])
+        found.append((counts[start][0], min(most_slots, members)))
+        start = following
+    return tuple(found)
 
 
 def slot_numbers(layout: Layout) -> dict[tuple[str, Item], int]:

@@ -13,6 +13,7 @@ from the order of copies are left to the simulator.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
 from strategies.core.layout import Bucket, Site
@@ -20,53 +21,78 @@ from strategies.planner.state_placement import Place
 from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 
 
-def estimate(facts: Facts, placed: Iterable[tuple[Bucket, Place]], away: int, *, in_backward: bool) -> float:
-    """Seconds per step of buckets at these places; ``away`` bytes of their weights leave between forward and backward.
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What buckets at their places add to a step: seconds of the CPU's updates and the bytes of the host's memory that
+    they touch; seconds of the device's updates; bytes of new weights, gradients (of one update) and state that cross
+    the link, and of gradients that come up with state."""
 
-    Saved tensors on the host go down under forward and come up under backward, in addition. The machine's rates must be
-    known.
-    """
-    rates, run = facts.machine.rates, facts.run
-    assert rates is not None
-    cpu = kernel = touched = 0.0
-    new = grads = state = visiting_grads = 0
-    update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
-    for bucket, (site, grad_home) in placed:
-        size, count = bucket.weight_bytes, bucket.num_elements
-        if site is Site.HOST:
-            cpu += count / update
-            touched += HOST_UPDATE_BYTES * count
-            new += size
-        elif site is not Site.NONE:
-            kernel += count * touch
-        if grad_home is Home.HOST:
-            grads += size * run.accumulation
-        elif site is Site.HOST:
-            grads += size
-        if site is Site.STREAMED:
-            state += 4 * (run.moments + bucket.mixed) * count
-            visiting_grads += size if grad_home is Home.HOST else 0
-    passes = run.accumulation
-    times = unit_seconds(facts, rates)
-    forward, backward = sum(one[0] for one in times), sum(one[1] for one in times)
-    saved = passes * sum(unit.hosted_bytes for unit in facts.units)
-    back_up, again_up = away * passes + saved, away * (passes - 1)
-    up = rates.up_bytes_per_s * (rates.duplex_factor if state else 1)
-    down = rates.down_bytes_per_s * (rates.duplex_factor if state else 1)
-    coming, going = new + state + visiting_grads, grads + state + saved
-    cpu_work, dram = (cpu, touched), rates.dram_bytes_per_s
-    if in_backward:
-        compute = passes * (forward + backward) + kernel
-        rising = coming + back_up + again_up
-        return max(compute, _together(cpu_work, (max(rising / up, going / down), rising + going), dram))
-    first = saved // passes  # of the pass under whose forward the updates run
-    rising, falling = back_up + again_up, grads + saved - first
-    computing, copying = passes * backward + (passes - 1) * forward, max(falling / down, rising / up)
-    before = max(computing, _together((0.0, 0.0), (copying, rising + falling), dram))
-    leaving = state + first
-    copying = max(coming / up, leaving / down)
-    after = max(forward + kernel, _together(cpu_work, (copying, coming + leaving), dram))
-    return before + after
+    cpu_s: float
+    touched: int
+    kernel_s: float
+    new: int
+    grads: int
+    state: int
+    visiting_grads: int
+
+
+class Estimate:
+    """Estimates for one model and run. The machine's rates must be known."""
+
+    def __init__(self, facts: Facts, *, in_backward: bool) -> None:
+        assert facts.machine.rates is not None
+        self._rates, self._run, self._in_backward = facts.machine.rates, facts.run, in_backward
+        times = unit_seconds(facts, self._rates)
+        self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
+        self._hosted = sum(unit.hosted_bytes for unit in facts.units)
+
+    def load(self, placed: Iterable[tuple[Bucket, Place]]) -> Load:
+        """What buckets at these places add."""
+        rates, run = self._rates, self._run
+        cpu = kernel = 0.0
+        touched = new = grads = state = visiting_grads = 0
+        update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
+        for bucket, (site, grad_home) in placed:
+            size, count = bucket.weight_bytes, bucket.num_elements
+            if site is Site.HOST:
+                cpu += count / update
+                touched += HOST_UPDATE_BYTES * count
+                new += size
+            elif site is not Site.NONE:
+                kernel += count * touch
+            if grad_home is Home.HOST:
+                grads += size * run.accumulation
+            elif site is Site.HOST:
+                grads += size
+            if site is Site.STREAMED:
+                state += 4 * (run.moments + bucket.mixed) * count
+                visiting_grads += size if grad_home is Home.HOST else 0
+        return Load(cpu, touched, kernel, new, grads, state, visiting_grads)
+
+    def seconds(self, load: Load, away: int) -> float:
+        """Seconds per step; ``away`` bytes of the buckets' weights leave between forward and backward.
+
+        Saved tensors on the host go down under forward and come up under backward, in addition.
+        """
+        rates, passes = self._rates, self._run.accumulation
+        forward, backward, saved = self._forward, self._backward, passes * self._hosted
+        back_up, again_up = away * passes + saved, away * (passes - 1)
+        duplex = rates.duplex_factor if load.state else 1
+        up, down = rates.up_bytes_per_s * duplex, rates.down_bytes_per_s * duplex
+        coming, going = load.new + load.state + load.visiting_grads, load.grads + load.state + saved
+        updating, dram = (load.cpu_s, load.touched), rates.dram_bytes_per_s
+        if self._in_backward:
+            compute = passes * (forward + backward) + load.kernel_s
+            rising = coming + back_up + again_up
+            return max(compute, _together(updating, (max(rising / up, going / down), rising + going), dram))
+        first = self._hosted  # saved by the pass under whose forward the updates run
+        rising, falling = back_up + again_up, load.grads + saved - first
+        computing, copying = passes * backward + (passes - 1) * forward, max(falling / down, rising / up)
+        before = max(computing, _together((0.0, 0.0), (copying, rising + falling), dram))
+        leaving = load.state + first
+        copying = max(coming / up, leaving / down)
+        after = max(forward + load.kernel_s, _together(updating, (copying, coming + leaving), dram))
+        return before + after
 
 
 def _together(one: tuple[float, float], other: tuple[float, float], rate: float) -> float:

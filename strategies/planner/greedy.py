@@ -54,8 +54,11 @@ class DoesNotFit(Exception):
     """No plan is within the budget; the message says how many bytes are missing."""
 
 
-def choose(problem: Problem) -> tuple[Eviction, ...]:
+def choose(problem: Problem, *, thorough: bool = True) -> tuple[Eviction, ...]:
     """The best plan that is found.
+
+    Args:
+        thorough: where not every candidate is tried, whether to try three times as many, and those of smaller budgets.
 
     Raises:
         DoesNotFit: no plan is within the budget.
@@ -63,7 +66,7 @@ def choose(problem: Problem) -> tuple[Eviction, ...]:
     assert problem.moves_weights_only, "updates and saved tensors are not part of this search"
     check_fits(problem)
     few = len(problem.gaps) <= FEW
-    search = Search(problem, 1 << FEW if few else SEARCHED)
+    search = Search(problem, 1 << FEW if few else SEARCHED if thorough else SEARCHED // 3)
     if few:
         every = (frozenset(s) for n in range(len(problem.gaps) + 1) for s in combinations(problem.gaps, n))
         search.try_in_order((search.bound(gaps), len(gaps), partial(_itself, gaps)) for gaps in every)
@@ -71,7 +74,8 @@ def choose(problem: Problem) -> tuple[Eviction, ...]:
         search.try_in_order(search.prefixes_and_suffixes())
     else:
         search.improve_all()
-        _smaller_budgets(search)
+        if thorough:
+            _smaller_budgets(search)
     return search.found()
 
 

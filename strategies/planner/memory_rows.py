@@ -123,7 +123,7 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
         totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
     for pool in slot_pools(layout):
         if pool.home is home:
-            totals[pool.item] = pool.num_bytes
+            totals[pool.item] += pool.num_bytes
     rests_on_host = {bucket.name for bucket in layout.buckets if bucket.grad_home is Home.HOST}
     for need in all_needs(layout):
         is_grad = need.item is Item.PARKED and need.bucket in rests_on_host  # counted as the unit's gradient

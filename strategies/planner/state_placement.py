@@ -16,19 +16,20 @@ A bucket whose state rests on the device keeps its weight there too, unless both
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
-from strategies.core.layout import Bucket, Item, Layout, Site, aligned, needs, scratch_of
+from strategies.core.layout import Bucket, Item, Layout, Site, aligned, needs, scratch_of, ticks_of, uses
+from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form
 from strategies.planner.offloadable import offloadable
 
 Place: TypeAlias = tuple[Site, Home]
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
-PASSING = (Item.GRAD, Item.VISIT)  # in slots on the device; weights are counted separately
+PASSING: Mapping[Item, Home] = {Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST}  # in slots
 PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... all
 
 
@@ -61,12 +62,43 @@ class StatePlacement:
     eighths: int = 0
 
 
-class StatePlacements:
-    """The placements that a request allows."""
+class Sizes(NamedTuple):
+    """Bytes of a placement: on the device of weights that may be offloaded (``weights``) and of all else (``rest``),
+    and on the host while no weight is offloaded (``host``)."""
 
-    def __init__(self, facts: Facts, request: OffloadRequest) -> None:
+    weights: int
+    rest: int
+    host: int
+
+
+class _Cost(NamedTuple):
+    """One bucket at one place.
+
+    Args:
+        device, host: bytes that it holds all the time while its weight stays.
+        copy: bytes on the host that are added if its weight leaves.
+        passing: what of it uses slots, in bytes.
+        scratch: elements that use scratch.
+    """
+
+    device: int
+    host: int
+    copy: int
+    passing: tuple[tuple[Item, int], ...]
+    scratch: int
+
+
+class StatePlacements:
+    """The placements that a request allows. ``weights`` and ``ticks``: per bucket, its weight's bytes on the device and
+    the ticks that use it.
+
+    Args:
+        bucket_bytes: the capacity of buckets, if the request leaves it open; None: what is fastest to copy.
+    """
+
+    def __init__(self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None) -> None:
         self._request = request
-        size = request.bucket_bytes or capacity(facts)
+        size = request.bucket_bytes or bucket_bytes or capacity(facts)
         self._buckets = form(facts, size)
         movable = offloadable(facts, self._buckets, size)
         streams, auto = request.weights == "streamed", request.site == "auto"
@@ -91,8 +123,11 @@ class StatePlacements:
             moments=facts.run.moments,
             grad_slots=1 + max(passing.values(), default=1),
         )
-        self._weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
+        ticks = ticks_of(self._empty.units)
+        self.weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
+        self.ticks = [uses(bucket, ticks) for bucket in self._buckets]
         self._costs = cache(self._cost)
+        self.sizes = cache(self._sizes)
 
     def _free(self, indices: list[int], *, even_if: bool = False) -> list[int]:
         """Those of ``indices`` whose state may rest where their weight does not."""
@@ -110,8 +145,12 @@ class StatePlacements:
     def with_streaming(self, placement: StatePlacement) -> Iterator[StatePlacement]:
         """``placement``, and the same with host updates streamed."""
         yield placement
-        if self._request.site == "auto" and self._streaming(self._hosted(placement), PARTS):
+        if self.may_stream(placement):
             yield from (replace(placement, eighths=eighths) for eighths in range(1, PARTS + 1))
+
+    def may_stream(self, placement: StatePlacement) -> bool:
+        """Whether there are host updates that may be streamed."""
+        return self._request.site == "auto" and bool(self._streaming(self._hosted(placement), PARTS))
 
     def offloadable(self, placement: StatePlacement) -> list[int]:
         """Buckets whose weights may be offloaded."""
@@ -125,7 +164,7 @@ class StatePlacements:
         sums: Counter[str] = Counter()
         for index in self.offloadable(placement):
             for unit in self._buckets[index].units:
-                sums[unit] += self._weights[index]
+                sums[unit] += self.weights[index]
         return max(sums.values(), default=0)
 
     def layout(self, placement: StatePlacement) -> Layout:
@@ -139,32 +178,49 @@ class StatePlacements:
         """Each bucket with its site and the home of its gradients."""
         return zip(self._buckets, self._places(placement), strict=True)
 
-    def sizes(self, placement: StatePlacement) -> tuple[int, int]:
-        """Device bytes of the weights that may be offloaded, and of everything else.
+    def copies(self, placement: StatePlacement) -> dict[int, int]:
+        """Buckets whose weights may be offloaded, with the bytes on the host that each then takes in addition."""
+        places = self._places(placement)
+        return {index: self._costs(index, places[index]).copy for index in self.offloadable(placement)}
 
-        Together they are what ``place`` finds for the layout, much faster.
-        """
-        rest, mixed = 0, 0
-        most, count = dict.fromkeys(PASSING, 0), dict.fromkeys(PASSING, 0)
+    def _sizes(self, placement: StatePlacement) -> Sizes:
+        """What ``place`` finds for the layout, much faster: ``weights + rest`` on the device, ``host`` on the host."""
+        device = host = mixed = 0
+        passed: dict[Item, list[int]] = {item: [] for item in PASSING}
         for index, place in enumerate(self._places(placement)):
-            permanent, passing, scratch = self._costs(index, place)
-            rest += permanent
-            mixed = max(mixed, scratch)
-            for item, size in passing:
-                most[item] = max(most[item], size)
-                count[item] += 1
-        rest += sum(most[item] * min(self._empty.slots(item), count[item]) for item in PASSING)
-        weights = sum(self._weights[index] for index in self.offloadable(placement))
-        return weights, rest - weights + scratch_of([mixed])
+            cost = self._costs(index, place)
+            device += cost.device
+            host += cost.host
+            mixed = max(mixed, cost.scratch)
+            for item, size in cost.passing:
+                passed[item].append(size)
+        for item, sizes in passed.items():
+            slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
+            device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
+        weights = sum(self.weights[index] for index in self.offloadable(placement))
+        return Sizes(weights, device - weights + scratch_of([mixed]), host)
 
-    def _cost(self, index: int, place: Place) -> tuple[int, list[tuple[Item, int]], int]:
-        """One bucket on the device: permanent bytes, item and size of what uses slots, elements that use scratch."""
+    def _cost(self, index: int, place: Place) -> _Cost:
         site, grad_home = place
         bucket = replace(self._buckets[index], site=site, grad_home=grad_home)
-        here = [need for need in needs(bucket, self._empty) if need.home is Home.DEVICE]
-        permanent = sum(aligned(need.num_bytes) for need in here if not need.passes)
-        passing = [(need.item, aligned(need.num_bytes)) for need in here if need.passes]
-        return permanent, passing, bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0
+        stays, leaves = (
+            [need for need in needs(one, self._empty) if not need.passes and need.home is Home.HOST]
+            for one in (bucket, replace(bucket, resident_ticks=((0, 1),)))
+        )
+        host, away = (sum(aligned(need.num_bytes, Home.HOST) for need in found) for found in (stays, leaves))
+        return _Cost(
+            device=sum(
+                aligned(need.num_bytes)
+                for need in needs(bucket, self._empty)
+                if need.home is Home.DEVICE and not need.passes
+            ),
+            host=host,
+            copy=away - host,
+            passing=tuple(
+                (need.item, aligned(need.num_bytes, need.home)) for need in needs(bucket, self._empty) if need.passes
+            ),
+            scratch=bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0,
+        )
 
     def _places(self, placement: StatePlacement) -> list[Place]:
         sites = self._sites(placement)

@@ -60,7 +60,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     budget = room
     for _ in range(ATTEMPTS):
         try:
-            found = greedy.choose(replace(problem, budget=budget))
+            found = greedy.choose(replace(problem, budget=budget), thorough=False)
         except DoesNotFit:
             break
         made = _scheduled(layout, groups, problem, _capped(found, ahead))
@@ -114,6 +114,15 @@ def least(facts: Facts, layout: Layout, indices: Collection[int]) -> int:
     """Bytes of the weights of the buckets ``indices`` with every gap evicted."""
     problem, groups = _problem(facts, layout, indices, 0)
     return _num_bytes(_scheduled(layout, groups, problem, at_need(problem.gaps)), indices)
+
+
+def only_while_used(layout: Layout, indices: Collection[int]) -> Layout:
+    """``layout`` with the weights of the buckets ``indices`` on the device only at the ticks that use them."""
+    ticks, count, buckets = ticks_of(layout.units), layout.num_ticks, list(layout.buckets)
+    for index in indices:
+        used = uses(buckets[index], ticks)
+        buckets[index] = replace(buckets[index], resident_ticks=resident_ticks(used, count))
+    return replace(layout, buckets=tuple(buckets))
 
 
 def window(layout: Layout, indices: Collection[int], ahead: int | None = None) -> Layout:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.helpers.tiny import MODELS
 
 VOCAB, LAYERS, WIDTH = 64, 4, 32
+WORDS = 2048  # of "words", a Llama whose embedding and head are larger than its blocks
 SIZES: Mapping[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS}
 BERT: Mapping[str, Any] = {
     "model_type": "bert",
@@ -69,10 +70,11 @@ def _from_hub(kind: str, tied: bool, dtype: torch.dtype) -> nn.Module:
 
     if kind == "wide":
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDE), dtype=dtype)
-    given = dict(BERT if kind == "bert" else MODELS[kind])
+    given = dict(BERT if kind == "bert" else MODELS["llama" if kind == "words" else kind])
     given |= {
         name: size for name, size in SIZES.items() if name not in ("num_hidden_layers",) or "n_layer" not in given
     }
+    given |= {"vocab_size": WORDS} if kind == "words" else {}
     config = AutoConfig.for_model(
         given.pop("model_type"), **given | CHANGES.get(kind, {}) | {"tie_word_embeddings": tied}
     )

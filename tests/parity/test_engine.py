@@ -5,7 +5,10 @@ three levels of the grid meet in one of them; ``test_pairwise.py`` checks that. 
 moments and update counts. Everything runs with the engine's own checks on.
 """
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ import torch
 from strategies.core import layout
 from strategies.core.layout import Item, Site
 from strategies.engine import SGD, AdamW, updates
+from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
+from strategies.planner.addresses import place, slot_pools
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FP32, expected, run, title
 from tests.helpers.models import build, tokens
@@ -50,6 +55,23 @@ def test_fp32(row: Row) -> None:
 def test_bf16(row: Row) -> None:
     """Against a loop that keeps fp32 masters and sums gradients in bf16."""
     assert run(row, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("site", ["host", "streamed", "mixed"])
+def test_slots_of_several_sizes(site: str, accumulation: int) -> None:
+    """Embedding and head, which are larger than blocks, pass through slots of their own."""
+    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.05}
+    batches = tokens("words", STEPS * accumulation)
+    wanted = plain(build("words"), batches, **loop)
+    for transfer in (Delayed(), RaceDetector()):
+        plan = plan_of(build("words"), site=site, weights="some", bucket="half", park="host", **loop)
+        made = dataclasses.replace(plan.layout, visit_slots=3)
+        plan = dataclasses.replace(plan, layout=made, place=SimpleNamespace(addresses=place(made), debug=True))
+        pools = Counter(pool.item for pool in slot_pools(made))
+        several = [Item.GRAD, *[Item.VISIT] * (site == "streamed"), *[Item.ARRIVAL] * (accumulation > 1)]
+        assert all(pools[item] > 1 for item in several)
+        assert differences(wanted, stowed(build("words"), plan, batches, transfer=transfer, **loop)) == []
 
 
 # --- the test itself -------------------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ def facts_of(model: Any, machine: str, loop: dict[str, Any]) -> Facts:
     return replace(known, run=replace(known.run, forward_flops=32 * known.num_params), machine=here)
 
 
-def planned(known: Facts, budget: int | str) -> Plan:
-    offload = find("offload").model_validate({"gpu_memory": budget, "host_memory": "1TiB"})
+def planned(known: Facts, budget: int | str, site: str = "auto") -> Plan:
+    offload = find("offload").model_validate({"gpu_memory": budget, "host_memory": "1TiB", "site": site})
     return compose({"offload": offload, "buffers": find("buffers").model_validate({"debug": True})}, known)
 
 
@@ -60,7 +60,7 @@ def test_every_budget_trains_the_same_bits(machine: str, loop: dict[str, Any]) -
     batches = tokens("llama", STEPS * loop["accumulation"])
     wanted = plain(build("llama"), batches, **loop)
     known = facts_of(build("llama"), machine, loop)
-    most = planned(known, "1TiB").peak(Home.DEVICE)
+    most = planned(known, "1TiB", site="device").peak(Home.DEVICE)
     sites, travelling, fitted = set[Site](), 0, 0
     for number, share in enumerate(SHARES):
         try:
@@ -74,6 +74,8 @@ def test_every_budget_trains_the_same_bits(machine: str, loop: dict[str, Any]) -
         transfer = (Delayed, RaceDetector)[number % 2]()
         assert differences(wanted, stowed(build("llama"), plan, batches, transfer=transfer, **loop)) == []
     assert fitted >= 4 and travelling >= 1
-    assert sites >= {Site.DEVICE, Site.HOST}, "the planner had something to decide"
+    assert Site.HOST in sites
+    if loop["max_norm"]:  # without clipping the CPU's updates are hidden here, and the device's are not
+        assert Site.DEVICE in sites, "the planner had something to decide"
     if machine == "slow cpu":
         assert Site.STREAMED in sites

@@ -18,11 +18,10 @@ from strategies.offload import Offload
 from strategies.planner import edits
 from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes, capacity
-from strategies.planner.estimate import estimate
-from strategies.planner.placement_search import GAIN
+from strategies.planner.estimate import Estimate
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
 from strategies.planner.step_cost import cost_of, plan_cost
-from strategies.planner.weight_schedule import ASSUMED
+from strategies.planner.weight_schedule import ASSUMED, only_while_used
 from strategies.report import bucket_table
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.layouts import facts_of, random_facts, transformer
@@ -58,25 +57,29 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
     placements = StatePlacements(known, request(**asked))
     for placement in placements.all():
         for shared in placements.with_streaming(placement):
-            weights, rest = placements.sizes(shared)
-            assert weights + rest == place(placements.layout(shared)).num_bytes(Home.DEVICE)
+            weights, rest, host = placements.sizes(shared)
+            made = placements.layout(shared)
+            assert weights + rest == place(made).num_bytes(Home.DEVICE)
+            assert host == place(made).num_bytes(Home.HOST)
             assert weights >= 0 and rest >= 0
+            copies = placements.copies(shared)
+            away = only_while_used(made, copies)
+            assert host + sum(copies.values()) == place(away).num_bytes(Home.HOST)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) -> None:
-    """But for what the search gives away: a gain below ``GAIN`` is not taken."""
-    known = large(blocks=12, accumulation=accumulation, max_grad_norm=max_grad_norm)
+    """Exactly."""
+    known = large(blocks=6, accumulation=accumulation, max_grad_norm=max_grad_norm)
     found = []
-    for size in (4, 5, 6, 8, 10, 14, 20, 30, 60):
+    for size in (2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20, 30, 60):
         try:
             found.append(seconds(known, size * GIB))
         except Refusal:
             assert not found, "what fits into less fits into more"
     assert len(found) > 6
-    for less, more in pairwise(found):
-        assert more <= less * (1 + GAIN)
+    assert found == sorted(found, reverse=True)
     assert found[-1] < 0.8 * found[0]
 
 
@@ -89,7 +92,7 @@ def test_a_faster_link_is_never_slower() -> None:
         )
         found.append(seconds(replace(known, machine=replace(known.machine, rates=rates)), 8 * GIB))
     for slow, fast in pairwise(found):
-        assert fast <= slow * (1 + GAIN)
+        assert fast <= slow * (1 + 0.02)
 
 
 def test_what_fits_is_left_alone_and_what_does_not_is_used_up() -> None:
@@ -106,11 +109,11 @@ def test_the_estimate_ranks_as_the_simulator_does() -> None:
     rates = known.machine.rates
     assert rates is not None
     asked = request(60 * GIB)
-    placements = StatePlacements(known, asked)
+    placements, estimate = StatePlacements(known, asked), Estimate(known, in_backward=False)
     pairs = []
     for placement in placements.all()[::8]:
         for shared in placements.with_streaming(placement):
-            guess = estimate(known, placements.placed(shared), 0, in_backward=False)
+            guess = estimate.seconds(estimate.load(placements.placed(shared)), 0)
             pairs.append((guess, cost_of(known, placements.layout(shared), rates).seconds))
     best = min(pairs)[1]
     assert best <= 1.1 * min(simulated for _, simulated in pairs)
@@ -161,7 +164,7 @@ def test_order_of_parameters_within_the_facts_is_irrelevant() -> None:
     units = {unit.name: index for index, unit in enumerate(known.units)}
     shuffled = replace(known, params=tuple(sorted(known.params, key=lambda p: (-units[p.unit], p.name))))
     assert choose(known, request(4 * GIB)).units == choose(shuffled, request(4 * GIB)).units
-    assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=GAIN)
+    assert seconds(known, 4 * GIB) == pytest.approx(seconds(shuffled, 4 * GIB), rel=0.02)
 
 
 @settings(max_examples=30, deadline=None)

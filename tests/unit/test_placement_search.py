@@ -1,5 +1,6 @@
 """The placement search: the order of its measures by hand, its refusals to the letter, its budgets on random models."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from strategies.core.protocol import Refusal
 from strategies.core.sizes import parse_bytes
 from strategies.core.validate import validate
 from strategies.planner.addresses import place
+from strategies.planner.buckets import block_bytes
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
+from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
 
 PLENTY = 1 << 50
@@ -80,7 +83,8 @@ def test_first_the_last_states_then_gradients_then_weights() -> None:
         for made in every_budget(known)
     ]
     assert stages[0] == (0, 0, 0)
-    assert stages[-1] == (8, 8, 8)
+    assert stages[-1] == (14, 14, 14)  # at the least in twice as many buckets
+    assert (8, 8, 8) in stages
     placements = [stage[:2] for stage in stages]
     assert placements == sorted(placements)
     for made in every_budget(known):
@@ -242,8 +246,8 @@ def test_a_device_that_is_too_small() -> None:
     assert text.startswith("strategies.offload.gpu_memory = 100000: ")
     assert text.endswith(" or more, or a smaller training.per_device_train_batch_size")
     least = parse_bytes(text.split("write ")[1].split(" or more")[0])
-    assert len(travels(choose(known, request(least), 1000))) == 6
-    assert "1000 B of them for what forward saves" in text
+    assert set(travels(choose(known, request(least), 1000))) >= {"embedding", "layers.0/0", "layers.0/1", "head"}
+    assert "1000 B of them for forward and backward" in text
 
 
 def test_a_refusal_names_what_was_forced() -> None:
@@ -256,6 +260,44 @@ def test_a_host_that_is_too_small() -> None:
     assert text.startswith("strategies.offload.host_memory = 5000: ")
     enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
     assert place(choose(known, request(PLENTY, enough, site="host"), 0)).num_bytes(Home.HOST) <= enough
+
+
+def fits(known: Facts, saved: int, device_bytes: int, host_bytes: int, **asked: Any) -> bool:
+    try:
+        choose(known, request(device_bytes, host_bytes, **asked), saved)
+    except Refusal:
+        return False
+    return True
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans())
+def test_a_refusal_is_true_and_its_advice_is_enough(known: Facts, device: int, host: int, knows_rates: bool) -> None:
+    """Nothing that the options leave open would have fitted, and what the message says to write does."""
+    saved = sum(unit.saved_bytes for unit in known.units)
+    machine = replace(known.machine, rates=ASSUMED if knows_rates else None)
+    known = replace(known, machine=machine, run=replace(known.run, forward_flops=10**9))
+    try:
+        made = choose(known, request(device, host), saved)
+    except Refusal as refused:
+        text = str(refused)
+    else:
+        addresses = place(made)
+        assert addresses.num_bytes(DEVICE) + saved <= device and addresses.num_bytes(HOST) <= host
+        return
+    for site in ("device", "host", "streamed"):
+        assert not fits(known, saved, device, host, site=site)
+    block = block_bytes(known)
+    for part in (1, 2, 3, 4, 6, 8) if block else ():
+        assert not fits(known, saved, device, host, bucket_bytes=-(-block // part))
+    enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
+    if "host_memory = " in text.split(": ")[0]:
+        assert fits(known, saved, device, enough)
+        if "or strategies.offload.gpu_memory: " in text:
+            assert fits(known, saved, parse_bytes(text.split("gpu_memory: ")[1].split(",")[0]), host)
+    else:
+        also = parse_bytes(text.split("host_memory: ")[1].split(" too")[0]) if "too small as well" in text else host
+        assert fits(known, saved, enough, also)
 
 
 # Any model, any options

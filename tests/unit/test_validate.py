@@ -137,6 +137,19 @@ def test_weights_share_only_while_one_of_them_is_away() -> None:
     assert "overlaps" in complaints(made, resident)
 
 
+def test_slots_overlap_only_from_their_first_byte() -> None:
+    """The engine knows who used a slot before by its address alone."""
+    sent = {"site": Site.HOST, "grad_home": Home.HOST}
+    made = layout(*(bucket(name, f"layers.{name}", 1024, **sent) for name in "abcd"))
+    right = place(made)
+    slot, other = right.of("a", Item.GRAD).offset, right.of("b", Item.GRAD).offset
+    assert (slot, other) == (right.of("c", Item.GRAD).offset, right.of("d", Item.GRAD).offset)
+    assert complaints(made, right) == ""
+    moved = with_spot(right, ("c", Item.GRAD), offset=min(slot, other) + 512)
+    words = "gradient of c overlaps gradient of a, and does not begin where it does"
+    assert words in complaints(made, moved)
+
+
 def test_an_overlap_behind_a_long_spot_is_found() -> None:
     made = layout(*(bucket(name, f"layers.{name}", 2048) for name in "abc"))
     right = place(made)

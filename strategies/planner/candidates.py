@@ -1,0 +1,213 @@
+"""Candidates: layouts of one family of state placements within a budget, the most promising ones of them worked out.
+
+The first state placement (``state_placement.py``) that fits as it is moves the least. Others may be faster: fewer
+states on the host with offloaded weights instead (``weight_schedule.py``), or updates shared between the CPU and the
+link. Those are ranked by an estimate (``estimate.py``) over a sample of all placements that keep more on the device;
+the best of them, and the best of ``TRIED`` placements from first to last, are worked out. Which of them is the fastest
+is for the simulator to say (``placement_search.py``).
+
+What the host has no room for is left out before it is worked out. A layout whose copies of offloaded weights turn out
+not to fit there is made again with as few copies as its placement allows (``least_memory.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from math import inf
+from typing import TypeVar
+
+from strategies.core.facts import Facts, Home
+from strategies.core.layout import Layout
+from strategies.planner import weight_schedule
+from strategies.planner.addresses import place
+from strategies.planner.estimate import Estimate, Load
+from strategies.planner.greedy import DoesNotFit
+from strategies.planner.least_memory import fewest_copies, movable
+from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
+
+ESTIMATED = 24  # placements that are estimated, each with several shares of streamed updates
+BEYOND = 8  # placements that offload more than they have to
+CLOSE = 0.005  # an estimate that promises less than this over what has been simulated is not followed
+TRIED = 3  # of those, placements that are worked out
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A placement, the device bytes left for its offloadable weights, and the estimated seconds of a step."""
+
+    placement: StatePlacement
+    room: int
+    seconds: float
+
+
+def _promise(one: _Candidate) -> tuple[float, int, int, int]:
+    """The estimated seconds, and for equal ones how much is offloaded."""
+    return (one.seconds, one.placement.hosted, one.placement.grads_down, one.placement.eighths)
+
+
+class Candidates:
+    """Layouts of the placements of one family.
+
+    Args:
+        host_room: bytes that the arena on the host may have.
+        seconds: simulates a layout; None: the machine's rates are unknown.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        request: OffloadRequest,
+        placements: StatePlacements,
+        host_room: int,
+        seconds: Callable[[Layout], float] | None,
+    ) -> None:
+        self._facts, self._request, self._placements = facts, request, placements
+        self._host_room, self._seconds = host_room, seconds
+        self._sizes, self._all = placements.sizes, placements.all()
+        self._estimate = Estimate(facts, in_backward=request.in_backward) if seconds else None
+        self._load = cache(self._load_of)
+
+    def layouts(self, device_room: int) -> list[Layout]:
+        """Layouts whose arenas are within ``device_room`` and the room on the host, what moves the least first."""
+        made = self._windows(device_room) if self._request.weights == "streamed" else self._fitting(device_room)
+        return [layout for layout in made if place(layout).num_bytes(Home.HOST) <= self._host_room]
+
+    def estimated(self, device_room: int, *, sure: bool) -> float | None:
+        """The estimated seconds of the most promising placement; None if there is none.
+
+        Args:
+            sure: only of layouts that fit. Otherwise it may turn out not to fit, and the answer comes in milliseconds.
+        """
+        for candidate in self._ranked(self._all, device_room, ESTIMATED // 2):
+            if not sure or self._request.weights == "streamed" or self._worked_out(candidate) is not None:
+                return candidate.seconds
+        return None
+
+    def _fitting(self, room: int) -> list[Layout]:
+        """The first placement that fits as it is, and layouts with offloaded weights or streamed updates."""
+        fits = (self._is_within(placement, room) for placement in self._all)
+        first = next((index for index, fit in enumerate(fits) if fit), len(self._all) - 1)
+        if self._seconds:
+            return self._others([*self._all[: first + 1], *spread(self._all[first + 1 :], BEYOND)], room)
+        if self._is_within(self._all[first], room):
+            return [self._placements.layout(self._all[first])]
+        ends = (self._candidate(placement, room) for placement in (self._all[-1], self._all[0]))
+        return list(islice(self._all_worked_out(ends), 1))
+
+    def _is_within(self, placement: StatePlacement, room: int) -> bool:
+        """Whether the placement fits as it is, with all weights on the device."""
+        sizes = self._sizes(placement)
+        return sizes.weights + sizes.rest <= room and sizes.host <= self._host_room
+
+    def _others(self, placements: Sequence[StatePlacement], room: int) -> list[Layout]:
+        """The most promising layouts of these placements: as they are, with offloaded weights or streamed updates."""
+        assert self._seconds
+        found, best = list[Layout](), inf
+        for one in self._starts(self._ranked(placements, room)):
+            if len(found) == TRIED or (found and one.seconds >= best * (1 - CLOSE)):
+                break
+            layout = self._worked_out(one)
+            if layout is not None:
+                found.append(layout)
+                best = min(best, self._seconds(layout))
+        return found
+
+    def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
+        """The most promising share of streamed updates of each placement, in order, each with the share below it: the
+        estimate knows no waiting, so that it streams too much.
+        """
+        by_placement: dict[StatePlacement, _Candidate] = {}
+        for one in ranked:
+            by_placement.setdefault(replace(one.placement, eighths=0), one)
+        known = {one.placement: one for one in ranked}
+        below = {
+            one: known.get(replace(one.placement, eighths=one.placement.eighths - 1)) for one in by_placement.values()
+        }
+        return [one for pair in below.items() for one in pair if one is not None]
+
+    def _ranked(self, placements: Sequence[StatePlacement], room: int, number: int = ESTIMATED) -> list[_Candidate]:
+        """Candidates that may fit, from ``number`` of the placements and from some around the most promising one of
+        them, the fastest by estimate first.
+        """
+        found: dict[int, list[_Candidate]] = {}
+
+        def fastest(index: int) -> float:
+            if index not in found:
+                found[index] = self._of(placements[index], room)
+            return min((one.seconds for one in found[index]), default=inf)
+
+        best = min(spread(range(len(placements)), number), key=fastest, default=0)
+        step = len(placements) // number
+        while step:
+            best = min([best, *(at for at in (best - step, best + step) if 0 <= at < len(placements))], key=fastest)
+            step //= 2
+        return sorted((one for some in found.values() for one in some), key=_promise)
+
+    def _of(self, placement: StatePlacement, room: int) -> list[_Candidate]:
+        """The candidates of one placement that may fit, one for each share of streamed updates."""
+        within = (p for p in self._placements.with_streaming(placement) if self._sizes(p).host <= self._host_room)
+        found = [self._candidate(one, room) for one in within]
+        return [one for one in found if one.room > 0 and self._placements.largest_unit(one.placement) <= one.room]
+
+    def _candidate(self, placement: StatePlacement, device_room: int) -> _Candidate:
+        sizes = self._sizes(placement)
+        room = device_room - sizes.rest
+        if not self._estimate:
+            return _Candidate(placement, room, 0.0)
+        away = sizes.weights if self._request.weights == "streamed" else max(0, sizes.weights - room)
+        return _Candidate(placement, room, self._estimate.seconds(self._load(placement), away))
+
+    def _load_of(self, placement: StatePlacement) -> Load:
+        assert self._estimate
+        return self._estimate.load(self._placements.placed(placement))
+
+    def _all_worked_out(self, candidates: Iterable[_Candidate]) -> Iterator[Layout]:
+        return (layout for layout in map(self._worked_out, candidates) if layout is not None)
+
+    def _worked_out(self, candidate: _Candidate) -> Layout | None:
+        """The candidate's layout; None if it turns out not to fit."""
+        placement, room = candidate.placement, candidate.room
+        layout, indices = self._placements.layout(placement), self._placements.offloadable(placement)
+        try:
+            made = weight_schedule.fitted(self._facts, layout, indices, room, self._request.prefetch)
+        except DoesNotFit:
+            return None
+        if place(made).num_bytes(Home.HOST) <= self._host_room:
+            return made
+        excess = self._sizes(placement).weights - room
+        some = fewest_copies(movable(self._placements, placement), excess) or []
+        made = weight_schedule.only_while_used(layout, [weight.index for weight in some])
+        addresses = place(made)
+        within = addresses.num_bytes(Home.HOST) <= self._host_room
+        fits = addresses.num_bytes(Home.DEVICE) <= room + self._sizes(placement).rest
+        return made if within and fits else None
+
+    def _windows(self, room: int) -> list[Layout]:
+        """Forced offloading of the blocks' weights: in the first placement that fits, else the smallest layout."""
+        for placement in self._all:
+            layout = self._window(placement, room)
+            if layout is not None:
+                shared = [one for one in self._placements.with_streaming(placement) if one.eighths]
+                others = (self._window(one, room) for one in (shared if self._seconds else []))
+                return [layout, *(other for other in others if other is not None)]
+        ends = (self._candidate(placement, room) for placement in (self._all[-1], self._all[0]))
+        return list(self._all_worked_out(ends))
+
+    def _window(self, placement: StatePlacement, room: int) -> Layout | None:
+        """The layout with the blocks' weights on the device around their uses only; None if it does not fit."""
+        layout = self._placements.layout(placement)
+        layout = weight_schedule.window(layout, self._placements.blocks, self._request.prefetch)
+        return layout if place(layout).num_bytes(Home.DEVICE) <= room else None
+
+
+def spread(some: Sequence[T], number: int) -> list[T]:
+    """At most ``number`` of ``some``, evenly, the last one first and the first one last."""
+    if len(some) <= number:
+        return list(reversed(some))
+    return [some[index * (len(some) - 1) // (number - 1)] for index in reversed(range(number))]

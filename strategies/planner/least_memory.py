@@ -1,0 +1,207 @@
+"""The least memory: the fewest bytes of the device that training takes within so much host memory, and the reverse.
+
+Problem. A refusal has to be true: that nothing fits, and how much would be enough. The search by time has a sample.
+Here are all state placements, each with all ways to choose the weights that are offloaded.
+
+Device bytes of a placement with its weights on the device only at the ticks that use them, T being those offloaded:
+
+    rest + (all weights - those of T) + the most that is used of T at one tick
+
+so offloading T frees its bytes less that maximum. On the host it adds T's copies. What is freed never shrinks as T
+grows, so without a limit on the host T is all that may be offloaded; with one, T is filled in order of size, from the
+largest and from the smallest, weights whose copy costs nothing first. For blocks that are alike this is the best T.
+
+Putting a bucket's state on the host and sending its gradients there never takes more of the device: its gradient was on
+the device all the time and is now in a slot, which costs at most as much (``addresses.py``). So the last placement
+takes the least of the device, and where the host has room for it, nothing else is looked at.
+
+Invariant. Numbers found here are those of a layout that has been placed: a budget of exactly so much is enough.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from strategies.core.facts import Home
+from strategies.core.layout import Layout
+from strategies.planner import weight_schedule
+from strategies.planner.addresses import place
+from strategies.planner.state_placement import PARTS, StatePlacement, StatePlacements
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
+
+    index: int
+    num_bytes: int
+    copy_bytes: int
+    ticks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """A layout that needs the least of one home, with the bytes of both arenas."""
+
+    device_bytes: int
+    host_bytes: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A placement with the weights that are offloaded; the bytes that it should take, before it is placed."""
+
+    placements: StatePlacements
+    placement: StatePlacement
+    offloaded: tuple[int, ...]
+    device_bytes: int
+    host_bytes: int
+
+
+def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
+    """Weights that free at least ``freed_bytes`` of the device with the fewest bytes of copies; None: all do not."""
+    found = [some for order in _orders(weights) if (some := _until(order, freed_bytes)) is not None]
+    return min(found, key=lambda some: sum(weight.copy_bytes for weight in some), default=None)
+
+
+def most_freed(weights: Sequence[Movable], copy_bytes: int) -> list[Movable]:
+    """Weights whose copies take at most ``copy_bytes`` and that free the most of the device."""
+    found = []
+    for order in _orders(weights):
+        some, left = [], copy_bytes
+        for weight in order:
+            if weight.copy_bytes <= left:
+                some.append(weight)
+                left -= weight.copy_bytes
+        found.append(some)
+    return max(found, key=freed)
+
+
+def freed(weights: Collection[Movable]) -> int:
+    """Bytes of the device that are free at every tick if these weights are there only while they are used."""
+    live = Counter[int]()
+    for weight in weights:
+        for tick in weight.ticks:
+            live[tick] += weight.num_bytes
+    return sum(weight.num_bytes for weight in weights) - max(live.values(), default=0)
+
+
+def _orders(weights: Sequence[Movable]) -> list[list[Movable]]:
+    """From the largest and from the smallest; those whose copies cost nothing come first."""
+    return [sorted(weights, key=lambda w: (w.copy_bytes > 0, sign * w.num_bytes, -w.index)) for sign in (-1, 1)]
+
+
+def _until(order: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
+    """The first of ``order`` that free so much, without those that are not needed for it."""
+    live, total, most = Counter[int](), 0, 0
+    if freed_bytes <= 0:
+        return []
+    for number, weight in enumerate(order, start=1):
+        total += weight.num_bytes
+        for tick in weight.ticks:
+            live[tick] += weight.num_bytes
+            most = max(most, live[tick])
+        if total - most >= freed_bytes:
+            spare, found = total - most - freed_bytes, list[Movable]()
+            for other in sorted(order[:number], key=lambda w: -w.copy_bytes):
+                if other.copy_bytes and other.num_bytes <= spare:
+                    spare -= other.num_bytes
+                else:
+                    found.append(other)
+            return found
+    return None
+
+
+class LeastMemory:
+    """The layouts that need the least, of all placements of ``families``, which differ in their buckets or sites.
+
+    Args:
+        all_leave: every weight that may be offloaded is.
+    """
+
+    def __init__(self, families: Sequence[StatePlacements], *, all_leave: bool = False) -> None:
+        self._families, self._all_leave = families, all_leave
+
+    def device(self, host_room: int | float = inf) -> Least | None:
+        """The least of the device, within ``host_room`` bytes of the host; None: nothing is within it."""
+        points = (point for family in self._families for point in self._points_within(family, host_room))
+        return self._first(points, lambda point: (point.device_bytes, point.host_bytes), Home.HOST, host_room)
+
+    def host(self, device_room: int) -> Least | None:
+        """The least of the host, within ``device_room`` bytes of the device; None: nothing is within it."""
+        points = (point for family in self._families for point in self._points_freeing(family, device_room))
+        return self._first(points, lambda point: (point.host_bytes, point.device_bytes), Home.DEVICE, device_room)
+
+    def _points_within(self, family: StatePlacements, host_room: int | float) -> Iterator[_Point]:
+        last = self._point(family, family.all()[-1], None)
+        if last.host_bytes <= host_room:
+            yield last
+            return
+        for placement in _with_all_streamed(family):
+            left = host_room - family.sizes(placement).host
+            weights = movable(family, placement)
+            if left < 0 or (self._all_leave and sum(weight.copy_bytes for weight in weights) > left):
+                continue
+            yield self._point(family, placement, weights if self._all_leave else most_freed(weights, int(left)))
+
+    def _points_freeing(self, family: StatePlacements, device_room: int) -> Iterator[_Point]:
+        for placement in _with_all_streamed(family):
+            sizes, weights = family.sizes(placement), movable(family, placement)
+            excess = sizes.weights + sizes.rest - device_room
+            if self._all_leave:
+                some = weights if freed(weights) >= excess else None
+            else:
+                some = fewest_copies(weights, excess)
+            if some is not None:
+                yield self._point(family, placement, some)
+
+    def _point(self, family: StatePlacements, placement: StatePlacement, some: Sequence[Movable] | None) -> _Point:
+        """The point at which ``some`` weights are offloaded; None: all that may be."""
+        sizes = family.sizes(placement)
+        some = movable(family, placement) if some is None else some
+        device = sizes.weights + sizes.rest - freed(some)
+        host = sizes.host + sum(weight.copy_bytes for weight in some)
+        return _Point(family, placement, tuple(weight.index for weight in some), device, host)
+
+    def _first(
+        self,
+        points: Iterator[_Point],
+        key: Callable[[_Point], tuple[int, int]],
+        other: Home,
+        room: int | float,
+    ) -> Least | None:
+        """The best of ``points`` once placed: packing may need more than a point should take."""
+        best: Least | None = None
+        wanted = Home.DEVICE if other is Home.HOST else Home.HOST
+        for point in sorted(points, key=key):
+            if best is not None and key(point)[0] >= _bytes(best, wanted):
+                break
+            layout = point.placements.layout(point.placement)
+            layout = weight_schedule.only_while_used(layout, point.offloaded)
+            addresses = place(layout)
+            made = Least(addresses.num_bytes(Home.DEVICE), addresses.num_bytes(Home.HOST), layout)
+            if _bytes(made, other) <= room and (best is None or _bytes(made, wanted) < _bytes(best, wanted)):
+                best = made
+        return best
+
+
+def movable(family: StatePlacements, placement: StatePlacement) -> list[Movable]:
+    """The weights that may be offloaded in ``placement``."""
+    copies = family.copies(placement)
+    return [Movable(index, family.weights[index], copy, family.ticks[index]) for index, copy in copies.items()]
+
+
+def _bytes(least: Least, home: Home) -> int:
+    return least.device_bytes if home is Home.DEVICE else least.host_bytes
+
+
+def _with_all_streamed(family: StatePlacements) -> Iterator[StatePlacement]:
+    """All placements, and the same with all host updates of blocks streamed, which may need less of the host."""
+    for placement in family.all():
+        yield placement
+        if family.may_stream(placement):
+            yield replace(placement, eighths=PARTS)
