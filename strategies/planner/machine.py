@@ -31,30 +31,25 @@ UP, DOWN, DRAM, DEVICE, CORES = range(5)  # the media
 class _Running:
     """A task in progress: first its latency, then the seconds that it takes at full speed, at a speed that may change.
 
-    ``needs`` are (medium, units per second at full speed).
+    ``needs`` are (medium, units per second at full speed). ``end`` is when its latency ends, then when it does.
     """
 
-    __slots__ = ("left", "moving", "needs", "since", "speed", "task")
+    __slots__ = ("end", "moving", "needs", "speed", "task")
 
     def __init__(self, task: Task, now: float, latency: float, needs: Sequence[tuple[int, float]]) -> None:
-        self.task, self.needs, self.since, self.speed = task, needs, now, 1.0
+        self.task, self.needs, self.speed = task, needs, 1.0
         self.moving = not latency
-        self.left = latency or task.seconds
-
-    @property
-    def end(self) -> float:
-        """When its latency ends, then when it does."""
-        return self.since + self.left / self.speed
+        self.end = now + (latency or task.seconds)
 
     def begin(self, now: float) -> None:
         """The latency is over."""
-        self.moving, self.since, self.left = True, now, self.task.seconds
+        self.moving, self.end = True, now + self.task.seconds
 
     def at(self, speed: float, now: float) -> None:
         """It goes on at ``speed``."""
         if speed != self.speed:
-            self.left -= (now - self.since) * self.speed
-            self.since, self.speed = now, speed
+            self.end = now + (self.end - now) * self.speed / speed
+            self.speed = speed
 
 
 class SimulatedMachine:
@@ -63,7 +58,7 @@ class SimulatedMachine:
     def __init__(self, problem: Problem) -> None:
         link, shared = problem.link, problem.shared
         self._latency, self._duplex, self._cores = link.latency, link.duplex, shared.cores
-        self._capacity = [link.up, link.down, shared.dram, shared.device, 1.0]
+        self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0)
         self._ready: dict[Queue, list[tuple[tuple[int, ...], int, Task]]] = {}
         self._running: dict[Queue, _Running] = {}
 
@@ -72,17 +67,14 @@ class SimulatedMachine:
         heappush(self._ready.setdefault((task.resource, task.stream), []), (task.priority, task.number, task))
 
     def start(self, now: float) -> None:
-        """Start the next ready task of each idle queue."""
-        started = False
+        """Start the next ready task of each idle queue, and set the speed of all that run."""
         for queue, ready in self._ready.items():
             if ready and queue not in self._running:
                 task = heappop(ready)[2]
                 task.start = now
                 latency = self._latency if task.resource in COPIES else 0.0
                 self._running[queue] = _Running(task, now, latency, self._needs(task))
-                started = True
-        if started:
-            self._share(now)
+        self._share(now)
 
     def next_time(self) -> float | None:
         """When the next task or latency ends; None if nothing runs."""
@@ -100,7 +92,6 @@ class SimulatedMachine:
                 one.task.end = now
                 del self._running[queue]
                 done.append(one.task)
-        self._share(now)
         return done
 
     def _needs(self, task: Task) -> list[tuple[int, float]]:
@@ -115,22 +106,20 @@ class SimulatedMachine:
 
     def _share(self, now: float) -> None:
         """Set the speed of every running task."""
-        moving = [one for one in self._running.values() if one.moving]
         load = [0.0] * len(self._capacity)
-        for one in moving:
-            for medium, need in one.needs:
-                load[medium] += need
+        for one in self._running.values():
+            if one.moving:
+                for medium, need in one.needs:
+                    load[medium] += need
         both = self._duplex if load[UP] and load[DOWN] else 1.0
-        factors = [1.0] * len(load)
-        for medium, (need, has) in enumerate(zip(load, self._capacity, strict=True)):
-            has *= both if medium in (UP, DOWN) else 1.0
-            if need > has:
-                factors[medium] = has / need
-        for one in moving:
-            speed = 1.0
-            for medium, _ in one.needs:
-                speed = min(speed, factors[medium])
-            one.at(speed, now)
+        slower: dict[int, float] = {}  # of media that all together need more of than there is
+        for medium, has in enumerate(self._capacity):
+            rate = has * both if medium <= DOWN else has
+            if load[medium] > rate:
+                slower[medium] = rate / load[medium]
+        for one in self._running.values():
+            if one.moving:
+                one.at(min([slower.get(medium, 1.0) for medium, _ in one.needs], default=1.0) if slower else 1.0, now)
 
 
 def media(task: Task) -> tuple[tuple[int, int], ...]:

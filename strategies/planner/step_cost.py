@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
-from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home, Rates, UnitKind
-from strategies.core.layout import SCRATCH_ELEMENTS, Bucket, Item, Layout, Site, Spot, ticks_of, uses
+from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Rates, UnitKind
+from strategies.core.layout import SCRATCH_ELEMENTS, Bucket, Item, Layout, Site, ticks_of, uses
 from strategies.core.plan import Plan
 from strategies.planner.addresses import slot_numbers, weight_packing
 from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
@@ -119,15 +120,19 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
 
 def _overlapping(layout: Layout) -> dict[int, tuple[int, ...]]:
     """Per travelling bucket, by index: the others that are at some of its addresses at other times."""
-    offsets = iter(weight_packing(layout).offsets)
-    spots = [
-        (index, Spot(Home.DEVICE, next(offsets), bucket.weight_bytes))
-        for index, bucket in enumerate(layout.buckets)
-        if not bucket.resident
-    ]
-    return {
-        index: tuple(other for other, its in spots if other != index and its.overlaps(spot)) for index, spot in spots
-    }
+    moving = (index for index, bucket in enumerate(layout.buckets) if not bucket.resident)
+    spots = sorted(
+        (start, start + layout.buckets[index].weight_bytes, index)
+        for index, start in zip(moving, weight_packing(layout).offsets, strict=True)
+    )
+    found: dict[int, list[int]] = {index: [] for *_, index in spots}
+    for number, (_, end, index) in enumerate(spots):
+        for start, _, other in islice(spots, number + 1, None):
+            if start >= end:
+                break
+            found[index].append(other)
+            found[other].append(index)
+    return {index: tuple(sorted(others)) for index, others in found.items()}
 
 
 def unit_seconds(facts: Facts, rates: Rates) -> list[tuple[float, float]]:
