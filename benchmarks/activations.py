@@ -25,8 +25,11 @@ from trainer.machine.profiles import profile
 from trainer.planning.facts import gather
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = (1, 2, 4, 8, 16, 32)
-BUDGETS: Mapping[str, tuple[int, ...]] = {"rtx4090-pcie4": (16, 21), "h100-pcie5": (20, 40, 71)}
+# Rows and GiB of the device, by machine.
+CASES: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "rtx4090-pcie4": ((2, 21), (4, 21), (16, 16), (32, 21)),
+    "h100-pcie5": ((2, 40), (4, 71), (16, 71)),
+}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "all kept": {"policy": "none"},
     "selective": {"policy": "selective"},
@@ -40,14 +43,13 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 def cases(machines: list[str]) -> Iterator[Entry]:
     """All of them, in order. The host is large enough for every column, so that columns differ in nothing else."""
     for name in machines:
-        for rows in ROWS:
+        for rows, budget in CASES[name]:
             size = f"training.per_device_train_batch_size={rows}"
             known = gather(load(ROOT / "configs" / "recompute.yaml", [size]), 1, 1, profile(name))
-            for budget in BUDGETS[name]:
-                offload = find("offload").model_validate({"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"})
-                recompute = find("recompute").model_validate
-                plans = {way: ours(known, {"recompute": recompute(o), "offload": offload}) for way, o in WAYS.items()}
-                yield entry(name, rows * 2048, budget, plans)
+            offload = find("offload").model_validate({"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"})
+            recompute = find("recompute").model_validate
+            plans = {way: ours(known, {"recompute": recompute(o), "offload": offload}) for way, o in WAYS.items()}
+            yield entry(name, rows * 2048, budget, plans)
 
 
 def entry(machine: str, tokens: int, budget: int, plans: Mapping[str, tuple[Plan, StepCost] | None]) -> Entry:
@@ -81,7 +83,7 @@ def as_json(plan: Plan, cost: StepCost) -> dict[str, Any]:
 
 def main() -> None:
     """Write table.md and cases.json into the folder, with progress."""
-    given = arguments(__doc__ or "", "--profiles", ",".join(BUDGETS))
+    given = arguments(__doc__ or "", "--profiles", ",".join(CASES))
     head = ["machine", "tokens per step", "budget", *WAYS, "auto has on the host", "auto / best that sends nothing"]
     record(given.out, head, cases(given.profiles.split(",")))
 

@@ -14,7 +14,7 @@ from strategies.report.table import table
 
 HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines of the config")
 UNKNOWN = "-"
-SAME = 0.02  # relative difference of simulated seconds for which nothing has to be written
+SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def rows_of(machine: Machine, *overrides: str) -> list[FitRow]:
 @pytest.fixture(scope="module")
 def tight() -> list[FitRow]:
     """On a card that holds the training state of neither all weights nor what plain training saves."""
-    return rows_of(card(3 << 20))
+    return rows_of(card(5 << 20))
 
 
 def test_what_does_not_fit_as_it_is_fits_otherwise(tight: list[FitRow]) -> None:
@@ -67,13 +67,13 @@ def test_a_row_is_the_plan_of_the_config_that_its_lines_write(tight: list[FitRow
             pasted.setdefault(name, {}).update(section)
         path = tmp_path / "x.yaml"
         path.write_text(yaml.safe_dump(pasted))
-        plan = plan_of(load(path), HERE, card(3 << 20))
+        plan = plan_of(load(path), HERE, card(5 << 20))
         assert row.needed == {home: plan.peak(home) for home in Home}, row.training
 
 
 def test_missing_is_what_lies_beyond_nine_tenths(tight: list[FitRow]) -> None:
     (plain,) = (row for row in tight if row.training == "full" and row.ranks == 1)
-    assert plain.missing == {Home.DEVICE: plain.needed[Home.DEVICE] - int(0.9 * (3 << 20))}
+    assert plain.missing == {Home.DEVICE: plain.needed[Home.DEVICE] - int(0.9 * (5 << 20))}
     # With so much more it fits, to the byte.
     enough = -(-plain.needed[Home.DEVICE] * 10 // 9)
     assert rows_of(card(enough))[0].fits and not rows_of(card(enough - 2))[0].fits
@@ -89,7 +89,7 @@ def test_on_a_large_card_nothing_is_added_that_does_nothing() -> None:
 
 def test_a_refusal_for_memory_is_a_row_with_its_numbers() -> None:
     """With too little host memory for the state that has to leave, the planner refuses; the row has its numbers."""
-    machine = card(3 << 20, host=int((ENGINE_HOST_BYTES + (1 << 19)) / 0.9))
+    machine = card(5 << 20, host=int((ENGINE_HOST_BYTES + (1 << 19)) / 0.9))
     (row,) = (row for row in rows_of(machine) if row.training == "full + recompute + offload")
     config = config_of(None, [*OVERRIDES, *SMALL, *ROW], accelerated=True)
     with pytest.raises(TooLargeError) as refused:
