@@ -31,6 +31,7 @@ BALANCED = replace(
     link_latency_s=1e-6,
     update_fp32_params_per_s=2e8,
     device_bytes_per_s=1e11,
+    launch_s=0.0,  # the model is so small that nothing else would count
 )
 MACHINES = {
     "balanced": BALANCED,
