@@ -58,6 +58,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--model is for --fit, and instead of --config")
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
+    local = arguments.ranks_per_machine
+    if local is not None and not 1 <= local <= arguments.world_size:
+        parser.error(f"--ranks-per-machine {local}: must be from 1 to the world size, {arguments.world_size}")
     return arguments
 
 

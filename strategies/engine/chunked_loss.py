@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 MOST = 32  # at most so many chunks, each of LEAST_BYTES in fp32 or more: fewer kernels to launch, and still in a cache
 LEAST_BYTES = 2 << 20
+NO_ROW = -100  # the label of a row without one, where rows have one word only
 ROWS = 16  # a chunk has a multiple of so many rows
 MEAN, SUM = 1, 2  # of torch's at::Reduction
 OWN = "_loss_function"  # where Transformers' setter of ``loss_function`` keeps a loss
@@ -67,9 +68,9 @@ class _CrossEntropy(torch.autograd.Function):
             losses[part] = nll_loss(
                 _log_probabilities(logits[part]), target[part], ignore_index=ignored, reduction="none"
             )
-        first = torch.where(target == ignored, ignored, 0)
+        first = torch.where(target == ignored, NO_ROW, 0)  # not ``ignored``, which may be 0
         loss: Tensor
-        loss, weight = aten.nll_loss_forward(losses.neg_().unsqueeze(1), first, None, reduction, ignored)
+        loss, weight = aten.nll_loss_forward(losses.neg_().unsqueeze(1), first, None, reduction, NO_ROW)
         # Not the input itself, which others hold as well: see [Note: memory of the logits].
         ctx.save_for_backward(logits.detach(), target, weight)
         ctx.reduction, ctx.ignored, ctx.hooked = reduction, ignored, hooked()

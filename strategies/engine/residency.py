@@ -78,7 +78,7 @@ class Residency:
 
         The host writes after DOWN has written the gradient (``sent``), which came after all else that concerns the
         place: DOWN has written the last weight and its master before, and UP has read that weight. UP reads what the
-        host has written; the next DOWN comes after that.
+        host has written, and the next gradient overwrites it.
         """
         if not bucket.given_up or not bucket.settled or bucket.grads.touched:
             return
@@ -88,7 +88,9 @@ class Residency:
         transfer.reads(Lane.HOST, bucket.master)
         transfer.writes(Lane.HOST, bucket.copy)
         bucket.round_master(bucket.copy, bucket.master)
-        transfer.wait(Lane.UP, transfer.record(Lane.HOST))
+        written = transfer.record(Lane.HOST)
+        transfer.wait(Lane.UP, written)
+        transfer.wait(Lane.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it
         bucket.restored()
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ def device_budget(machine: MachineFacts, value: str | float = AUTO) -> int:
 def host_budget(machine: MachineFacts, value: str | float) -> int:
     """Bytes of host memory that may be used; auto and shares leave out what the process itself needs."""
     named = isinstance(value, int) or (isinstance(value, str) and value != AUTO)
-    return _bytes(value, machine.host_bytes) - (0 if named else machine.runtime_host_bytes)
+    return max(0, _bytes(value, machine.host_bytes) - (0 if named else machine.runtime_host_bytes))
 
 
 def _bytes(value: str | float, whole: int) -> int:

@@ -57,9 +57,7 @@ def decide(plan: Plan, request: OffloadRequest) -> tuple[list[Keep], Layout]:
     pairs = zip(keeps, search.options(position), strict=True)
     answers = [o.keep(keep.unit, reason if o.policy != NONE else "all kept") for keep, o in pairs if keep.open]
     layout = search.found(position)
-    if isinstance(layout, Refusal):
-        raise layout
-    return answers, layout
+    return answers, layout or search.refused(position)
 
 
 def keep_costs(facts: Facts, rates: Rates | None, *, may_host: bool) -> list[KeepCosts]:
@@ -143,15 +141,16 @@ class _Search:
         still_open = ((unit.name, option) for unit, option in pairs if self._plan.keep(unit.name).open)
         return self._plan.amend((option.keep(name, "") for name, option in still_open), by="offload")
 
-    def _try(self, position: Position) -> Layout | Refusal:
-        try:
-            return _placement_search(self._kept(position), self._request).best()
-        except Refusal as refused:
-            return refused
+    def _try(self, position: Position) -> Layout | None:
+        return _placement_search(self._kept(position), self._request).found()
+
+    def refused(self, position: Position) -> Layout:
+        """Raise the Refusal that says how much would be enough at ``position``, where nothing fits."""
+        return _placement_search(self._kept(position), self._request).best()
 
     def _simulate(self, position: Position) -> float:
         found = self.found(position)
-        if isinstance(found, Refusal):
+        if found is None:
             return inf
         assert self.rates is not None
         return cost_of(self._kept(position).facts_as_kept(), found, self.rates).seconds

@@ -15,21 +15,28 @@ Putting a bucket's state on the host and sending its gradients there never takes
 the device all the time and is now in a slot, which costs at most as much (``addresses.py``). So the last placement
 takes the least of the device, and where the host has room for it, nothing else is looked at.
 
+Of more than ``SAMPLE`` placements only some are looked at, from coarse to fine. A minimum that is missed this way is
+one of a few buckets, of hundreds.
+
 Invariant. Numbers found here are those of a layout that has been placed: a budget of exactly so much is enough.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TypeAlias
 
 from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.state_placement import PARTS, StatePlacement, StatePlacements
+
+SAMPLE = 64  # placements up to which all are looked at
+COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,9 @@ class _Point:
     offloaded: tuple[int, ...]
     device_bytes: int
     host_bytes: int
+
+
+Key: TypeAlias = Callable[[_Point], tuple[int, int]]
 
 
 def fewest_copies(weights: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
@@ -128,36 +138,47 @@ class LeastMemory:
 
     def device(self, host_room: int | float = inf) -> Least | None:
         """The least of the device, within ``host_room`` bytes of the host; None: nothing is within it."""
-        points = (point for family in self._families for point in self._points_within(family, host_room))
-        return self._first(points, lambda point: (point.device_bytes, point.host_bytes), Home.HOST, host_room)
+
+        def key(point: _Point) -> tuple[int, int]:
+            return (point.device_bytes, point.host_bytes)
+
+        points = [point for family in self._families for point in self._points_within(family, host_room, key)]
+        return self._first(points, key, Home.HOST, host_room)
 
     def host(self, device_room: int) -> Least | None:
         """The least of the host, within ``device_room`` bytes of the device; None: nothing is within it."""
-        points = (point for family in self._families for point in self._points_freeing(family, device_room))
-        return self._first(points, lambda point: (point.host_bytes, point.device_bytes), Home.DEVICE, device_room)
 
-    def _points_within(self, family: StatePlacements, host_room: int | float) -> Iterator[_Point]:
+        def key(point: _Point) -> tuple[int, int]:
+            return (point.host_bytes, point.device_bytes)
+
+        points = [point for family in self._families for point in self._points_freeing(family, device_room, key)]
+        return self._first(points, key, Home.DEVICE, device_room)
+
+    def _points_within(self, family: StatePlacements, host_room: int | float, key: Key) -> list[_Point]:
         last = self._point(family, family.all()[-1], None)
         if last.host_bytes <= host_room:
-            yield last
-            return
-        for placement in _with_all_streamed(family):
+            return [last]
+
+        def within(placement: StatePlacement) -> _Point | None:
             left = host_room - family.sizes(placement).host
             weights = movable(family, placement)
             if left < 0 or (self._all_leave and sum(weight.copy_bytes for weight in weights) > left):
-                continue
-            yield self._point(family, placement, weights if self._all_leave else most_freed(weights, int(left)))
+                return None
+            return self._point(family, placement, weights if self._all_leave else most_freed(weights, int(left)))
 
-    def _points_freeing(self, family: StatePlacements, device_room: int) -> Iterator[_Point]:
-        for placement in _with_all_streamed(family):
+        return _best(family, within, key)
+
+    def _points_freeing(self, family: StatePlacements, device_room: int, key: Key) -> list[_Point]:
+        def freeing(placement: StatePlacement) -> _Point | None:
             sizes, weights = family.sizes(placement), movable(family, placement)
             excess = sizes.weights + sizes.rest - device_room
             if self._all_leave:
                 some = weights if freed(weights) >= excess else None
             else:
                 some = fewest_copies(weights, excess)
-            if some is not None:
-                yield self._point(family, placement, some)
+            return None if some is None else self._point(family, placement, some)
+
+        return _best(family, freeing, key)
 
     def _point(self, family: StatePlacements, placement: StatePlacement, some: Sequence[Movable] | None) -> _Point:
         """The point at which ``some`` weights are offloaded; None: all that may be."""
@@ -169,8 +190,8 @@ class LeastMemory:
 
     def _first(
         self,
-        points: Iterator[_Point],
-        key: Callable[[_Point], tuple[int, int]],
+        points: Sequence[_Point],
+        key: Key,
         other: Home,
         room: int | float,
     ) -> Least | None:
@@ -199,9 +220,28 @@ def _bytes(least: Least, home: Home) -> int:
     return least.device_bytes if home is Home.DEVICE else least.host_bytes
 
 
-def _with_all_streamed(family: StatePlacements) -> Iterator[StatePlacement]:
-    """All placements, and the same with all host updates of blocks streamed, which may need less of the host."""
-    for placement in family.all():
-        yield placement
-        if family.may_stream(placement):
-            yield replace(placement, eighths=PARTS)
+def _best(family: StatePlacements, make: Callable[[StatePlacement], _Point | None], key: Key) -> list[_Point]:
+    """The points of all placements, and of the same with all host updates of blocks streamed, which may need less of
+    the host. Of many placements a sample is made, and then those around the best ones, closer and closer.
+    """
+    plain = family.all()
+    streamed = [replace(placement, eighths=PARTS) for placement in plain if family.may_stream(placement)]
+    return [point for placements in (plain, streamed) for point in _best_of(placements, make, key)]
+
+
+def _best_of(
+    placements: Sequence[StatePlacement], make: Callable[[StatePlacement], _Point | None], key: Key
+) -> list[_Point]:
+    step = 1 if len(placements) <= SAMPLE else len(placements) // COARSE
+    found: dict[int, _Point | None] = {}
+    wanted = {*range(0, len(placements), step), len(placements) - 1} if placements else set[int]()
+    while True:
+        found |= {index: make(placements[index]) for index in wanted if index not in found}
+        fitting = {index: point for index, point in found.items() if point is not None}
+        if step == 1 or not fitting:
+            return list(fitting.values())
+        best = sorted(fitting, key=lambda index: key(fitting[index]))[:AROUND]
+        finer = max(1, step // CLOSER)
+        wanted = {at for index in best for at in range(index - step, index + step + 1, finer)}
+        wanted = {at for at in wanted if 0 <= at < len(placements)}
+        step = finer

@@ -22,7 +22,7 @@ from strategies.core.sizes import human, written
 from strategies.planner.addresses import place
 from strategies.planner.buckets import PARTS, block_bytes, capacity
 from strategies.planner.candidates import Candidates
-from strategies.planner.least_memory import Least, LeastMemory
+from strategies.planner.least_memory import SAMPLE, Least, LeastMemory
 from strategies.planner.monotone import Found, at_budget
 from strategies.planner.state_placement import PARTS as EIGHTHS
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
@@ -54,6 +54,13 @@ class PlacementSearch:
         Raises:
             Refusal: nothing fits.
         """
+        found = self.found()
+        if found is None:
+            raise self._refusal()
+        return found
+
+    def found(self) -> Layout | None:
+        """``best``; None if nothing fits, which takes less time than to say how much would be enough."""
         if not self._knows_rates:
             made = self._candidates.layouts(self._device_room)
             return made[0] if made else self._least_host()
@@ -117,12 +124,15 @@ class PlacementSearch:
         return (smallest, self._of(smallest), least) if _lower_bound(smallest) < least else None
 
     def _others(self, request: OffloadRequest | None = None) -> Iterator[StatePlacements]:
-        """Placements of other buckets than the usual ones, if the request leaves them open."""
+        """Placements of other buckets than the usual ones, if the request leaves them open. Of many placements, only
+        those of the smallest buckets, which need the smallest slots.
+        """
         block = block_bytes(self._facts)
         if self._request.bucket_bytes is not None or not block:
             return
         usual = capacity(self._facts) or block
-        for size in (block, *(-(-block // part) for part in PARTS), 1):
+        few = len(self._usual.all()) <= SAMPLE
+        for size in (block, *(-(-block // part) for part in PARTS), 1) if few else (1,):
             if size != usual:
                 yield StatePlacements(self._facts, request or self._request, size)
 
@@ -135,30 +145,30 @@ class PlacementSearch:
     @cached_property
     def _everything(self) -> LeastMemory:
         """All buckets and sites that the request leaves open."""
-        families = [self._usual, *self._others()]
+        others = list(self._others())
         if self._request.site == "auto":
             streamed = replace(self._request, site="streamed")
-            families += [StatePlacements(self._facts, streamed), *self._others(streamed)]
-        return self._least_memory(families)
+            others += [StatePlacements(self._facts, streamed), *self._others(streamed)]
+        return self._least_memory([self._usual, *others])
 
     def _least_memory(self, families: Sequence[StatePlacements]) -> LeastMemory:
         return LeastMemory(families, all_leave=self._request.weights == "streamed")
 
-    def _least_host(self) -> Layout:
-        """The layout that needs the least of the host within the budget of the device, if the search found none."""
-        least = self._everything.host(self._device_room)
-        if least is None or least.host_bytes > self._host_room:
-            raise self._refusal()
-        return least.layout
+    @cached_property
+    def _here(self) -> Least | None:
+        """What needs the least of the host within the budget of the device."""
+        return self._everything.host(self._device_room)
+
+    def _least_host(self) -> Layout | None:
+        """The layout that needs the least of the host, if the search found none; None: not even that fits."""
+        here = self._here
+        return None if here is None or here.host_bytes > self._host_room else here.layout
 
     # --- refusals ----------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refusal:
-        here = self._everything.host(self._device_room)
         device = self._everything.device(self._host_room)
-        if here is not None:
-            return self._no_host(here.host_bytes, device)
-        return self._no_device(device)
+        return self._no_device(device) if self._here is None else self._no_host(self._here.host_bytes, device)
 
     def _no_device(self, within_host: Least | None) -> Refusal:
         least = within_host or self._everything.device()
@@ -179,7 +189,9 @@ class PlacementSearch:
         hosted, budget = self._hosted_bytes, self._request.host_bytes
         needed = hosted + least_bytes
         part = f", {human(hosted)} of them for tensors that wait for backward" if hosted else ""
-        more = "" if other is None else f", or {KEY}.gpu_memory: {written(self._saved_bytes + other.device_bytes)}"
+        more, machine = "", self._facts.machine
+        if other is not None and self._saved_bytes + other.device_bytes <= machine.device_bytes:
+            more = f", or {KEY}.gpu_memory: {written(self._saved_bytes + other.device_bytes)}"
         cure = (
             f"{human(needed)} of host memory are needed{part}: {human(needed - budget)} too much for {human(budget)}; "
             f"write {written(needed)} or more if the machine has it{more}{self._forced()}"

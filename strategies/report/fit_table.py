@@ -12,7 +12,7 @@ from strategies.core.facts import Home
 from strategies.core.sizes import human
 from strategies.report.table import table
 
-HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines of the config")
+HEADER = ("fits", "training", "ranks", "device", "host", "step", "lines, in place of these sections of the config")
 UNKNOWN = "-"
 SAME = 0.1  # relative difference of simulated seconds for which no strategy is worth writing
 
@@ -26,6 +26,7 @@ class FitRow:
         strategies: names of those that save memory; ``given``: the config as it is, whatever they are.
         needed: bytes per home on one rank; a home is left out if the planner gave up before it knew.
         missing: bytes per home beyond what may be used there; only homes where any are.
+        at_least: both are lower bounds.
         refused: why there is no plan, if it is not for memory.
         seconds: of a simulated step; None: unknown, or it does not fit.
         write: lines of YAML, one per section; none: the config as it is.
@@ -37,6 +38,7 @@ class FitRow:
     ranks: int = 1
     needed: Mapping[Home, int] = field(default_factory=dict)
     missing: Mapping[Home, int] = field(default_factory=dict)
+    at_least: bool = False
     refused: str = ""
     seconds: float | None = None
     write: tuple[str, ...] = ()
@@ -61,7 +63,15 @@ class FitRow:
     @property
     def lacks(self) -> str:
         """What is missing."""
-        return ", ".join(f"{home.value} lacks {human(size)}" for home, size in self.missing.items())
+        return ", ".join(f"{home.value} lacks {self._over}{human(size)}" for home, size in self.missing.items())
+
+    @property
+    def _over(self) -> str:
+        return "over " if self.at_least else ""
+
+    def needs(self, home: Home) -> str:
+        """The bytes at one home, as text."""
+        return f"{self._over}{human(self.needed[home])}" if home in self.needed else UNKNOWN
 
 
 def lines(rows: Sequence[FitRow]) -> list[str]:
@@ -73,7 +83,7 @@ def lines(rows: Sequence[FitRow]) -> list[str]:
 
 
 def _cells(row: FitRow, common: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    needed = (human(row.needed[home]) if home in row.needed else UNKNOWN for home in (Home.DEVICE, Home.HOST))
+    needed = (row.needs(home) for home in (Home.DEVICE, Home.HOST))
     seconds = UNKNOWN if row.seconds is None else f"{row.seconds:.3g} s"
     own = [line for line in row.write if line not in common]
     first, *others = (f"({row.refused})",) if row.refused else own or ("as it is",)

@@ -92,7 +92,9 @@ def test_bits_for_any_number_of_rows(words: int, dtype: torch.dtype) -> None:
             labels[torch.rand(rows, tokens, generator=random) < ignored] = -100
             shifted = torch.cat([labels[:, 1:], torch.full((rows, 1), -100)], 1)
             for options in ({}, {"num_items_in_batch": 37}, {"num_items_in_batch": torch.tensor(41)}):
-                for more in (options, {**options, "shift_labels": shifted}):
+                for more in (options, {**options, "shift_labels": shifted}, {**options, "ignore_index": 0}):
+                    if "ignore_index" in more and (labels == -100).any():
+                        continue  # no word, and not ignored: torch's error
                     mine, theirs = found(chunked_loss.causal_lm_loss, **more), found(ForCausalLMLoss, **more)
                     case = (rows, tokens, ignored, more)
                     assert all(same_bits(*pair) for pair in zip(mine, theirs, strict=True)), case

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.tiny import run_config
 from trainer.config.load import load
 from trainer.config.sections import ModelSection
 from trainer.dist.ranks import Ranks
@@ -97,3 +98,9 @@ def test_the_copy_of_a_model_with_few_heads_runs(kind: str, heads: int) -> None:
             **dict.fromkeys(("input_ids", "labels"), torch.ones(1, 8).long())
         ).loss
         assert loss.isfinite() and config.num_hidden_layers == 2
+
+
+def test_rows_longer_than_the_models_positions_are_one_line() -> None:
+    config = run_config({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 2})
+    with pytest.raises(ConfigError, match=r"^model: its forward fails on .* tokens: .*data\.max_length"):
+        count_model(config)

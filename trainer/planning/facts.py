@@ -25,7 +25,7 @@ from strategies.core.compose import requirements_of
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
 from strategies.core.linears import Linear
 from strategies.core.protocol import Requirement
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import config_keys
 from trainer.model.build import load_config, with_lora
@@ -183,8 +183,12 @@ def count_model(config: RunConfig) -> ModelCount:
         listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=products_again(config))
         if autocast is not None:
             call = _in_autocast(call, autocast)
-        with counter, flops, listing as linears:
-            call()
+        try:
+            with counter, flops, listing as linears:
+                call()
+        except (RuntimeError, IndexError) as error:
+            what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
+            raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
         counted = temporaries.count(model, dict(model.named_parameters()), call, counter)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(

@@ -33,8 +33,7 @@ from trainer.config.load import build, load_tree
 from trainer.config.yaml_file import one_line
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
-from trainer.machine.profiles import known_rates
-from trainer.planning.facts import precision_of
+from trainer.planning.facts import gather, precision_of
 from trainer.planning.from_config import plan_of
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 MORE_RANKS, A_MACHINE = (2, 4, 8), 8  # times the ranks that were asked for; ranks that share a machine
-HOPELESS = 1.25  # host bytes that a plan without rates needs, as a multiple of what there is
+HOPELESS = 1.25  # times all the memory there is: what needs that is not planned
 LORA_RANK = 16
 LORA_SECTION = {"r": LORA_RANK, "target_modules": "all-linear"}
 # Of a model without a config file. The tokenizer is not read; the vocabulary is the model's.
@@ -187,20 +186,29 @@ class Fit:
             write=_changes(self._written, way.tree),
         )
         self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
-        if known_rates(self._machine).rates is None:
-            return self._planned(row, way, ranks, self._machine)
-        # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
-        # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
-        # before, up to the sizes of slots.
-        quick = self._planned(row, way, ranks, replace(self._machine, origin="profile", rates=None))
-        missing = quick.missing.get(Home.HOST, 0)
-        hopeless = missing > 0 and quick.needed[Home.HOST] > HOPELESS * (quick.needed[Home.HOST] - missing)
-        return quick if hopeless or quick.refused else self._planned(row, way, ranks, self._machine)
+        return self._hopeless(row, way, ranks) or self._planned(row, way, ranks)
 
-    def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine) -> FitRow:
+    def _hopeless(self, row: FitRow, way: _Way, ranks: Ranks) -> FitRow | None:
+        """``row`` if what its strategies hold at least is far more than both memories, which a search would take long
+        to say; the host is short of what the device cannot take.
+        """
+        try:
+            config = build(way.tree).like(self._config)
+            facts = gather(config, ranks.world_size, ranks.local_world_size, self._machine)
+        except (ConfigError, ValueError):
+            return None  # ``_planned`` says what is wrong
+        least = max((strategy.least_bytes(facts) for strategy in config.strategies.values()), default=0)
+        host = int(SHARE * facts.machine.host_bytes)
+        device = device_budget(facts.machine) if facts.machine.has_accelerator else 0
+        if least <= HOPELESS * (device + host):
+            return None
+        needed = least - device
+        return replace(row, needed={Home.HOST: needed}, missing={Home.HOST: needed - host}, at_least=True)
+
+    def _planned(self, row: FitRow, way: _Way, ranks: Ranks) -> FitRow:
         """``row`` with what ``plan_of`` finds."""
         try:
-            plan = plan_of(build(way.tree).like(self._config), ranks, machine, say=lambda line: None)
+            plan = plan_of(build(way.tree).like(self._config), ranks, self._machine, say=lambda line: None)
         except TooLargeError as short:
             home = Home(short.home)
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
