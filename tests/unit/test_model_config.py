@@ -101,6 +101,7 @@ def test_the_copy_of_a_model_with_few_heads_runs(kind: str, heads: int) -> None:
 
 
 def test_rows_longer_than_the_models_positions_are_one_line() -> None:
-    config = run_config({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 2})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = run_config({"model_type": "bert", "max_position_embeddings": 2, **sizes})
     with pytest.raises(ConfigError, match=r"^model: its forward fails on .* tokens: .*data\.max_length"):
         count_model(config)
