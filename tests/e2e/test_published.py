@@ -54,7 +54,7 @@ SMALL: dict[str, Any] = {
         "eval_strategy": "no",
         "eval_on_start": False,
     },
-    "strategies": {"offload": {"gpu_memory": "1MiB"}},
+    "strategies": {"offload": {"gpu_memory": "1200KiB"}},
 }
 
 

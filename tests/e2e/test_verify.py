@@ -31,8 +31,8 @@ def run(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tu
 
 
 def test_a_copy_that_moves_as_the_real_plan_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 6 MiB some state is on the host; two runs show that and weights that travel."""
-    code, lines, err = run(config_with(tmp_path, {"gpu_memory": "6MiB"}), capsys, "--ranks", "2")
+    """Of 7 MiB some state is on the host; two runs show that and weights that travel."""
+    code, lines, err = run(config_with(tmp_path, {"gpu_memory": "7MiB"}), capsys, "--ranks", "2")
     assert (code, err, lines[-1]) == (0, "", "bitwise equal")
     assert "updated by the CPU, updated on the device" in lines[0]
     travels, mixed = lines[2:-1]
@@ -82,16 +82,17 @@ def test_a_broken_engine_is_not_equal(
     assert lines[-1].endswith("0e+00 is declared") and "bitwise equal" not in "\n".join(lines)
 
 
-def test_too_small_a_budget_is_one_line_before_anything_is_trained(
+def test_too_small_a_budget_is_refused_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(spawn, "run_world", lambda *_: pytest.fail("something is trained"))
     config = config_with(tmp_path, {"gpu_memory": "1MiB"})
     code, lines, err = run(config, capsys)
     assert (code, lines) == (ExitCode.CONFIG, [])
-    (line,) = err.splitlines()
+    line, empty, *table = err.splitlines()
     assert re.match(rf'{re.escape(str(config))}:\d+: strategies\.offload\.gpu_memory = "1MiB": ', line)
     assert "or more" in line
+    assert not empty and table[0].startswith("does it fit? ")
 
 
 def test_a_refusal_on_the_ranks_is_one_line(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from trainer.config.load import build, load_tree
 from trainer.config.yaml_file import one_line
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
+from trainer.machine.profiles import known_rates
 from trainer.planning.facts import gather, precision_of
 from trainer.planning.from_config import plan_of
 
@@ -186,11 +187,20 @@ class Fit:
             write=_changes(self._written, way.tree),
         )
         self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
-        return self._hopeless(row, way, ranks) or self._planned(row, way, ranks)
+        shared = any(find(name).needs_ranks for name in way.names)  # each rank then holds a part
+        hopeless = None if shared else self._hopeless(row, way, ranks)
+        if hopeless or known_rates(self._machine).rates is None:
+            return hopeless or self._planned(row, way, ranks, self._machine)
+        # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
+        # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
+        # before, up to the sizes of slots.
+        quick = self._planned(row, way, ranks, replace(self._machine, origin="profile", rates=None))
+        short = Home.HOST in quick.missing or quick.refused
+        return quick if short else self._planned(row, way, ranks, self._machine)
 
     def _hopeless(self, row: FitRow, way: _Way, ranks: Ranks) -> FitRow | None:
-        """``row`` if what its strategies hold at least is far more than both memories, which a search would take long
-        to say; the host is short of what the device cannot take.
+        """``row`` if what its strategies hold at least is far more than both memories: a search would take long to say
+        by how much. The host is short of what the device cannot take.
         """
         try:
             config = build(way.tree).like(self._config)
@@ -205,10 +215,10 @@ class Fit:
         needed = least - device
         return replace(row, needed={Home.HOST: needed}, missing={Home.HOST: needed - host}, at_least=True)
 
-    def _planned(self, row: FitRow, way: _Way, ranks: Ranks) -> FitRow:
+    def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine) -> FitRow:
         """``row`` with what ``plan_of`` finds."""
         try:
-            plan = plan_of(build(way.tree).like(self._config), ranks, self._machine, say=lambda line: None)
+            plan = plan_of(build(way.tree).like(self._config), ranks, machine, say=lambda line: None)
         except TooLargeError as short:
             home = Home(short.home)
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
