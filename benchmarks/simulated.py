@@ -154,7 +154,7 @@ def entry(
         "tokens_per_step": tokens,
         "budget_gib": budget,
         "ours": cost.to_json() if cost else None,
-        "columnsunclipped": free.to_json() if free else None,
+        "ours_unclipped": free.to_json() if free else None,
         "peak_bytes": plan.peak(Home.DEVICE) if plan else None,
         "host_bytes": plan.peak(Home.HOST) if plan else None,
         "policies": {name: policy and policy.to_json() for name, policy in others.items()},
