@@ -6,8 +6,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 READY  := $(VENV)/.ready
 RANKS  ?= 1
 PART   ?= machine
+CASES  ?=
 
-.PHONY: help setup train finetune test lint format docs gpu-check gpu-rehearsal bench thirty clean
+.PHONY: help setup train finetune test faults lint format docs gpu-check gpu-rehearsal bench thirty clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -26,6 +27,10 @@ finetune: $(READY) ## fine-tune what `make train` exported
 test: $(READY) ## all tests, in three processes; the twenty slowest of each part are named at its end
 	OMP_NUM_THREADS=1 python -m pytest tests/e2e tests/faults tests/parity tests/memory tests/unit -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 3 --durations=20
+
+# What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
+faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k two_runs" chooses some
+	OMP_NUM_THREADS=1 python -m pytest tests/faults/full/test_*.py -n 2 --dist loadfile --durations=20 $(CASES)
 
 lint: $(READY) ## format, lint and type checks
 	ruff format --check .

@@ -3,7 +3,7 @@
     python benchmarks/predicted.py --out benchmarks/records/DATE_predicted_2-core-cpu
 
 First the machine's rates are measured (``launch/doctor.py --rates``). Then each plan is run twice with
-``launch/train.py``: the first run measures its blocks in step 2, the second one is planned with these times. Seconds
+``launch/train.py``: the first run measures its blocks in steps 2 to 8, the second one is planned with them. Seconds
 are those of the second run: its median over windows of a few steps, after the first. Predicted bytes are compared by
 the run itself, after step 2.
 """
@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from strategies.report.table import table
+from trainer.run.timed_steps import LAST
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = {
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(tempfile.mkdtemp(prefix="deepstow-predicted-"))
         for attempt in ("first", "second"):
             print(f"{name}, {attempt} run", flush=True)
-            steps = given.steps if attempt == "second" else 3
+            steps = given.steps if attempt == "second" else LAST
             (given.out / f"run-{number}-{attempt}.log").write_text(
                 train(given.config, folder, steps, given.window if attempt == "second" else 1, overrides)
             )

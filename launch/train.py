@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 
 from trainer.config.load import json_schema, load
-from trainer.dist.ranks import GRACE_S, from_environment, settle_environment
+from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
+from trainer.dist.stopping import Stop, Stopped
 from trainer.errors import UserError
 from trainer.machine.probe import cores
 
@@ -37,10 +38,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code (``trainer.errors.ExitCode``)."""
     arguments = parse(argv)
-    ranks = from_environment()
     if arguments.schema:
         print(json.dumps(json_schema(), indent=2))
         return 0
+    ranks = from_environment()
+    try:
+        with Stop().listening() as stop:
+            return train(arguments, ranks, stop)
+    except Stopped as stopped:
+        print(stopped.line, file=sys.stderr, flush=True)
+        return stopped.code
+
+
+def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:
+    """Check the config, then run, or show a sample. Returns the exit code."""
     try:
         config = load(arguments.config, arguments.overrides)
         settle_environment(ranks, cores()[1])
@@ -51,13 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ranks.is_first:
                 run.show_sample(config)
             return 0
+        return run.run(config, ranks, stop)
     except UserError as error:
+        stop.leave()
         if ranks.is_first:
             print("\n".join(error.lines), file=sys.stderr, flush=True)
         else:
             time.sleep(GRACE_S)  # so that the launcher reports the first rank's exit code
         return error.code
-    return run.run(config, ranks)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Check on a small copy of your model that training with the strategies of a config equals plain training.
+"""Check that the strategies of a config train like plain training, or that a checkpoint is what was written.
 
     python launch/verify.py --config configs/quickstart.yaml
+    python launch/verify.py --checkpoint runs/quickstart/checkpoint-400
 
 Prints `bitwise equal` (exit code 0), or the largest difference per tensor and whether it is within the tolerance that
 the strategies declare (exit code 0 within, 1 beyond). With offload the copy gets so little memory that it moves what
 the plan of the real run moves, and each run prints what it moved. If nothing moves, nothing is claimed (exit code 1).
 A config that cannot be planned on this machine is refused in one line before anything is trained (exit code 2).
+
+With --checkpoint every byte is compared with the manifest, without loading anything: one line says what it is and that
+it is good (exit code 0), or one line for each file that is damaged, missing or too many (exit code 1).
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.load import load
@@ -39,7 +44,9 @@ NOTHING_DID = (
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", metavar="FILE", help="the run's YAML file")
+    which.add_argument("--checkpoint", metavar="FOLDER", type=Path, help="compare its files with its manifest")
     parser.add_argument("--ranks", type=int, metavar="N", help="default: this machine's devices, or 2 without one")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (default 4)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
@@ -49,12 +56,39 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
     arguments = parse(argv)
+    if arguments.checkpoint is not None:
+        return of_checkpoint(arguments.checkpoint)
     try:
         config = load(arguments.config, arguments.overrides)
         return report(config, arguments.ranks, arguments.steps)
     except UserError as error:
         report_error(error)
         return error.code
+
+
+def of_checkpoint(folder: Path) -> int:
+    """Compare a checkpoint with its manifest and print the result; returns the exit code."""
+    from strategies.core import sealed
+    from strategies.core.sizes import human
+    from trainer.run import manifest
+
+    try:
+        seal, about = manifest.read(folder)
+    except sealed.Damaged as damaged:
+        print(f"{folder}: damaged: {damaged}" if folder.is_dir() else f"{folder}: there is no such folder")
+        return ExitCode.FAILED
+    lines = sealed.damage(folder, seal)
+    for line in lines:
+        print(f"{folder}: damaged: {line}")
+    if lines:
+        return ExitCode.FAILED
+    size = human(sum(num_bytes for num_bytes, _ in seal.files.values()))
+    names = ", ".join(about.run.strategies) or "none"
+    print(
+        f"{folder}: good: step {about.step}, {len(seal.files)} files, {size}; {about.run.world_size} rank(s), "
+        f"strategies {names}; its values are {'finite' if about.finite else 'NOT all finite'}"
+    )
+    return ExitCode.FINISHED
 
 
 def report(config: RunConfig, ranks: int | None, steps: int) -> int:

@@ -5,6 +5,8 @@ import gc
 import pytest
 from hypothesis import settings
 
+from trainer.dist.deepspeed_ops import clear_abandoned_buffers
+
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 
@@ -17,6 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def seeds(request: pytest.FixtureRequest) -> range:
     """Seeds of random problems: the same ones, as many as ``--seeds`` says."""
     return range(request.config.getoption("--seeds"))
+
+
+def pytest_sessionstart() -> None:
+    """Memory that runs before this session have left behind is not short in it."""
+    clear_abandoned_buffers()
 
 
 def pytest_collection_finish() -> None:

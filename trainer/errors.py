@@ -37,6 +37,11 @@ class UserError(Exception):
         self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
         super().__init__("\n".join(self.lines))
 
+    @property
+    def says_more(self) -> bool:
+        """Whether ``more`` has anything to say, known at once."""
+        return False
+
     def more(self) -> Iterable[str]:
         """Further lines that take seconds to find; to be printed after the others."""
         return ()
@@ -57,12 +62,16 @@ class TooLargeError(ConfigError):
     def __init__(self, line: str, home: str, needed: int, budget: int) -> None:
         super().__init__(line)
         self.home, self.needed, self.budget = home, needed, budget
-        self.what_fits: Callable[[], Iterable[str]] = tuple
+        self.what_fits: Callable[[], Iterable[str]] | None = None
+
+    @property
+    def says_more(self) -> bool:
+        return self.what_fits is not None
 
     def more(self) -> Iterable[str]:
         """The table, or one line that says why there is none."""
         try:
-            return list(self.what_fits())
+            return list(self.what_fits() if self.what_fits else ())
         except Exception as error:  # the refusal has been said; nothing may come in its place
             return [f"what would fit cannot be shown: {first_line(error)}"]
 

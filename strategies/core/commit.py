@@ -8,11 +8,17 @@ So everything is written beside its place, synced, renamed, and the folder that 
     replace_file(run / "plan.json", text)
     with replaced_folder(run / "export") as draft:      # a kill leaves the earlier export or the new one
         model.save_pretrained(draft)
+        seal(draft, "export", {"step": 400})            # with the hash of every file (``sealed.py``)
+
+``put_in_place`` is the exchange alone, for a draft that several processes have written.
 
 Invariant. At every moment the place holds the earlier content or the new one, both complete. A folder cannot be
 exchanged in one step: a kill between the two renames leaves the earlier one under ``earlier(folder)``.
 
 An ``OSError`` from the block or from the disk leaves the earlier content, and removes what was written beside it.
+
+A folder that is a symbolic link is followed: what it points to is exchanged, on its own disk. Nothing is ever deleted
+through a link.
 """
 
 from __future__ import annotations
@@ -22,8 +28,10 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+EARLIER = ".earlier"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -35,11 +43,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
-        _sync(draft)
+        sync(draft)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def refuse_unwritable(path: Path) -> None:
@@ -56,22 +64,48 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written or renamed.
     """
+    folder = folder.resolve() if folder.is_symlink() else folder
     with _draft(folder.with_name(f"{folder.name}.writing")) as draft:
         yield draft
         _sync_all(draft)
+        put_in_place(draft, folder)
+
+
+def put_in_place(draft: Path, folder: Path) -> None:
+    """Give ``draft``, which is on the disk, the name ``folder``; an earlier folder of that name is deleted after that.
+
+    Raises:
+        OSError: it cannot be renamed, or no folder is in its place; what was there is still there.
+    """
+    if os.path.lexists(folder):
+        if not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, "not a folder, so it is not replaced", str(folder))
+        remove(earlier(folder))
+        folder.rename(earlier(folder))
+    try:
+        draft.rename(folder)
+        sync(folder.parent)
+    except OSError:
         if folder.exists():
-            _remove(earlier(folder))
-            folder.rename(earlier(folder))
-        try:
-            draft.rename(folder)
-            _sync(folder.parent)
-        except OSError:
-            if folder.exists():
-                folder.rename(draft)
-            if earlier(folder).exists():
-                earlier(folder).rename(folder)
-            raise
-    shutil.rmtree(earlier(folder), ignore_errors=True)
+            folder.rename(draft)
+        if os.path.lexists(earlier(folder)):
+            earlier(folder).rename(folder)
+        raise
+    with suppress(OSError):
+        remove(earlier(folder))
+
+
+def restore_earlier(folder: Path) -> None:
+    """What a kill between the two renames of ``put_in_place`` has left: the earlier folder gets its name back.
+
+    Raises:
+        OSError: it cannot be renamed or deleted.
+    """
+    if os.path.lexists(folder):
+        remove(earlier(folder))
+    elif os.path.lexists(earlier(folder)):
+        earlier(folder).rename(folder)
+        sync(folder.parent)
 
 
 @contextmanager
@@ -91,36 +125,32 @@ def added_folder(folder: Path) -> Iterator[Path]:
         except OSError:
             if not folder.is_dir():
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
 def earlier(folder: Path) -> Path:
     """Where ``replaced_folder`` keeps the earlier content until the new one has its name."""
-    return folder.with_name(f"{folder.name}.earlier")
+    return folder.with_name(folder.name + EARLIER)
 
 
-@contextmanager
-def _draft(draft: Path) -> Iterator[Path]:
-    _remove(draft)
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)  # if it has taken its place, there is none
+def remove(folder: Path) -> None:
+    """Delete a folder with all that is in it, or nothing if there is none; of a symbolic link only the link.
 
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
 
 
-def _sync_all(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk.
 
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    Raises:
+        OSError: the disk could not write it.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -129,3 +159,18 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+@contextmanager
+def _draft(draft: Path) -> Iterator[Path]:
+    remove(draft)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # if it has taken its place, there is none
+
+
+def _sync_all(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

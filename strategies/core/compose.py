@@ -7,12 +7,27 @@ by strategies that require its engine, and what forward keeps may be decided aga
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from strategies.core.facts import Facts
-from strategies.core.plan import Decision, EngineSet, Impl, Keep, Place, Plan, Reserve, Rest, Share, Stow, Travel
+from strategies.core.plan import (
+    BASELINE,
+    RUN,
+    Decision,
+    EngineSet,
+    Impl,
+    Keep,
+    Kind,
+    Place,
+    Plan,
+    Reserve,
+    Rest,
+    Share,
+    Stow,
+    Travel,
+)
 from strategies.core.protocol import Idle, Phase, Requirement, Strategy
 from strategies.core.registry import find
 
@@ -65,7 +80,18 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
         if not decisions:
             idle[name] = "decided nothing"
         plan = plan.amend(decisions, by=name)
-    return replace(plan, idle=MappingProxyType(idle))
+    return replace(plan.amend(_sums_over_ranks(plan), by=BASELINE), idle=MappingProxyType(idle))
+
+
+def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
+    """What torch's DistributedDataParallel holds, which sums the gradients where no strategy has an engine."""
+    if plan.facts.run.world_size > 1 and plan.layout is None and not plan.engine():
+        yield Reserve(
+            unit=RUN,
+            reason="gradients are copied into buckets and summed over the ranks there",
+            owner="data parallel: buckets",
+            num_bytes=plan.total(Kind.GRAD),
+        )
 
 
 def _check_answer(name: str, strategy: Strategy, decision: Decision, plan: Plan) -> None:

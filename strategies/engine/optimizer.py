@@ -335,50 +335,20 @@ class StowOptimizer(torch.optim.Optimizer):
             OSError: writing failed; an earlier save in ``folder`` is intact.
         """
         self.drain()
-        state_file.write(Path(folder), list(self._entries()), self._head())
+        state_file.save(state_file.EngineState(self, self._model), Path(folder))
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
         """Read what ``save`` wrote, under any layout; in mixed precision weights are rounded from their masters.
 
-        Gradients that wait for a step are discarded. Load the weights of the same moment as well.
+        The state in a checkpoint of any strategy is in the same format. Gradients that wait for a step are discarded.
+        Load the weights of the same moment as well.
 
         Raises:
             ValueError: all reasons, if it is of another model or rule, or damaged. Nothing has changed then.
         """
         self.drain()
-        where, content = state_file.read_index(Path(folder))
-        head, expected = self._head(), {entry.name: entry for entry in self._entries()}
-        complaints = [*state_file.misfits(content, expected, head), *state_file.damaged_files(where, content)]
-        complaints = complaints or list(state_file.absent_tensors(where, content))
-        if complaints:
-            raise ValueError(f"{where}: the optimizer state was not loaded:\n  " + "\n  ".join(complaints))
-        self.zero_grad()
-        params = dict(self._model.named_parameters())
-        for name in expected:
-            self.access.forget_state(params[name])
-        state_file.read(where, content, lambda name, key, value: self.access.set_state(params[name], {key: value}))
-        for group, saved in zip(self.param_groups, content["param_groups"], strict=True):
-            for key, value in saved.items():
-                if key != "params":
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-    def _head(self) -> dict[str, Any]:
-        groups = [
-            {**group, "params": [self._name_of[id(param)] for param in group["params"]]} for group in self.param_groups
-        ]
-        return {"rule": type(self.engine.rule).__name__, "state": list(self.engine.rule.names), "param_groups": groups}
-
-    def _entries(self) -> Iterator[state_file.Entry]:
-        """Every trained parameter in the order of the layout. Those never updated have no count and moments."""
-        for bucket in self.engine.buckets:
-            for param in bucket.params if bucket.spec.group is not None else ():
-                state = self.access.state_of(param)
-                if not state["step"] > 0:
-                    state = {key: value for key, value in state.items() if key == "master"}
-                yield state_file.Entry(
-                    self._name_of[id(param)], tuple(param.shape), bucket.spec.dtype, state, bucket.name
-                )
+        state_file.load(state_file.EngineState(self, self._model), Path(folder), self.param_groups)
 
     def close(self) -> None:
         """Move the weights back to ordinary memory on the CPU and remove all hooks. Closing twice does nothing."""

@@ -1,13 +1,10 @@
-"""Optimizer state on disk: written and read parameter by parameter, so that it fits any layout of the same model.
-
-    optimizer.json                           rule, hyperparameters, parameters and their files, a hash per file
-    optimizer-00001-of-000NN.safetensors     <parameter>.step, .exp_avg, .exp_avg_sq; in mixed precision .master
+"""The memory engine's state on disk, in the format of all strategies (``strategies/state/saved_state.py``).
 
 Problem. The state takes up to three times the memory of fp32 weights, so it must not be copied to be saved; and neither
 safetensors nor ``torch.load`` has a hash that would detect a flipped bit.
 
-Files are written directly from the arenas and hashed while writing; from the device in pieces. A file has the state of
-one bucket, at most ``FILE_BYTES`` or one parameter. Files are mapped for reading, one at a time. Nothing is pickled.
+Files are written directly from the arenas and hashed while writing; from the device in pieces. They are read directly
+into the arenas, under any layout. Nothing is pickled.
 
 A save goes into ``<folder>.writing``, which takes the place of an earlier one once it is on the disk. A kill between
 both renames leaves the earlier one in ``<folder>.earlier``, where ``load`` finds it (``strategies/core/commit.py``).
@@ -19,126 +16,144 @@ Refused: hyperparameters that are not JSON; a folder with other files in it; sta
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from strategies.core import commit
 from strategies.core.sizes import human
+from strategies.state import saved_state
+from strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
+from strategies.state.spans import WEIGHT, Span, SpanError
 
-VERSION = 1
-INDEX = "optimizer.json"
-FILE_BYTES = 1 << 30
-PIECE_BYTES = 16 << 20  # hashed, and brought down from the device, at a time
-FILE_NAME = re.compile(r"optimizer-\d{5}-of-\d{5}\.safetensors")
-AGAIN = "save again, or load an earlier save"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What is written of one trained parameter. ``state``: fp32 tensors by name, in the arenas."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    state: Mapping[str, Tensor]
-    bucket: str
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.state.values())
+if TYPE_CHECKING:
+    from strategies.engine.optimizer import StowOptimizer
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+class EngineState:
+    """The ``Holder`` for a stowed model. Every rank has the same, so one of them writes."""
+
+    def __init__(self, optimizer: StowOptimizer, model: nn.Module, *, writes: bool = True) -> None:
+        self._optimizer, self._model, self._writes = optimizer, model, writes
+        self._params = dict(model.named_parameters())
+        self.rule = type(optimizer.engine.rule).__name__
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters of each group, with names for parameters."""
+        names = {id(param): name for name, param in self._params.items()}
+        return [
+            {**group, "params": [names[id(param)] for param in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+
+    def described(self) -> dict[str, Described]:
+        """Every trained parameter. Those never updated have no count and no moments."""
+        return {
+            name: Described(
+                tuple(self._params[name].shape),
+                dtype,
+                {} if step is None else {"step": step},
+                {span.kind: span.shape for span in spans},
+            )
+            for name, dtype, step, spans in (self._entries() if self._writes else ())
+        }
+
+    def spans(self) -> Iterator[Span]:
+        """Moments and masters in the order of the layout: views of the arenas."""
+        for *_, spans in self._entries() if self._writes else ():
+            yield from spans
+
+    def weight_spans(self, names: set[str]) -> Iterator[Span]:
+        """The newest weights of ``names``."""
+        for name in names if self._writes else ():
+            newest = self._optimizer.access.newest_of(self._params[name])
+            yield Span(name, WEIGHT, tuple(newest.shape), 0, newest)
+
+    def _entries(self) -> Iterator[tuple[str, str, float | None, list[Span]]]:
+        """Name, dtype, updates and spans of every trained parameter."""
+        self._optimizer.drain()
+        names = {id(param): name for name, param in self._params.items()}
+        for bucket in self._optimizer.engine.buckets:
+            for param in bucket.params if bucket.spec.group is not None else ():
+                name, state = names[id(param)], self._optimizer.access.state_of(param)
+                step = state.pop("step").item() or None
+                kept = state if step else {kind: tensor for kind, tensor in state.items() if kind == MASTER}
+                spans = [Span(name, kind, tuple(param.shape), 0, tensor) for kind, tensor in kept.items()]
+                yield name, bucket.spec.dtype, step, spans
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def misfits(self, saved: Saved) -> Iterator[str]:
+        """Why ``saved`` cannot be filled in, one line each."""
+        rule = self._optimizer.engine.rule
+        trained = [name for group in self.groups() for name in group["params"]]
+        complaints = list(other_model(saved, {name: tuple(self._params[name].shape) for name in trained}, self.rule))
+        yield from complaints
+        for name in trained if not complaints else ():
+            known = saved.parameters[name]
+            kinds = [kind for kind in known.tensors if kind not in (MASTER, WEIGHT)]
+            if known.numbers.get("step") and sorted(kinds) != sorted(rule.names):
+                yield f"{name}: saved with {kinds}, {self.rule} has {list(rule.names)}: train on as the run that saved"
+
+    def fill(self, saved: Saved) -> None:
+        """Take over counts and moments; gradients that wait for a step are discarded."""
+        self._optimizer.drain()
+        self._optimizer.zero_grad()
+        for name in saved.trained():
+            param, known = self._params[name], saved.parameters[name]
+            self._optimizer.access.forget_state(param)
+            places = self._optimizer.access.state_of(param)
+            places["step"].fill_(known.numbers.get("step", 0))
+            for kind in known.tensors:
+                if kind not in (MASTER, WEIGHT):
+                    saved.store.read(name, kind, 0, places[kind])
+
+    def fill_weights(self, weights: Weights) -> None:
+        """Take over every weight that was saved, one by one, and its master."""
+        self._optimizer.drain()
+        for name, param in self._params.items():
+            if weights.find(name) is not None:
+                bucket, _ = self._optimizer.engine.bucket_of[id(param)]
+                mixed = bucket.spec.group is not None and bucket.spec.mixed
+                if mixed:
+                    master = self._optimizer.access.state_of(param)[MASTER]
+                    weights.read(name, 0, master)
+                    self._optimizer.access.set_state(param, {MASTER: master})
+                else:
+                    value = torch.empty(param.shape, dtype=param.dtype)
+                    weights.read(name, 0, value)
+                    self._optimizer.access.set_weight(param, value)
 
 
-def write(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) -> None:
-    """Write a save into ``folder``, atomically.
+# --- a folder of its own ---------------------------------------------------------------------------------------------
 
-    Args:
-        head: what ``optimizer.json`` says besides parameters and files.
+
+def save(holder: EngineState, folder: Path, more: Sequence[Span] = (), extra: Mapping[str, Any] | None = None) -> None:
+    """Write a save into ``folder``, atomically, with ``more`` spans and what else there is to say.
 
     Raises:
         ValueError: a hyperparameter cannot be written as JSON.
         OSError: writing failed, or ``folder`` holds other files. What was in ``folder`` is still there.
     """
-    _check_json(head["param_groups"])
+    saved_state.check_json(holder.groups())
     _refuse_foreign(folder)
-    need = sum(entry.num_bytes for entry in entries)
+    need = sum(span.tensor.nbytes for span in (*holder.spans(), *more))
     try:
         with commit.replaced_folder(folder) as draft:
             free = shutil.disk_usage(draft).free
             if need > free:
                 raise OSError(f"it needs {human(need)}, the disk has {human(free)}")
-            _write_all(draft, entries, head)
+            saved_state.write_part(draft, holder, more, rank=0, ranks=1, hashed=True)
+            saved_state.write_index(draft, holder, 1, extra)
+            saved_state.opened(draft)
     except OSError as error:
         reason = error.strerror or str(error)
         kept = "; the earlier save in it is intact" if folder.exists() else ""
         raise OSError(f"{folder}: the optimizer state ({human(need)}) was not saved: {reason}{kept}") from error
-
-
-def _write_all(folder: Path, entries: Sequence[Entry], head: Mapping[str, Any]) -> None:
-    parts = list(_parts(entries))
-    files: dict[str, Any] = {}
-    params: dict[str, Any] = {}
-    for number, part in enumerate(parts, start=1):
-        name = f"optimizer-{number:05}-of-{len(parts):05}.safetensors"
-        size, digest = _write_file(folder / name, part)
-        files[name] = {"bytes": size, "sha256": digest}
-        for entry in part:
-            shown = {"shape": list(entry.shape), "dtype": entry.dtype, "file": name, "state": list(entry.state)}
-            params[entry.name] = shown
-    content = {"version": VERSION, **head, "parameters": params, "files": files}
-    text = json.dumps({"sha256": _digest_of(content), "content": content}, indent=1, allow_nan=False)
-    (folder / INDEX).write_text(text)
-
-
-def _parts(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Group entries by file: those of one bucket, up to ``FILE_BYTES``."""
-    part: list[Entry] = []
-    for entry in entries:
-        if part and (part[0].bucket != entry.bucket or sum(e.num_bytes for e in part) + entry.num_bytes > FILE_BYTES):
-            yield part
-            part = []
-        part.append(entry)
-    if part:
-        yield part
-
-
-def _write_file(path: Path, part: Sequence[Entry]) -> tuple[int, str]:
-    """Write a safetensors file (length of the header, header, bytes) and return its size and hash."""
-    header: dict[str, Any] = {}
-    end = 0
-    tensors = [(f"{entry.name}.{key}", tensor) for entry in part for key, tensor in entry.state.items()]
-    for name, tensor in tensors:
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
-        start = memoryview(len(text).to_bytes(8, "little") + text)
-        for piece in itertools.chain([start], (piece for _, tensor in tensors for piece in _pieces(tensor))):
-            digest.update(piece)
-            while len(piece):
-                piece = piece[file.write(piece) :]
-        return file.tell(), digest.hexdigest()
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in pieces of ``PIECE_BYTES``: views on the host, copies from the device."""
-    assert tensor.dtype is torch.float32
-    for piece in tensor.detach().reshape(-1).split(PIECE_BYTES // 4):
-        yield memoryview(piece.cpu().numpy()).cast("B")
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -154,124 +169,45 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _check_json(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if a hyperparameter cannot be written as JSON."""
-    for number, group in enumerate(groups):
-        for key, value in group.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"param_groups[{number}][{key!r}] is {value!r}, which JSON cannot hold: use finite numbers, "
-                    f"strings, lists"
-                ) from None
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def read_index(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder that holds the save (``folder``, or the earlier one after a kill) and what ``optimizer.json`` says.
+def load(holder: EngineState, folder: Path, groups: Sequence[dict[str, Any]]) -> None:
+    """Take over a save and its hyperparameters, which go into ``groups``.
 
     Raises:
-        ValueError: there is no save, or its index is damaged.
+        ValueError: there is no save, it is damaged, or of another model, grouping or rule. Nothing has changed then.
     """
     places = [place for place in (folder, commit.earlier(folder)) if (place / INDEX).is_file()]
     if not places:
         raise ValueError(f"{folder}: no {INDEX} in it; name a folder that optimizer.save() has written")
-    path = places[0] / INDEX
     try:
-        read = json.loads(path.read_bytes())
-        content: dict[str, Any] = read["content"]
-        intact = read["sha256"] == _digest_of(content)
-    except (ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise ValueError(f"{path}: damaged, its hash is another; {AGAIN}")
-    if content["version"] != VERSION:
-        raise ValueError(
-            f"{path}: format {content['version']}, this release reads {VERSION}; use the one that saved it"
-        )
-    return places[0], content
+        saved = saved_state.opened(places[0], hashes=True)
+    except SpanError as error:
+        raise ValueError(f"{places[0]}: the optimizer state was not loaded:\n  {error}") from None
+    complaints = [*holder.misfits(saved), *_without_weights(saved, holder), *_other_groups(saved, holder.groups())]
+    if complaints:
+        raise ValueError(f"{places[0]}: the optimizer state was not loaded:\n  " + "\n  ".join(complaints))
+    holder.fill(saved)
+    holder.fill_weights(Weights(saved.store, None, {}))
+    for group, known in zip(groups, saved.param_groups, strict=True):
+        for key, value in known.items():
+            if key != "params":
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def damaged_files(folder: Path, content: Mapping[str, Any]) -> Iterator[str]:
-    """Why files that the index lists cannot be read, one line each."""
-    for name, known in content["files"].items():
-        path = folder / name
-        if not FILE_NAME.fullmatch(name):
-            yield f"{name!r}: not a name that a save gives; {AGAIN}"
-        elif path.is_symlink() or not path.is_file():
-            yield f"{path}: missing; {AGAIN}"
-        elif path.stat().st_size != known["bytes"]:
-            yield f"{path}: {path.stat().st_size} bytes, {known['bytes']} were written; {AGAIN}"
-        elif _digest_of_file(path) != known["sha256"]:
-            yield f"{path}: damaged, its hash is another; {AGAIN}"
-
-
-def misfits(content: Mapping[str, Any], expected: Mapping[str, Entry], head: Mapping[str, Any]) -> Iterator[str]:
-    """Why a save is of another model, grouping or rule, one line each. ``expected``: the entries of this model."""
-    for key in ("rule", "state"):
-        if content[key] != head[key]:
-            yield f"saved by {key} {content[key]}, this optimizer has {head[key]}: stow with the rule that saved it"
-    saved = content["parameters"]
-    for name in expected.keys() - saved.keys():
-        yield f"{name}: not in the save; train the same parameters as the run that saved"
-    for name in saved.keys() - expected.keys():
-        yield f"{name}: only in the save; train the same parameters as the run that saved"
-    for name in (name for name in expected if name in saved):
-        shape, dtype = tuple(saved[name]["shape"]), saved[name]["dtype"]
-        if (shape, dtype) != (expected[name].shape, expected[name].dtype):
+def _without_weights(saved: Saved, holder: EngineState) -> Iterator[str]:
+    """Parameters whose weight had another dtype and no master, one line each: the exact weight is not in the save."""
+    for name, here in holder.described().items():
+        known = saved.parameters.get(name)
+        if known is not None and known.dtype != here.dtype and MASTER not in known.tensors:
             yield (
-                f"{name}: saved as {dtype} {list(shape)}, the model has {expected[name].dtype} "
-                f"{list(expected[name].shape)}: load it into the model that saved it"
+                f"{name}: saved as {known.dtype} {list(known.shape)}, the model has {here.dtype} {list(here.shape)}: "
+                f"load it into the model that saved it"
             )
-    if saved.keys() == expected.keys():
-        yield from _other_groups(content["param_groups"], head["param_groups"])
 
 
-def _other_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if len(saved) != len(groups):
-        yield f"param_groups: {len(saved)} in the save, {len(groups)} here: pass the same groups to stow"
+def _other_groups(saved: Saved, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if len(saved.param_groups) != len(groups):
+        yield f"param_groups: {len(saved.param_groups)} in the save, {len(groups)} here: pass the same groups to stow"
         return
-    for number, (old, new) in enumerate(zip(saved, groups, strict=True)):
+    for number, (old, new) in enumerate(zip(saved.param_groups, groups, strict=True)):
         for name in sorted(set(old["params"]) - set(new["params"])):
             yield f"{name}: saved in group {number}, here in another: pass the same groups to stow"
-
-
-def absent_tensors(folder: Path, content: Mapping[str, Any]) -> Iterator[str]:
-    """Tensors of the index that the files do not have, or have in another shape, one line each."""
-    from safetensors import SafetensorError, safe_open
-
-    for name in content["files"]:
-        try:
-            with safe_open(folder / name, "pt") as file:
-                found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            yield f"{folder / name}: {error}; {AGAIN}"
-            continue
-        for param, known in content["parameters"].items():
-            for key in known["state"] if known["file"] == name else ():
-                shape = () if key == "step" else tuple(known["shape"])
-                if found.get(f"{param}.{key}") != shape:
-                    yield f"{folder / name}: no {param}.{key} of shape {list(shape)}; {AGAIN}"
-
-
-def read(folder: Path, content: Mapping[str, Any], put: Callable[[str, str, Tensor], None]) -> None:
-    """Call ``put`` with parameter, name and value of every tensor; one file is mapped at a time."""
-    from safetensors import safe_open
-
-    for name in content["files"]:
-        with safe_open(folder / name, "pt") as file:
-            for param, known in content["parameters"].items():
-                for key in known["state"] if known["file"] == name else ():
-                    put(param, key, file.get_tensor(f"{param}.{key}"))
-
-
-def _digest_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _digest_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,23 +15,21 @@ search is complete: candidates come in order of a lower bound (compute, or the t
 when the bound reaches the best. For at most ``FEW`` gaps all sets of gaps are tried the same way.
 
 Invariant. More memory or a faster link never makes the result slower: where every candidate is tried, this follows
-because it holds for each candidate. Elsewhere the plans of smaller budgets are tried too, and it is measured, not
-proven.
+because it holds for each candidate. Elsewhere it may; ``monotone.py`` orders the budgets of whole layouts.
 
 Refused: budgets below what is needed with every gap evicted (``DoesNotFit``); problems with updates or saved tensors,
 which ``weight_schedule.py`` leaves out.
 
-Cost. Evaluating a plan takes O(ticks + gaps) and a little for B. A search evaluates at most ``SEARCHED`` plans and as
-many again with smaller budgets, so that a hundred blocks take well under a second.
+Cost. Evaluating a plan takes O(ticks + gaps) and a little for B. A search evaluates at most ``SEARCHED`` plans, so that
+a hundred blocks take well under a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from heapq import nsmallest
-from itertools import accumulate, combinations
+from functools import cache, partial
+from heapq import merge, nsmallest
+from itertools import accumulate, combinations, islice
 from math import fsum, inf
 from typing import TypeAlias
 
@@ -41,11 +39,10 @@ from strategies.planner.simulate import SAME, reload_period
 FEW = 10  # gaps of which all sets are tried
 MANY = 24  # gaps up to which one is swapped for two
 NEAR = 4  # with more gaps, one is swapped for so many on either side of it
-LEVELS = 6  # smaller budgets whose plans are tried too
-SEARCHED = 150  # plans that one search evaluates at most; more found nothing better for a 7 B model
-LEADS = 8  # plans of each smaller budget that are evaluated
+SEARCHED = 50  # plans that one search evaluates at most
 
 Gaps: TypeAlias = frozenset[Gap]
+Some: TypeAlias = tuple[Gap, ...]
 Key: TypeAlias = Callable[[Gap], tuple[float, ...]]
 Candidate: TypeAlias = tuple[float, int, Callable[[], Gaps]]  # lower bound of the period, number of gaps, and the gaps
 
@@ -54,11 +51,8 @@ class DoesNotFit(Exception):
     """No plan is within the budget; the message says how many bytes are missing."""
 
 
-def choose(problem: Problem, *, thorough: bool = True) -> tuple[Eviction, ...]:
+def choose(problem: Problem) -> tuple[Eviction, ...]:
     """The best plan that is found.
-
-    Args:
-        thorough: where not every candidate is tried, whether to try three times as many, and those of smaller budgets.
 
     Raises:
         DoesNotFit: no plan is within the budget.
@@ -66,16 +60,15 @@ def choose(problem: Problem, *, thorough: bool = True) -> tuple[Eviction, ...]:
     assert problem.moves_weights_only, "updates and saved tensors are not part of this search"
     check_fits(problem)
     few = len(problem.gaps) <= FEW
-    search = Search(problem, 1 << FEW if few else SEARCHED if thorough else SEARCHED // 3)
+    search = Search(problem, 1 << FEW if few else SEARCHED)
     if few:
         every = (frozenset(s) for n in range(len(problem.gaps) + 1) for s in combinations(problem.gaps, n))
-        search.try_in_order((search.bound(gaps), len(gaps), partial(_itself, gaps)) for gaps in every)
+        candidates = ((search.bound(gaps), len(gaps), partial(_itself, gaps)) for gaps in every)
+        search.try_in_order(sorted(candidates, key=_first))
     elif _is_uniform(problem):
         search.try_in_order(search.prefixes_and_suffixes())
     else:
         search.improve_all()
-        if thorough:
-            _smaller_budgets(search)
     return search.found()
 
 
@@ -123,7 +116,8 @@ class Search:
         self._up = [problem.up_seconds(weight.num_bytes) for weight in problem.weights]
         self._index = {gap: index for index, gap in enumerate(problem.gaps)}
         count = len(problem.ticks)
-        self._interior = {gap: {t % count for t in range(gap.after + 1, gap.before)} for gap in problem.gaps}
+        self._interior = {gap: [t % count for t in range(gap.after + 1, gap.before)] for gap in problem.gaps}
+        self._bits = {gap: _bits(gap, count) for gap in problem.gaps}
 
     def cost(self, gaps: Gaps, at_most: float = inf) -> tuple[float, int]:
         """Period and bytes that move; infinite if it does not fit or is certainly longer than ``at_most``."""
@@ -167,29 +161,35 @@ class Search:
         return evictions
 
     def try_in_order(self, candidates: Iterable[Candidate], limit: int | None = None) -> None:
-        """Evaluate ``candidates`` by lower bound until no better one can follow; at most ``limit``."""
+        """Evaluate ``candidates``, which come by lower bound, until no better one can follow; at most ``limit``."""
         limit = self.limit if limit is None else limit
-        for bound, _, gaps_of in sorted(candidates, key=lambda it: it[:2]):
+        for bound, _, gaps_of in candidates:
             if self.is_done or bound >= self.period or self.evaluated >= limit:
                 return
             self.cost(gaps_of())
 
     def prefixes_and_suffixes(self) -> Iterator[Candidate]:
-        """Turns of the first blocks with boundaries of the last blocks: all pairs of counts that fit.
+        """Turns of the first blocks with boundaries of the last blocks: all pairs of counts that fit, by lower bound.
 
-        There are as many pairs as the square of the blocks, so each set is made only if it is evaluated.
+        There are as many pairs as the square of the blocks, so a pair is made when it is its turn, and its set only if
+        it is evaluated.
         """
         problem, count, rank = self.problem, len(self.problem.ticks), self.problem.rank
         turns = sorted((g for g in problem.gaps if g.before < count), key=lambda g: (g.after, rank[g.weight]))
         ends = sorted((g for g in problem.gaps if g.before >= count), key=lambda g: (-g.before, rank[g.weight]))
         ups = [list(accumulate((self._up[gap.weight] for gap in some), initial=0.0)) for some in (turns, ends)]
-        least = len(ends)
+
+        def rising(number: int, least: int) -> Iterator[Candidate]:
+            for more in range(least, len(ends) + 1):
+                bound = max(problem.compute_seconds, ups[0][number] + ups[1][more]) * (1 - SAME)
+                yield bound, number + more, partial(_union, turns, number, ends, more)
+
+        least, some = len(ends), []
         for number in range(len(turns) + 1):
             while least >= 0 and max(memory(problem, at_need(turns[:number] + ends[:least]))) <= problem.budget:
                 least -= 1  # it fits; try with one boundary less
-            for more in range(least + 1, len(ends) + 1):
-                bound = max(problem.compute_seconds, ups[0][number] + ups[1][more]) * (1 - SAME)
-                yield bound, number + more, partial(_union, turns, number, ends, more)
+            some.append(rising(number, least + 1))
+        yield from merge(*some, key=_first)
 
     def improve_all(self) -> None:
         """C from the best of the prefixes and suffixes, from each start of A, and from all gaps."""
@@ -204,11 +204,10 @@ class Search:
     def start(self, key: Key) -> Gaps:
         """A: gaps taken by ``key`` at the worst tick, until all ticks fit."""
         problem, chosen = self.problem, set[Gap]()
-        used = list(problem.all_present)
-        while max(used) > problem.budget:
-            worst = used.index(max(used))
-            spanning = [gap for gap in problem.gaps if gap not in chosen and worst in self._interior[gap]]
-            taken = max(spanning, key=key)  # there is one: ``check_fits`` passed
+        used, in_order = list(problem.all_present), sorted(problem.gaps, key=key, reverse=True)
+        while (most := max(used)) > problem.budget:
+            worst = 1 << used.index(most)  # some gap spans it: ``check_fits`` passed
+            taken = in_order.pop(next(at for at, gap in enumerate(in_order) if self._bits[gap] & worst))
             chosen.add(taken)
             for tick in self._interior[taken]:
                 used[tick] -= problem.weights[taken.weight].num_bytes
@@ -228,47 +227,71 @@ class Search:
         improved = True
         while improved and not self.is_done and self.evaluated < self.limit:
             improved = False
-            for other in self._moves(current):
+            short = self._short(memory(self.problem, at_need(current)))
+            copies = fsum(self._up[gap.weight] for gap in current)
+            for out, into in self._moves(current):
+                if not self._may_gain(out, into, copies, cost[0]) or not self._may_fit(out, into, short):
+                    continue
+                other = current.difference(out).union(into)
                 new = self.cost(other, cost[0])
                 if new[0] < cost[0] * (1 - SAME) or (new[0] <= cost[0] * (1 + SAME) and new[1] < cost[1]):
                     current, cost, improved = other, new, True
                     break
+                if self.evaluated >= self.limit:
+                    return
 
-    def _moves(self, gaps: Gaps) -> Iterator[Gaps]:
+    def _may_gain(self, out: Some, into: Some, copies: float, at_most: float) -> bool:
+        """Whether the lower bound after this move is at most ``at_most``; before it copies take ``copies`` seconds."""
+        copies += sum(self._up[gap.weight] for gap in into) - sum(self._up[gap.weight] for gap in out)
+        return max(self.problem.compute_seconds, copies) * (1 - SAME) <= at_most
+
+    def _short(self, used: Sequence[int]) -> Callable[[int], int]:
+        """The ticks, as bits of a number, at which so many bytes more than ``used`` are too many."""
+        budget = self.problem.budget
+        return cache(lambda size: sum(1 << tick for tick, there in enumerate(used) if there + size > budget))
+
+    def _may_fit(self, out: Some, into: Some, short: Callable[[int], int]) -> bool:
+        """Whether this move is within the budget; larger ones than a swap are for ``issue`` to see."""
+        if len(out) != 1 or len(into) > 1:
+            return True
+        size, ticks = self.problem.weights[out[0].weight].num_bytes, self._bits[out[0]]
+        if not into:
+            return not ticks & short(size)
+        less, both = self.problem.weights[into[0].weight].num_bytes, ticks & self._bits[into[0]]
+        return not (ticks ^ both) & short(size) and not both & short(size - less)
+
+    def _moves(self, gaps: Gaps) -> Iterator[tuple[Some, Some]]:
+        """The gaps that are dropped and those that are added."""
         inside = [gap for gap in self.problem.gaps if gap in gaps]
         outside = [gap for gap in self.problem.gaps if gap not in gaps]
-        yield from (gaps - {gap} for gap in inside)
+        yield from (((gap,), ()) for gap in inside)
         few = len(self.problem.gaps) <= MANY
         for gap in inside:
             near = outside if few else self._near(gap, gaps)
-            yield from ((gaps - {gap}) | {other} for other in near)
-        yield from (gaps | {gap} for gap in outside)
+            yield from (((gap,), (other,)) for other in near)
+        yield from (((), (gap,)) for gap in outside)
         if few:
             for pair in combinations(outside, 2):
-                yield from ((gaps - {gap}).union(pair) for gap in inside)
+                yield from (((gap,), pair) for gap in inside)
             for pair in combinations(inside, 2):
-                yield from (gaps.difference(pair) | {gap} for gap in outside)
+                yield from ((pair, (gap,)) for gap in outside)
 
     def _near(self, gap: Gap, gaps: Gaps) -> list[Gap]:
         """Gaps outside of ``gaps`` that begin about when ``gap`` does."""
-        at = self._index[gap]
-        before = [other for other in reversed(self.problem.gaps[:at]) if other not in gaps][:NEAR]
-        return before + [other for other in self.problem.gaps[at + 1 :] if other not in gaps][:NEAR]
+        at, every = self._index[gap], self.problem.gaps
+        before = (every[index] for index in reversed(range(at)) if every[index] not in gaps)
+        after = (every[index] for index in range(at + 1, len(every)) if every[index] not in gaps)
+        return [*islice(before, NEAR), *islice(after, NEAR)]
 
 
-def _smaller_budgets(search: Search) -> None:
-    """Evaluate the best plans of smaller budgets with the budget of ``search``."""
-    problem = search.problem
-    least = max(memory(problem, at_need(problem.gaps)))
-    search.limit += search.evaluated
-    for level in range(LEVELS):
-        if search.is_done:
-            return
-        budget = least + (problem.budget - least) * level // LEVELS
-        smaller = Search(replace(problem, budget=budget), (search.limit - search.evaluated) // (2 * LEVELS))
-        smaller.improve_all()
-        for gaps in smaller.best(LEADS):
-            search.cost(gaps, search.period)
+def _bits(gap: Gap, count: int) -> int:
+    """The ticks of ``gap`` as bits of a number; those beyond ``count`` are of the next iteration."""
+    ticks = (1 << gap.before) - (1 << (gap.after + 1))
+    return (ticks | ticks >> count) & ((1 << count) - 1)
+
+
+def _first(candidate: Candidate) -> tuple[float, int]:
+    return candidate[:2]
 
 
 def _itself(gaps: Gaps) -> Gaps:

@@ -7,9 +7,11 @@ recomputed, at some costs of a byte on the link. The real cost depends on all el
 chooses between curves. If the host is too small for what all blocks would send, only the first ones send.
 
 Positions on a grid over all curves are ranked by an estimate, which needs no layout. The best of them are worked out
-and simulated, then the midpoints to the neighbours of the fastest. The fastest plan is taken; of those that are as fast
-within ``SAME`` the one that sends the least to the host, then the one that recomputes least. Working out one position
-takes about half a second for a hundred buckets, so the result is near the best position, not always at it.
+and simulated, then the midpoints to the neighbours of the fastest. The fastest position is taken; of those that are as
+fast within ``SAME`` the one that sends the least to the host, then the one that recomputes least. Working out one
+position takes about half a second for a hundred buckets, so the result is near the best position, not always at it.
+The search at smaller budgets (``monotone.py``) can make a plan slower and takes ten times as long: positions are worked
+out without it, and the ``TRIED`` fastest are compared with it.
 
 With unknown rates nothing can be compared: blocks are then recomputed only as far as offloading alone does not make
 them fit, and nothing saved goes to the host.
@@ -86,7 +88,7 @@ class _Search:
         units = [unit if keep.open else replace(unit, choices=None) for unit, keep in pairs]
         self._kept = cache(self._keep)
         self.found = cache(self._try)
-        self._seconds = cache(self._simulate)
+        self._quick = cache(self._try_quickly)
         here, *others = keep_costs(facts, self.rates, may_host=any(keep.may_host for keep in keeps))
         self._curves = [TradeoffCurve(units, here)]
         if others:
@@ -95,9 +97,8 @@ class _Search:
 
     def _spare_bytes(self) -> int:
         """Host bytes that are left if all blocks are recomputed; all of the budget if that does not fit."""
-        least = self.found((0, len(self._curves[0].moves)))
-        taken = place(least).num_bytes(Home.HOST) if isinstance(least, Layout) else 0
-        return self._request.host_bytes - taken
+        least = self._quick((0, len(self._curves[0].moves)))
+        return self._request.host_bytes - (place(least[0]).num_bytes(Home.HOST) if least else 0)
 
     def options(self, position: Position) -> list[KeepOption]:
         """How each unit is kept."""
@@ -120,16 +121,17 @@ class _Search:
         index = grid[curve].index(at)  # 0 is on every curve
         beside = grid[curve][max(0, index - 1) : index] + grid[curve][index + 1 : index + 2]
         tried += [(curve, (at + other) // 2) for other in beside]
-        best = min(map(self._seconds, tried))
+        seconds = {position: self._simulate(position) for position in sorted(tried, key=self._seconds)[:TRIED]}
+        best = min(seconds.values())
         return min(
-            (position for position in tried if self._seconds(position) <= best * (1 + SAME)),
+            (position for position in seconds if seconds[position] <= best * (1 + SAME)),
             key=lambda position: (sum(option.hosted_bytes for option in self.options(position)), position[1]),
         )
 
     def _fitting(self, positions: Sequence[Position], *, here: bool) -> Iterator[Position]:
         """The first ``TRIED`` that fit: with all saved tensors on the device, or on the other curves."""
         of_curve = (position for position in positions if (position[0] == 0) is here)
-        return islice((position for position in of_curve if isinstance(self.found(position), Layout)), TRIED)
+        return islice((position for position in of_curve if self._quick(position)), TRIED)
 
     def first(self) -> Position:
         """The first position that fits with all saved tensors on the device; the last one if none does."""
@@ -147,6 +149,13 @@ class _Search:
     def refused(self, position: Position) -> Layout:
         """Raise the Refusal that says how much would be enough at ``position``, where nothing fits."""
         return _placement_search(self._kept(position), self._request).best()
+
+    def _try_quickly(self, position: Position) -> tuple[Layout, float] | None:
+        return _placement_search(self._kept(position), self._request).quick()
+
+    def _seconds(self, position: Position) -> float:
+        found = self._quick(position)
+        return found[1] if found else inf
 
     def _simulate(self, position: Position) -> float:
         found = self.found(position)

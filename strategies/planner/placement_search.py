@@ -70,6 +70,14 @@ class PlacementSearch:
         low = Found(least.device_bytes, self._seconds(least.layout), least.layout)
         return at_budget(self._device_room, low, self._most_bytes(), self._found).plan
 
+    def quick(self) -> tuple[Layout, float] | None:
+        """A layout and its simulated seconds, for comparisons: ``found`` without a search at smaller budgets, which
+        takes a tenth of the time. The rates must be known.
+        """
+        some = self._found(self._device_room)
+        layout = min(some, key=lambda one: one.seconds).plan if some else self.found()
+        return None if layout is None else (layout, self._seconds(layout))
+
     def estimated(self, *, sure: bool = True) -> float | None:
         """The estimated seconds per step of the best layout; None if the machine's rates are unknown.
 

@@ -8,7 +8,7 @@ Attention's own products are distributed likewise.
 
 An update on the device is bound by its memory: weight, gradient and moments, 7 fp32 numbers per parameter read or
 written; or by launching its kernels, a few for each stretch in mixed precision. An update on the host touches 32 bytes
-per parameter (``profiles.py``) of a memory that copies use at the same time.
+per parameter (``HOST_UPDATE_BYTES``) of a memory that copies use at the same time.
 
 A weight that is resident over the end of an iteration still comes up once if the CPU updates it.
 """

@@ -60,7 +60,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     budget = room
     for _ in range(ATTEMPTS):
         try:
-            found = greedy.choose(replace(problem, budget=budget), thorough=False)
+            found = greedy.choose(replace(problem, budget=budget))
         except DoesNotFit:
             break
         made = _scheduled(layout, groups, problem, _capped(found, ahead))
@@ -110,33 +110,22 @@ def _gaps(here: Collection[int], count: int) -> Iterator[set[int]]:
             run = set()
 
 
-def least(facts: Facts, layout: Layout, indices: Collection[int]) -> int:
-    """Bytes of the weights of the buckets ``indices`` with every gap evicted."""
-    problem, groups = _problem(facts, layout, indices, 0)
-    return _num_bytes(_scheduled(layout, groups, problem, at_need(problem.gaps)), indices)
-
-
-def only_while_used(layout: Layout, indices: Collection[int]) -> Layout:
-    """``layout`` with the weights of the buckets ``indices`` on the device only at the ticks that use them."""
-    ticks, count, buckets = ticks_of(layout.units), layout.num_ticks, list(layout.buckets)
-    for index in indices:
-        used = uses(buckets[index], ticks)
-        buckets[index] = replace(buckets[index], resident_ticks=resident_ticks(used, count))
-    return replace(layout, buckets=tuple(buckets))
-
-
 def window(layout: Layout, indices: Collection[int], ahead: int | None = None) -> Layout:
     """``layout`` with the weights of the buckets ``indices`` present from ``ahead`` ticks before each use to its end.
 
     They stay on where no other weight uses their bytes meanwhile.
     """
-    ahead = WINDOW if ahead is None else ahead
-    ticks, count = ticks_of(layout.units), layout.num_ticks
-    buckets = list(layout.buckets)
+    made = only_while_used(layout, indices, WINDOW if ahead is None else ahead)
+    return _kept_where_free(made, may_be_resident=False)
+
+
+def only_while_used(layout: Layout, indices: Collection[int], ahead: int = 0) -> Layout:
+    """``layout`` with these weights on the device only from ``ahead`` ticks before each use to its end."""
+    ticks, count, buckets = ticks_of(layout.units), layout.num_ticks, list(layout.buckets)
     for index in indices:
         present = {(tick - early) % count for tick in uses(buckets[index], ticks) for early in range(ahead + 1)}
         buckets[index] = replace(buckets[index], resident_ticks=resident_ticks(present, count))
-    return _kept_where_free(replace(layout, buckets=tuple(buckets)), may_be_resident=False)
+    return replace(layout, buckets=tuple(buckets))
 
 
 def resident_ticks(present: Collection[int], count: int) -> tuple[Range, ...]:

@@ -57,7 +57,11 @@ class ParameterEntry(Entry):
 
 
 class BucketEntry(Entry):
-    """One bucket. ``stays``: when its weight is on the device, as ranges of ticks; empty: always."""
+    """One bucket. ``stays``: when its weight is on the device, as ranges of ticks; empty: always.
+
+    Where a gradient goes to the host and ``addresses`` have no parked gradient, its place is that of the weight's copy:
+    see ``parks_in_copy`` in ``strategies/core/layout.py``.
+    """
 
     name: str
     units: list[str]
@@ -136,7 +140,9 @@ class PlanFile(Entry):
     linears: dict[str, Any]
     recompute: list[dict[str, Any]]
     simulated: dict[str, Any] | None
-    measured: list[dict[str, Any]] = Field(default=[], description="predicted against measured, after step 2 of a run")
+    measured: list[dict[str, Any]] = Field(
+        default=[], description="predicted against measured, in the first steps of a run"
+    )
 
 
 def json_schema() -> dict[str, Any]:

@@ -108,12 +108,12 @@ def title(plan: Plan) -> str:
 
 def lines(plan: Plan) -> list[str]:
     """The table of the training state, and below it saved tensors, buffers and idle strategies."""
-    folded: dict[tuple[object, ...], list[Row]] = {}
+    folded: dict[tuple[UnitKind, str, int, str], list[Row]] = {}
     for unit in plan.facts.units:
         for row in (row for kind in Kind for row in _state_rows(plan, [unit], kind) if row.num_bytes):
             folded.setdefault((unit.kind, row.home.value, row.ways, row.decided_by), []).append(row)
     kinds = list(UnitKind)
-    order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))  # type: ignore[arg-type]
+    order = sorted(folded, key=lambda key: (kinds.index(key[0]), key[1]))
     found = aligned(HEADER, (_cells(folded[key]) for key in order), {kind.value for kind in Kind})
     found += [*_saved_lines(plan), *_buffer_lines(plan)]
     return found + [f"idle: strategies.{name}: {reason}" for name, reason in plan.idle.items()]

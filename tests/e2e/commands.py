@@ -85,6 +85,11 @@ class Job:
     def poll(self) -> int | None:
         raise NotImplementedError
 
+    @property
+    def text(self) -> str:
+        """What it has said so far."""
+        return self._out.read_text() + self._err.read_text()
+
     def kill(self) -> None:
         """SIGKILL for every process of the session's group, as a machine that goes down."""
         with contextlib.suppress(ProcessLookupError):

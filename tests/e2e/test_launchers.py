@@ -89,7 +89,11 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         },
         strategies={} if stage is None else {"zero": {"stage": stage}},
     )
-    result = run([*launcher(name, num_ranks), TRAIN, "--config", str(config)], folder).check().quiet()
+    command = [*launcher(name, num_ranks), TRAIN, "--config", str(config)]
+    result = run(command, folder).check().quiet()
+    if name == "deepspeed":
+        port = command[command.index("--master_port") + 1]
+        assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "memory is left behind"
     yield Finished(name, num_ranks, result, folder / "run")
 
 
@@ -115,7 +119,7 @@ def test_the_run_folder(finished: Finished) -> None:
     folder = finished.folder
     for name in ("config.yaml", "facts.json", "plan.json", "plan.txt", "ds_config.json", "metrics.jsonl"):
         assert (folder / name).is_file(), name
-    assert (folder / f"checkpoint-{STEPS}" / "complete.json").is_file()
+    assert (folder / f"checkpoint-{STEPS}" / "manifest.json").is_file()
     assert list((folder / "runs").glob("*/events.out.tfevents.*"))
     assert (folder / "plan.txt").read_text().strip() in finished.result.out
     assert {path.name for path in (folder / "export").iterdir()} >= {

@@ -26,6 +26,7 @@ MAKE = {
     "train",
     "finetune",
     "test",
+    "faults",
     "lint",
     "setup",
     "docs",

@@ -81,7 +81,7 @@ def test_killed_and_resumed(
         job: Job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
     else:
         job = Command([*launcher(starter, num_ranks), TRAIN, "--config", str(killed)], killed.parent)
-    kill_after(job, killed.parent / "run" / f"checkpoint-{SAVE}" / "complete.json")
+    kill_after(job, killed.parent / "run" / f"checkpoint-{SAVE}" / "manifest.json")
     assert not (killed.parent / "run" / "export").exists(), "the run was over before it was killed"
     found = server.run(num_ranks, killed, "training.resume_from_checkpoint=auto").check().quiet()
     assert len(found.lines("resuming from ")) == 1
@@ -127,37 +127,39 @@ def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def half_written(trained: Path, tmp_path: Path) -> Path:
-    """The same run, killed in the middle of its second checkpoint, in ``tmp_path``."""
+def damaged(trained: Path, tmp_path: Path) -> Path:
+    """The same run in ``tmp_path``; the weights of its second checkpoint were cut by the disk."""
     shutil.copytree(trained.parent / "run", tmp_path / "run")
     checkpoint = tmp_path / "run" / f"checkpoint-{2 * SAVE}"
-    (checkpoint / "complete.json").unlink()
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     shutil.rmtree(tmp_path / "run" / "export")
     return checkpoint
 
 
-def test_a_half_written_checkpoint_is_skipped(
-    server: Server, trained: Path, half_written: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_skipped(server: Server, trained: Path, damaged: Path, tmp_path: Path) -> None:
     auto = [f"training.output_dir={tmp_path / 'run'}", "training.resume_from_checkpoint=auto"]
     found = server.run(1, trained, *auto).check().quiet()
-    assert found.lines("resuming from ") == [f"resuming from {tmp_path / 'run' / f'checkpoint-{SAVE}'}"]
-    assert (half_written / "complete.json").is_file()
+    older = tmp_path / "run" / f"checkpoint-{SAVE}"
+    assert found.lines("resuming from ") == [f"resuming from {older}"]
+    size = (trained.parent / "run" / damaged.name / "model.safetensors").stat().st_size
+    assert found.lines(f"{damaged}: ") == [
+        f"{damaged}: damaged: model.safetensors: 1000 bytes, {size} were written; going back to {older}"
+    ]
+    assert (tmp_path / "run/earlier-1" / damaged.name / "manifest.json").is_file(), "set aside, not deleted"
+    assert (damaged / "manifest.json").is_file()
     assert digest(tmp_path / "run" / "export") == digest(trained.parent / "run" / "export")
     same_history(trained.parent / "run", tmp_path / "run")
 
 
-def test_a_half_written_checkpoint_is_refused_by_name(
-    server: Server, trained: Path, half_written: Path, tmp_path: Path
-) -> None:
-    named = [f"training.output_dir={tmp_path / 'run'}", f"training.resume_from_checkpoint={half_written}"]
+def test_a_damaged_checkpoint_is_refused_by_name(server: Server, trained: Path, damaged: Path, tmp_path: Path) -> None:
+    (damaged / "scheduler.json").unlink()
+    named = [f"training.output_dir={tmp_path / 'run'}", f"training.resume_from_checkpoint={damaged}"]
     found = server.run(2, trained, *named).check(2).quiet()
-    assert found.text.splitlines() == [
-        f'training.resume_from_checkpoint = "{half_written}": not complete, it has no complete.json (the run was '
-        f"killed while saving it); the newest complete one is {half_written.with_name(f'checkpoint-{SAVE}')}"
-    ]
+    (line,) = found.text.splitlines()
+    assert line.startswith("command line: training.resume_from_checkpoint = ") and str(damaged)[:40] in line
+    assert "damaged: model.safetensors: 1000 bytes, " in line and "(and 1 more)" in line
+    assert line.endswith(f"the newest good one is {damaged.with_name(f'checkpoint-{SAVE}')}")
 
 
 def test_resuming_from_nothing(server: Server, trained: Path, tmp_path: Path) -> None:
@@ -165,22 +167,10 @@ def test_resuming_from_nothing(server: Server, trained: Path, tmp_path: Path) ->
     wish = [f"training.output_dir={folder}", "training.resume_from_checkpoint=true"]
     found = server.run(1, trained, *wish).check(2).quiet()
     assert found.text.splitlines() == [
-        f"training.resume_from_checkpoint = true: {folder} holds no complete checkpoint; "
+        f"command line: training.resume_from_checkpoint = true: {folder} holds no checkpoint; "
         "write auto to start when there is none"
     ]
     wish[1] = f"training.resume_from_checkpoint={trained.parent / 'run' / 'checkpoint-5'}"
     found = server.run(1, trained, *wish).check(2).quiet()
     newest = trained.parent / "run" / f"checkpoint-{2 * SAVE}"
-    assert found.text.rstrip().endswith(f"there is no such folder; the newest complete one is {newest}")
-
-
-def test_saving_again_at_a_step_takes_the_mark_away_first(tmp_path: Path) -> None:
-    """A fresh run in an old folder, killed while it saves, must not leave the old run's mark on mixed files."""
-    from trainer.run.checkpoint import complete, mark_complete, unmark
-
-    (tmp_path / "checkpoint-4").mkdir()
-    mark_complete(tmp_path, 4, is_first=True)
-    assert complete(tmp_path) == [tmp_path / "checkpoint-4"]
-    unmark(tmp_path, 4, is_first=True)
-    unmark(tmp_path, 8, is_first=True)
-    assert complete(tmp_path) == []
+    assert found.text.rstrip().endswith(f"there is no such folder; the newest good one is {newest}")

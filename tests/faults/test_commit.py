@@ -152,6 +152,22 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(
     assert steps[at + 1 :] == [("sync", tmp_path)]
 
 
+@pytest.mark.parametrize("put", [write_folder, lambda place, content: commit.put_in_place(place.parent / "d", place)])
+def test_a_file_in_the_place_of_a_folder_is_not_replaced(put: Any, tmp_path: Path) -> None:
+    (tmp_path / "place").write_text("somebody's")
+    with pytest.raises(FileExistsError, match="not a folder, so it is not replaced"):
+        put(tmp_path / "place", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def test_a_folder_that_is_a_link_is_exchanged_where_it_leads(tmp_path: Path) -> None:
+    write_folder(tmp_path / "elsewhere/place", "old")
+    (tmp_path / "link").symlink_to("elsewhere/place")
+    write_folder(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and found(tmp_path / "elsewhere/place") == "new"
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["place"]
+
+
 def test_the_first_of_two_wins(tmp_path: Path) -> None:
     with commit.added_folder(tmp_path / "place") as first, commit.added_folder(tmp_path / "place") as second:
         (first / "text").write_text("first")

@@ -43,26 +43,16 @@ class Live(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
 
-class Everything(TorchDispatchMode):
+class Everything(Live):
     """Follows all storages that operators make, in backward as well; ``peak`` is the most that was alive after any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs or {}])}
         out = func(*args, **(kwargs or {}))
-        self._made = {key: pair for key, pair in self._made.items() if not pair[0].expired()}
+        self.peak = max(self.peak, self.num_bytes)  # forgets what is gone, whose numbers may be given again
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage._cdata not in self._made:
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.num_bytes)
         return out
-
-    @property
-    def num_bytes(self) -> int:
-        """Alive now."""
-        return sum(size for made, size in self._made.values() if not made.expired())

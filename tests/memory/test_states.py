@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from strategies.core.compose import compose
 from strategies.core.plan import Home, Kind
+from tests.helpers.fakes import block, facts
 from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import GPT2, run_config
 from trainer.config.sections import RunConfig
@@ -135,3 +137,26 @@ def compare(stage: int | None, found: Mapping[str, int], compute_bytes: int) -> 
         assert kind is Kind.MASTER or planned > 0
     assert found["gradients"] <= found["plan: gradients"] + slack(Kind.PARAM, stage, found, compute_bytes), found
     assert found["whole"] + found["else"] <= found["plan: reserved"], found
+
+
+def ddp_holds(ranks: Ranks, num_params: int) -> float:
+    """Bytes by which this process grows in its first backward with DistributedDataParallel."""
+    import psutil
+
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(num_params >> 20)))
+    rows, process = torch.ones(1, 1024), psutil.Process()
+    before = process.memory_info().rss
+    over_ranks = torch.nn.parallel.DistributedDataParallel(layers)  # which holds the buckets
+    over_ranks(rows).sum().backward()
+    return float(process.memory_info().rss - before)
+
+
+@pytest.mark.ranks
+def test_data_parallel_holds_gradients_twice() -> None:
+    """Within 15 %: pages of the process are counted, and gloo has buffers of its own. Without buckets it is half."""
+    num_params = 64 << 20
+    plan = compose({}, facts(block("model.layers.0", num_params), world_size=RANKS))
+    (reserved,) = plan.reserves(Home.DEVICE)
+    predicted = reserved.num_bytes + plan.total(Kind.GRAD)
+    assert abs(run_world(RANKS, ddp_holds, num_params) / predicted - 1) < 0.15
+    assert not compose({}, facts(block("model.layers.0", num_params))).reserves(Home.DEVICE)

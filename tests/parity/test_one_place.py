@@ -35,6 +35,7 @@ TEXT = [torch.randint(64, (2, 8), generator=generator) for _ in range(8)]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "host": {"site": "host", "gradients": "host", "prefetch": 0},
     "host, sent late": {"site": "host", "gradients": "device", "prefetch": 1},
+    "host, two ahead": {"site": "host", "gradients": "host", "prefetch": 2, "bucket_size": "4KiB"},
     "streamed": {"site": "streamed", "gradients": "host", "prefetch": 0},
     "streamed, ahead": {"site": "streamed", "gradients": "host", "prefetch": 1, "bucket_size": "8KiB"},
 }

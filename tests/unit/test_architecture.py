@@ -29,6 +29,7 @@ ROOMS = (
     "strategies.core",
     "strategies.planner",
     "strategies.report",
+    "strategies.state",
     "strategies.engine",
     "strategies.backends",
     "strategies",

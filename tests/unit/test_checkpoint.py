@@ -1,73 +1,85 @@
-"""Which checkpoint is complete, which is resumed, which may go. Folders only; nothing is trained here."""
+"""Which checkpoint is good, which is resumed, which may go. Folders only; nothing is trained here."""
 
+import itertools
 import shutil
 from pathlib import Path
 
 import pytest
 
+from strategies.core import commit
+from strategies.core.sealed import MANIFEST, Damaged
+from tests.helpers.checkpoints import CONTENT, make
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError
 from trainer.run import checkpoint
-from trainer.run.checkpoint import MARK, complete, mark_complete, newest_complete, prune, to_resume, unmark
+from trainer.run.checkpoint import DELETED, FORMER_MARK, WRITING, clear, complete, newest_complete, prune, verified
 
 
-def make(output_dir: Path, step: int, *, marked: bool = True) -> Path:
-    folder = output_dir / f"checkpoint-{step}"
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
-    if marked:
-        mark_complete(output_dir, step, is_first=True)
-    return folder
+def steps(output_dir: Path) -> list[int]:
+    return [found.step for found in complete(output_dir)]
 
 
-def steps(folders: list[Path]) -> list[int]:
-    return [int(folder.name.removeprefix("checkpoint-")) for folder in folders]
+def damage(folder: Path, name: str = "model.safetensors") -> None:
+    (folder / name).write_bytes(b"weightx" + (folder / name).read_bytes()[7:])
 
 
-def refused(output_dir: Path, wish: str | bool) -> str:
+def config(output_dir: Path, wish: object) -> RunConfig:
+    return run_config(LLAMA, output_dir=output_dir, **({} if wish is None else {"resume_from_checkpoint": wish}))
+
+
+def resumed(output_dir: Path, wish: object) -> tuple[Path | None, list[str]]:
+    found, said = checkpoint.to_resume(config(output_dir, wish))
+    return found and found.path, said
+
+
+def refused(output_dir: Path, wish: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        to_resume(output_dir, wish)
-    return str(caught.value)
+        resumed(output_dir, wish)
+    (line,) = caught.value.lines
+    assert line.startswith("training.resume_from_checkpoint = ")
+    return line.partition(": ")[2]
 
 
 def test_complete_is_sorted_by_step_and_not_by_name(tmp_path: Path) -> None:
     for step in (1000, 5, 200):
         make(tmp_path, step)
-    assert steps(complete(tmp_path)) == [5, 200, 1000]
+    assert steps(tmp_path) == [5, 200, 1000]
     assert newest_complete(tmp_path) == tmp_path / "checkpoint-1000"
 
 
-def test_only_marked_checkpoints_count(tmp_path: Path) -> None:
+def test_only_folders_with_their_manifest_count(tmp_path: Path) -> None:
     make(tmp_path, 10)
     make(tmp_path, 20, marked=False)
-    make(tmp_path, 30, marked=False)
-    (tmp_path / "checkpoint-30" / f".{MARK}-0").write_text("{}")  # killed between writing and renaming the mark
-    for name in ("checkpoint-best", "checkpoint-", "checkpoint-40.partial", "my-checkpoint-50"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / MARK).write_text("{}")
+    make(tmp_path, 30)
+    (tmp_path / "checkpoint-30" / MANIFEST).write_text("{")
+    make(tmp_path / WRITING, 40)
+    make(tmp_path, 50).rename(tmp_path / "checkpoint-51")  # another step's under this name
+    for name in ("checkpoint-best", "checkpoint-", "my-checkpoint-50"):
+        shutil.copytree(tmp_path / "checkpoint-10", tmp_path / name)
     (tmp_path / "checkpoint-60").write_text("a file, not a folder")
-    assert steps(complete(tmp_path)) == [10]
+    assert steps(tmp_path) == [10]
+    assert steps(tmp_path / "absent") == [] and newest_complete(tmp_path / "absent") is None
 
 
-def test_nothing_there_is_nothing_complete(tmp_path: Path) -> None:
-    assert complete(tmp_path) == complete(tmp_path / "absent") == []
-    assert newest_complete(tmp_path) is None
+def test_every_byte_is_compared(tmp_path: Path) -> None:
+    folder = make(tmp_path, 10)
+    assert verified(folder).step == 10
+    damage(folder)
+    with pytest.raises(Damaged, match=r"^model\.safetensors: damaged, its hash is another$"):
+        verified(folder)
+    (folder / "empty").unlink()
+    with pytest.raises(Damaged, match=r"^empty: missing \(and 1 more\)$"):
+        verified(folder)
 
 
-def test_only_the_first_rank_marks_and_the_mark_appears_whole(tmp_path: Path) -> None:
-    folder = make(tmp_path, 10, marked=False)
-    mark_complete(tmp_path, 10, is_first=False)
-    assert complete(tmp_path) == []
-    mark_complete(tmp_path, 10, is_first=True)
-    assert sorted(path.name for path in folder.iterdir()) == [MARK, "model.safetensors"]
+def test_a_manifest_of_another_release_is_one_line(tmp_path: Path) -> None:
+    from strategies.core.sealed import seal
 
-
-def test_a_checkpoint_about_to_be_written_again_is_not_complete(tmp_path: Path) -> None:
-    make(tmp_path, 10)
-    unmark(tmp_path, 10, is_first=False)
-    assert steps(complete(tmp_path)) == [10]
-    unmark(tmp_path, 10, is_first=True)
-    unmark(tmp_path, 20, is_first=True)  # was never there
-    assert complete(tmp_path) == []
+    folder = make(tmp_path, 10)
+    seal(folder, "checkpoint", {"step": 10, "finite": True})
+    with pytest.raises(Damaged, match=r"^manifest\.json is of another release: run: field required$"):
+        verified(folder)
 
 
 # Pruning
@@ -79,8 +91,7 @@ def test_a_checkpoint_about_to_be_written_again_is_not_complete(tmp_path: Path) 
 def test_prune_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in (10, 20, 30, 40):
         make(tmp_path, step)
-    prune(tmp_path, keep, None)
-    assert steps(complete(tmp_path)) == left
+    assert prune(tmp_path, keep, 40, None) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
 
 
@@ -88,34 +99,80 @@ def test_prune_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for step in (10, 20, 30, 40):
         make(tmp_path, step)
     monkeypatch.chdir(tmp_path)  # Hugging Face may name the best one by a relative path
-    prune(tmp_path, 1, "checkpoint-20")
-    assert steps(complete(tmp_path)) == [20, 40]
-    prune(tmp_path, 1, str(tmp_path / "checkpoint-40"))
-    assert steps(complete(tmp_path)) == [40]
+    prune(tmp_path, 1, 40, Path("checkpoint-20"))
+    assert steps(tmp_path) == [20, 40]
+
+
+@pytest.mark.parametrize("finite", itertools.product([True, False], repeat=4))
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_newest_finite_one_is_never_deleted(tmp_path: Path, finite: tuple[bool, ...], keep: int) -> None:
+    """Over a whole run that saves four times."""
+    good: list[int] = []
+    for step, is_finite in enumerate(finite, start=1):
+        make(tmp_path, step, finite=is_finite)
+        good += [step] * is_finite
+        prune(tmp_path, keep, step, None)
+        left = steps(tmp_path)
+        assert step in left and set(good[-1:]) <= set(left)
+        assert len(left) <= keep + 1
+
+
+def test_checkpoints_of_later_steps_do_not_push_out_the_one_just_written(tmp_path: Path) -> None:
+    """A run that went back behind them: they are another history, and may be damaged."""
+    for step in (10, 20, 30, 40):
+        make(tmp_path, step)
+    prune(tmp_path, 1, 20, None)
+    assert steps(tmp_path) == [20, 30, 40]
 
 
 def test_prune_leaves_what_is_not_complete(tmp_path: Path) -> None:
-    """An unmarked folder may be one that another process is writing just now."""
     make(tmp_path, 10, marked=False)
     make(tmp_path, 20)
     make(tmp_path, 30)
-    prune(tmp_path, 1, None)
+    prune(tmp_path, 1, 30, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-30"]
 
 
-def test_half_deleted_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_deleted_has_no_name_and_goes_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, 10)
     make(tmp_path, 20)
+    remove = shutil.rmtree
 
     def killed(folder: Path) -> None:
-        assert (folder / "model.safetensors").exists()
+        (folder / "checkpoint-10/model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", killed)
+    monkeypatch.setattr(commit.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        prune(tmp_path, 1, None)
-    assert (tmp_path / "checkpoint-10" / "model.safetensors").exists()
-    assert steps(complete(tmp_path)) == [20]
+        prune(tmp_path, 1, 20, None)
+    monkeypatch.setattr(commit.shutil, "rmtree", remove)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", DELETED]
+    clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-20"]
+
+
+def test_of_a_link_nothing_is_deleted(tmp_path: Path) -> None:
+    elsewhere = make(tmp_path / "archive", 10)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint-10").symlink_to("../archive/checkpoint-10")
+    make(tmp_path / "run", 20)
+    (line,) = prune(tmp_path / "run", 1, 20, None)
+    assert "checkpoint-10: a symbolic link, so it is kept though training.save_total_limit = 1" in line
+    assert verified(elsewhere).step == 10
+    assert resumed(tmp_path / "run", str(tmp_path / "run/checkpoint-10"))[0] == tmp_path / "run/checkpoint-10"
+    moved = checkpoint.set_aside(tmp_path / "run")
+    assert moved and verified(moved / "checkpoint-10").step == 10, "a relative link is moved and still leads there"
+
+
+def test_what_a_kill_has_left_is_put_away(tmp_path: Path) -> None:
+    make(tmp_path / WRITING, 30)
+    make(tmp_path / DELETED, 10)
+    make(tmp_path, 20).rename(tmp_path / "checkpoint-20.earlier")  # killed between the two renames
+    make(tmp_path, 40)
+    shutil.copytree(tmp_path / "checkpoint-40", tmp_path / "checkpoint-40.earlier")  # killed after them
+    clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-40"]
+    assert verified(tmp_path / "checkpoint-20").step == 20
 
 
 # Resuming
@@ -124,68 +181,116 @@ def test_half_deleted_is_not_complete(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("wish", [None, False])
 def test_without_a_wish_a_run_starts_from_the_beginning(tmp_path: Path, wish: bool | None) -> None:
     make(tmp_path, 10)
-    assert to_resume(tmp_path, wish) is None
+    assert resumed(tmp_path, wish) == (None, [])
 
 
 @pytest.mark.parametrize("wish", ["auto", True])
-def test_the_newest_complete_one_is_resumed(tmp_path: Path, wish: str | bool) -> None:
-    make(tmp_path, 10)
-    make(tmp_path, 20)
-    make(tmp_path, 30, marked=False)  # killed while saving
-    assert to_resume(tmp_path, wish) == tmp_path / "checkpoint-20"
+def test_the_newest_good_one_is_resumed_and_damage_is_said(tmp_path: Path, wish: str | bool) -> None:
+    for step in (10, 20, 30, 40):
+        make(tmp_path, step)
+    assert resumed(tmp_path, wish) == (tmp_path / "checkpoint-40", [])
+    damage(tmp_path / "checkpoint-40")
+    (tmp_path / "checkpoint-30" / MANIFEST).unlink()
+    assert resumed(tmp_path, wish) == (
+        tmp_path / "checkpoint-20",
+        [
+            f"{tmp_path}/checkpoint-40: damaged: model.safetensors: damaged, its hash is another; going back to "
+            f"{tmp_path}/checkpoint-20",
+            f"{tmp_path}/checkpoint-30: damaged: there is no manifest.json in it; going back to "
+            f"{tmp_path}/checkpoint-20",
+        ],
+    )
 
 
-def test_auto_starts_from_the_beginning_where_there_is_none(tmp_path: Path) -> None:
-    make(tmp_path, 30, marked=False)
-    assert to_resume(tmp_path, "auto") is None
-    assert to_resume(tmp_path / "absent", "auto") is None
+def test_auto_starts_from_the_beginning_only_where_there_is_none(tmp_path: Path) -> None:
+    assert resumed(tmp_path, "auto") == resumed(tmp_path / "absent", "auto") == (None, [])
+    make(tmp_path / WRITING, 10)
+    assert resumed(tmp_path, "auto") == (None, [])
+    for step in (10, 20):
+        damage(make(tmp_path, step))
+    assert refused(tmp_path, "auto") == (
+        f"{tmp_path}/checkpoint-20: damaged: model.safetensors: damaged, its hash is another, and no older one is "
+        f"good; write false to start from the beginning; they are kept"
+    )
 
 
 def test_true_needs_a_checkpoint(tmp_path: Path) -> None:
-    make(tmp_path, 30, marked=False)
-    assert refused(tmp_path, True) == (
-        f"training.resume_from_checkpoint = true: {tmp_path} holds no complete checkpoint; "
-        f"write auto to start when there is none"
-    )
+    assert refused(tmp_path, True) == f"{tmp_path} holds no checkpoint; write auto to start when there is none"
 
 
 def test_a_named_checkpoint_is_taken_though_newer_ones_exist(tmp_path: Path) -> None:
     older = make(tmp_path, 10)
     make(tmp_path, 20)
-    assert to_resume(tmp_path, str(older)) == older
+    assert resumed(tmp_path, str(older)) == (older, [])
+    shutil.copytree(older, tmp_path / "kept")
+    assert resumed(tmp_path, str(tmp_path / "kept"))[0] == tmp_path / "kept", "under any name of the user's"
 
 
 def test_a_named_checkpoint_must_exist(tmp_path: Path) -> None:
     wish = tmp_path / "checkpoint-11"
-    line = f'training.resume_from_checkpoint = "{wish}": there is no such folder'
-    assert refused(tmp_path, str(wish)) == line
+    assert refused(tmp_path, str(wish)) == "there is no such folder"
     make(tmp_path, 10)
-    assert refused(tmp_path, str(wish)) == f"{line}; the newest complete one is {tmp_path / 'checkpoint-10'}"
+    line = f"there is no such folder; the newest good one is {tmp_path / 'checkpoint-10'}"
+    assert refused(tmp_path, str(wish)) == line
     elsewhere = tmp_path / "other" / "checkpoint-11"  # nothing beside it: the run's own folder is searched
-    assert refused(tmp_path, str(elsewhere)).endswith(f"the newest complete one is {tmp_path / 'checkpoint-10'}")
+    assert refused(tmp_path, str(elsewhere)) == line
 
 
-def test_a_named_checkpoint_must_be_complete(tmp_path: Path) -> None:
-    wish = make(tmp_path, 20, marked=False)
-    line = (
-        f'training.resume_from_checkpoint = "{wish}": not complete, it has no {checkpoint.MARK} '
-        f"(the run was killed while saving it)"
+def test_a_named_checkpoint_must_be_good_and_the_newest_good_one_is_named(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make(tmp_path, step)
+    damage(tmp_path / "checkpoint-30")
+    damage(tmp_path / "checkpoint-20", "inner/optimizer.pt")
+    assert refused(tmp_path, str(tmp_path / "checkpoint-20")) == (
+        f"damaged: inner/optimizer.pt: damaged, its hash is another; the newest good one is {tmp_path}/checkpoint-10"
     )
-    assert refused(tmp_path, str(wish)) == line
-    make(tmp_path, 10)
-    assert refused(tmp_path, str(wish)) == f"{line}; the newest complete one is {tmp_path / 'checkpoint-10'}"
+
+
+def test_checkpoints_of_earlier_releases_say_how_to_go_on(tmp_path: Path) -> None:
+    folder = make(tmp_path, 10, marked=False)
+    (folder / FORMER_MARK).write_text('{"step": 10}')
+    line = (
+        f"written by an earlier release, which kept no hashes: go on with that release, or start from its weights with "
+        f"model.name_or_path: {folder} and training.resume_from_checkpoint: false"
+    )
+    assert refused(tmp_path, str(folder)) == line
+    assert refused(tmp_path, "auto") == f"{folder}: {line}"
+
+
+# Setting aside
 
 
 def test_a_fresh_run_sets_the_earlier_one_aside_and_deletes_nothing(tmp_path: Path) -> None:
     assert checkpoint.set_aside(tmp_path) is None
     for expected in ("earlier-1", "earlier-2"):
-        (tmp_path / "checkpoint-4").mkdir()
-        (tmp_path / "checkpoint-4" / "weights").write_text(expected)
+        make(tmp_path, 4)
         (tmp_path / "metrics.jsonl").write_text("{}\n")
-        (tmp_path / "export").mkdir(exist_ok=True)
+        (tmp_path / "export").mkdir()
         moved = checkpoint.set_aside(tmp_path)
         assert moved == tmp_path / expected
-        assert (moved / "checkpoint-4" / "weights").read_text() == expected
+        assert verified(moved / "checkpoint-4").step == 4
         assert (moved / "metrics.jsonl").exists() and not (tmp_path / "metrics.jsonl").exists()
-        assert (tmp_path / "export").is_dir()
-        assert checkpoint.complete(tmp_path) == []
+        assert (moved / "export").is_dir() and not (tmp_path / "export").exists()
+        assert complete(tmp_path) == []
+
+
+def test_an_export_alone_is_set_aside_too_and_deleted_only_if_that_was_said(tmp_path: Path) -> None:
+    for _ in range(2):
+        (tmp_path / "export").mkdir()
+        moved = checkpoint.set_aside(tmp_path)
+        assert moved is not None and (moved / "export").is_dir()
+    (tmp_path / "export").mkdir()
+    assert checkpoint.set_aside(tmp_path, overwrite=True) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier-1", "earlier-2"]
+
+
+def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make(tmp_path, step)
+    damage(tmp_path / "checkpoint-30")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert checkpoint.set_aside(tmp_path, after=10) == tmp_path / "earlier-1"
+    assert steps(tmp_path) == [10] and (tmp_path / "metrics.jsonl").exists()
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["checkpoint-20", "checkpoint-30"]
+    assert checkpoint.set_aside(tmp_path, after=10) is None
+    assert all((tmp_path / "earlier-1/checkpoint-20" / name).is_file() for name in CONTENT)

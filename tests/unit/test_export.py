@@ -39,6 +39,7 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
         model_wrapped=model,
         stowed=None,
         args=SimpleNamespace(device="cpu", bf16=False, fp16=False),
+        state=SimpleNamespace(global_step=3),
         compute_loss_context_manager=torch.enable_grad,
         is_world_process_zero=lambda: is_first,
     )

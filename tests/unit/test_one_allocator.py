@@ -45,6 +45,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
     },
     "routed_linear.py": {"empty": "the transposed copy of a weight, which strategies.linear counts in the plan"},
+    "state_file.py": {"empty": "one weight at a time, while a checkpoint is loaded"},
     "updates.py": {"empty": "the CPU update's scratch of fixed size, pageable, allocated once"},
 }
 

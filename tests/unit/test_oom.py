@@ -89,10 +89,10 @@ def test_a_run_that_ends_for_want_of_memory_says_so(
 ) -> None:
     """Through the function that every run goes through."""
 
-    def fails(_: object) -> None:
+    def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(run.order, "prepare", lambda config, ranks: SimpleNamespace(plan=plan_of(micro_batch=4)))
+    monkeypatch.setattr(run.order, "prepare", lambda *_: SimpleNamespace(plan=plan_of(micro_batch=4)))
     monkeypatch.setattr(run, "train", fails)
     assert run._guarded(run_config(), Ranks()) == code
     shown = capsys.readouterr().err

@@ -58,3 +58,21 @@ def test_the_lock_of_a_build_that_was_killed_goes(slim: Path) -> None:
     deepspeed_ops.clear_abandoned_builds()
     assert not lock.exists()
     deepspeed_ops.clear_abandoned_builds()
+
+
+def test_buffers_that_nobody_has_open_go(tmp_path: Path) -> None:
+    """They are memory, and DeepSpeed deletes none: hundreds of short runs filled a machine's."""
+    mine, others = (tmp_path / f"deepspeed_allreduce_buffer_{user}_127.0.0.1_29500_0" for user in (os.getuid(), 12345))
+    others.touch()
+    held = os.open(mine, os.O_CREAT)
+    for file in (mine, others):
+        os.utime(file, (0, 0))
+    deepspeed_ops.clear_abandoned_buffers(tmp_path)
+    assert mine.exists(), "a run uses it"
+    os.close(held)
+    os.utime(mine)
+    deepspeed_ops.clear_abandoned_buffers(tmp_path)
+    assert mine.exists(), "its run may have begun just now"
+    os.utime(mine, (0, 0))
+    deepspeed_ops.clear_abandoned_buffers(tmp_path)
+    assert not mine.exists() and others.exists()

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState
 
+from strategies.core.facts import UnitTimes
 from strategies.core.plan import Home, Plan
 from strategies.engine.memory import accelerator
-from tests.helpers.fakes import block, facts
+from tests.helpers.fakes import CPU, block, facts
+from trainer.machine.block_timing import median_of
 from trainer.run.plan_check import Comparison, PlanCheck
+from trainer.run.timed_steps import TimedSteps
 
 
 class Square(torch.nn.Module):
@@ -90,3 +93,20 @@ def test_the_process_holds_both_homes_without_an_accelerator(tmp_path: Path) -> 
     rows = {each.owner: each for each in check.compared()}
     if accelerator.kind() is None:
         assert rows["process, peak"].predicted == plan.peak(Home.HOST) + plan.peak(Home.DEVICE)
+
+
+def test_the_median_of_the_first_steps_counts(monkeypatch: Any) -> None:
+    clock = iter([0.0, 9.0, 10.0, 11.0, 20.0, 22.0])  # step 2 takes 9 s, step 3 takes 1 s, step 4 takes 2 s
+    timed = TimedSteps(Plan.baseline(facts(machine=CPU)))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    assert timed.name == ""
+    for step in (1, 2, 3, 4):
+        timed.begin(step)
+        timed.end(step)
+    assert (timed.name, timed.step_seconds) == ("steps 2 to 4", 2.0)
+    assert timed.unit_times() is None
+
+
+def test_the_median_of_each_unit_counts() -> None:
+    found = [UnitTimes((i, 1), (1, 10 * i), (i, i), "") for i in (3.0, 1.0, 2.0)]
+    assert median_of(found) == UnitTimes((2.0, 1), (1, 20.0), (2.0, 2.0), "")

@@ -76,11 +76,12 @@ def test_ranks_of_a_machine_share_its_cores(
 
 
 def test_settled_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    environment = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "LOCAL_SIZE": "1"}
     monkeypatch.setattr(os, "environ", environment)
     settle_environment(Ranks(), 2)
     assert environment["PATH"] == f"{Path(sys.executable).parent}:/bin"
     assert not [name for name in environment if name.startswith("ACCELERATE_")]
+    assert "LOCAL_SIZE" not in environment and environment["LOCAL_WORLD_SIZE"] == "1"
     settle_environment(Ranks(), 2)
     assert environment["PATH"] == f"{Path(sys.executable).parent}:/bin"
 
@@ -127,7 +128,7 @@ def train_guarded(ranks: Ranks, config: RunConfig, folder: Path, fails: bool) ->
 
     replaced: Any = run_module
     replaced.finish = finish
-    replaced.order.prepare = random_run
+    replaced.order.prepare = lambda config, ranks, resumed: random_run(config, ranks)
     seen["code"] = int(run_module._guarded(config, ranks))
     return seen
 

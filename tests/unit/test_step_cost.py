@@ -9,7 +9,9 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, Param, Precision, Rates
 from strategies.core.plan import Plan
 from strategies.core.registry import find
-from strategies.planner.step_cost import plan_cost, unit_flops
+from strategies.planner.addresses import weight_packing
+from strategies.planner.estimate import _together
+from strategies.planner.step_cost import plan_cost, problem_of, unit_flops
 from strategies.planner.tasks import Resource
 from strategies.report import full_report
 from tests.helpers.fakes import GPU, block, embedding, facts, head
@@ -112,3 +114,36 @@ def test_the_report_begins_with_peak_step_and_advice_and_fits_on_a_screen() -> N
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * 4
     assert lines[4:6] == ["what would change it most, estimated:", "  an edit: +1%"]
     assert len(lines) < 40
+
+
+def test_launching_kernels_binds_small_updates_on_the_device() -> None:
+    priced = plan_cost(planned(known(replace(FAST, launch_s=1.0)), site="device"))
+    assert priced is not None
+    assert priced.seconds == pytest.approx(15.0 + 6 * 4, rel=1e-3)  # six buckets of one parameter, four kernels each
+
+
+def test_slots_and_shared_addresses_reach_the_simulator() -> None:
+    plan = planned(known(blocks=8), site="host", weights="streamed")
+    assert plan.layout is not None
+    problem = problem_of(plan.facts, plan.layout, FAST)
+    slots = [weight.update.grad_slot for weight in problem.weights if weight.update]
+    assert None not in slots and len(set(slots)) < len(slots)
+    spots = {
+        index: (start, start + problem.weights[index].num_bytes)
+        for index, start in zip(
+            (i for i, bucket in enumerate(plan.layout.buckets) if not bucket.resident),
+            weight_packing(plan.layout).offsets,
+            strict=True,
+        )
+    }
+    for index, weight in enumerate(problem.weights):
+        start, end = spots.get(index, (0, 0))
+        shared = {other for other, (low, high) in spots.items() if other != index and low < end and start < high}
+        assert set(weight.overlapping) == shared
+    assert any(weight.overlapping for weight in problem.weights)
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(1000.0, 2.0), (15.0, 2.0), (10.0, 2.5), (5.0, 4.0)])
+def test_two_works_share_a_memory(rate: float, seconds: float) -> None:
+    """One second with 10 bytes beside two seconds with 10 bytes: 15 bytes per second, then 5."""
+    assert _together((1.0, 10), (2.0, 10), rate) == pytest.approx(seconds)

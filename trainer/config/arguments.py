@@ -14,7 +14,7 @@ Refused: names that the plan or another section decides (``deepspeed``, ``fsdp``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -67,6 +67,26 @@ Scheduler = Literal[
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
+# What a resumed run may change of the result, if it is told so (trainer/run/resume_rules.py has the keys of each).
+Changeable = Literal[
+    "data",
+    "max_length",
+    "packing",
+    "seed",
+    "order",
+    "batch_size",
+    "accumulation",
+    "loss",
+    "dropout",
+    "betas",
+    "weight_decay",
+    "clipping",
+    "precision",
+    "kernels",
+    "model",
+    "ranks",
+]
+ALLOWABLE: tuple[str, ...] = get_args(Changeable)
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
 
 _OTHER_ENGINE = "DeepSpeed is the only engine here; write the section strategies"
@@ -108,7 +128,7 @@ REFUSED: Mapping[str, str] = {
     "eval_do_concat_batches": _METRICS,
     "eval_use_gather_object": _METRICS,
     "save_only_model": "a checkpoint must be resumable; the final export holds the weights alone",
-    "enable_jit_checkpoint": "saving when a signal comes is not built yet; write a small training.save_steps",
+    "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always save at the end of the step; remove the line",
     "ignore_data_skip": "a resumed run always goes on with the samples not yet seen; remove the line",
     "hub_token": "a secret does not belong into a file; set the environment variable HF_TOKEN",
 }
@@ -119,6 +139,7 @@ RENAMED: Mapping[str, str] = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
+OWN = frozenset(["allow_change", "overwrite"])  # keys that TrainingArguments does not have
 
 
 class TrainingSection(Section):
@@ -194,6 +215,12 @@ class TrainingSection(Section):
     metric_for_best_model: NonEmpty | None = unset("Metric that decides which evaluation is best; not set means loss.")
     greater_is_better: bool | None = unset("Whether a greater metric is better.")
     resume_from_checkpoint: Resume | None = unset("Folder to resume from; true or auto for the newest valid one.")
+    allow_change: list[Changeable] = Field(
+        default=[], description="What a resumed run may do differently from its checkpoint although the result changes."
+    )
+    overwrite: bool = Field(
+        default=False, description="Delete an earlier run in output_dir; otherwise it moves to earlier-N in it."
+    )
     restore_callback_states_from_checkpoint: bool | None = unset("Restore the state of callbacks on resume.")
     push_to_hub: bool | None = unset("Upload to the hub when saving.")
     hub_model_id: NonEmpty | None = unset("Repository on the hub; not set means the name of output_dir.")
@@ -218,7 +245,7 @@ class TrainingSection(Section):
     def arguments(self) -> dict[str, object]:
         """The keyword arguments for TrainingArguments: all fields that are set, by names that every release has.
 
-        Without ``resume_from_checkpoint``, which is an argument of ``Trainer.train``.
+        Without ``resume_from_checkpoint``, which is an argument of ``Trainer.train``, and without our own.
         """
-        given = self.model_dump(exclude={"resume_from_checkpoint"})
+        given = self.model_dump(exclude={"resume_from_checkpoint", *OWN})
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

@@ -102,7 +102,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "per_gpu_train_batch_size": _BATCH,
         "torch_dtype": "model.dtype",
         "group_by_length": "training.train_sampling_strategy; write group_by_length",
-        "overwrite_output_dir": "training.output_dir; a new run takes a new folder",
+        "overwrite_output_dir": "training.overwrite",
         "no_cuda": "training.use_cpu",
         "logging_dir": "training.output_dir; logs are kept in it",
         "hub_model_name": "training.hub_model_id",

@@ -98,8 +98,11 @@ def _must_be(field: FieldInfo, value: object) -> str:
     words = f"must be {allowed(field.annotation, field.metadata)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{words}, and finite"
+    names = [choice for choice in choices(field.annotation) if isinstance(choice, str)]
+    if isinstance(value, list):
+        unknown = next((item for item in value if isinstance(item, str) and item not in names), None)
+        return words + (nearest(unknown.lower(), names, cutoff=0.5) if unknown is not None else "")
     if isinstance(value, str):
-        names = [choice for choice in choices(field.annotation) if isinstance(choice, str)]
         if hint := nearest(value.lower(), names, cutoff=0.5):
             return words + hint
         if "number" in words:

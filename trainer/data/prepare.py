@@ -4,6 +4,9 @@
 resumed run and every other rank open the same bytes, and the host holds no copy. The fingerprint is a sha256 over what
 decides the rows (options, tokenizer, contents of the files, seed), not over paths, times or versions of libraries.
 
+The folder has a manifest with the hash of every file (``strategies/core/sealed.py``). It is compared before rows are
+opened, and data that is damaged is made anew, with one line that says so.
+
 Every row becomes a tokenised document in a temporary Arrow file. Documents are split into training and evaluation
 *before* they are cut or packed, so that no document is on both sides. Streaming does the same document by document:
 nothing is saved except evaluation data, packing sees a window of documents, and a bad row ends the run when it is read.
@@ -11,14 +14,13 @@ nothing is saved except evaluation data, packing sees a window of documents, and
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -29,7 +31,9 @@ import pyarrow.compute
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from strategies.core.commit import added_folder
+from strategies.core.commit import added_folder, remove
+from strategies.core.sealed import Damaged, damage, digest_of, seal
+from strategies.core.sealed import read as read_manifest
 from trainer.data import packing
 from trainer.data.formats import Document, Encoded, Encoder, detect, make_encoder
 from trainer.data.packing import MASKED, Span, Tokens
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 T = TypeVar("T")
 
+KIND = "data"  # in the manifest
 _LAYOUT = 1  # raise when the same inputs would give other rows
 _BATCH = 256  # rows tokenised in one call, documents written at once
 _WINDOW = 512  # documents that streaming packs together
@@ -52,12 +57,17 @@ _NOT_CONTENT = {"path", "eval_path", "num_proc", "chat_template_path"}
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows ready for the Collator; ``format`` is the name of the training data's."""
+    """Rows ready for the Collator; ``format`` is the name of the training data's.
+
+    ``sources`` and ``tokenizer`` are hashes of the contents that the rows were made of.
+    """
 
     train: Dataset | IterableDataset
     eval: Dataset | None
     fingerprint: str
     format: str
+    sources: str = ""
+    tokenizer: str = ""
 
 
 class _Counts(NamedTuple):
@@ -73,6 +83,9 @@ def prepare(
     seed: int,
     folder: Path,
     say: Say,
+    opened: Callable[[str, str, str], None] = lambda sources, tokenizer, fingerprint: None,
+    *,
+    compares: bool = True,
 ) -> Prepared:
     """The run's data: opened if it is in ``folder``, otherwise prepared and saved there.
 
@@ -80,6 +93,8 @@ def prepare(
         vocab_size: of the model; a larger token id is an error.
         seed: of the split into training and evaluation documents.
         say: gets lines about progress.
+        opened: called with the hashes of sources and tokenizer and the fingerprint before any row is made; may refuse.
+        compares: compare saved data with its manifest; the first rank of a machine does so for the others.
 
     Raises:
         DataError: one line per problem, naming file, row and field.
@@ -87,8 +102,10 @@ def prepare(
     train, held_out = open_train(section), _open_eval(section)
     encoder = make_encoder(section, train, tokenizer, vocab_size)
     eval_encoder = make_encoder(section, held_out, tokenizer, vocab_size) if held_out else None
-    key = fingerprint(encoder, seed, [train, held_out] if held_out else [train])
-    if (folder / key).is_dir():
+    marks = [source.identity(exact=not section.streaming) for source in ([train, held_out] if held_out else [train])]
+    key, made_of = fingerprint(encoder, seed, marks), (digest_of(marks[0]), digest_of(_tokenizer_content(tokenizer)))
+    opened(*made_of, key)
+    if (folder / key).is_dir() and (not compares or _is_whole(folder / key, say)):
         say(f"data: {train.name} is prepared already ({key})")
     elif held_out or not section.streaming:
         with added_folder(folder / key) as draft:
@@ -98,10 +115,30 @@ def prepare(
                 num_held = documents.write("eval", documents.spans).rows
             if not section.streaming:
                 _Documents(train, encoder, draft, say).write_train(seed, num_held)
+            seal(draft, KIND, {"fingerprint": key})
     if not section.streaming:
-        return open_prepared(folder, key)
+        return replace(open_prepared(folder, key), sources=made_of[0], tokenizer=made_of[1])
     evaluation = _open(folder / key / "eval.arrow") if held_out else None
-    return Prepared(_stream(train, encoder), evaluation, key, encoder.format.name)
+    return Prepared(_stream(train, encoder), evaluation, key, encoder.format.name, *made_of)
+
+
+def _is_whole(home: Path, say: Say) -> bool:
+    """Whether the prepared data in ``home`` is what was written. Data that is not is deleted, and made anew.
+
+    Raises:
+        DataError: it cannot be deleted.
+    """
+    try:
+        lines = damage(home, read_manifest(home, KIND))
+    except Damaged as error:
+        lines = [str(error)]
+    if lines:
+        say(f"data: {home} is damaged ({lines[0]}), so the rows are made anew")
+        try:
+            remove(home)
+        except OSError as error:
+            raise DataError(f"{home}: damaged, and cannot be deleted: {error.strerror}; remove the folder") from None
+    return not lines
 
 
 def open_prepared(folder: Path, key: str) -> Prepared:
@@ -149,8 +186,12 @@ def texts(section: DataSection) -> Iterator[str]:
                     yield text
 
 
-def fingerprint(encoder: Encoder, seed: int, sources: Sequence[Source]) -> str:
-    """16 hex digits that differ for different rows. Streamed files count by size and mtime, not by content."""
+def fingerprint(encoder: Encoder, seed: int, marks: Sequence[list[str]]) -> str:
+    """16 hex digits that differ for different rows. Streamed files count by size and mtime, not by content.
+
+    Args:
+        marks: the identity of each source.
+    """
     content = {
         "layout": _LAYOUT,
         "options": {k: v for k, v in encoder.options.model_dump(mode="json").items() if k not in _NOT_CONTENT},
@@ -158,9 +199,9 @@ def fingerprint(encoder: Encoder, seed: int, sources: Sequence[Source]) -> str:
         "tokenizer": _tokenizer_content(encoder.tokenizer),
         "vocab_size": encoder.vocab_size,
         "seed": seed,
-        "sources": [source.identity(exact=not encoder.options.streaming) for source in sources],
+        "sources": list(marks),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return digest_of(content)[:16]
 
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> list[Any]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from strategies.core.sealed import size_and_hash
 from trainer.errors import DataError, first_line, nearest, nearest_file
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -217,13 +218,8 @@ class Files:
     def identity(self, exact: bool) -> list[str]:
         names = [str(path.relative_to(self.root.parent)) for path in self.paths]
         stats = [(path, path.stat()) for path in self.paths]
-        marks = [_sha256(path) if exact else f"{stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+        marks = [size_and_hash(path)[1] if exact else f"{stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
         return [f"{name} {mark}" for name, mark in zip(names, marks, strict=True)]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -348,7 +344,7 @@ def _saved(folder: Path, split: str, key: str) -> Source:
             raise DataError(f"{key}split: {split!r} is not in {folder}; found: {', '.join(data)}")
         data = data[split]
     arrows = sorted(folder.rglob("*.arrow"))
-    return Arrow(str(folder), data, (split, *(_sha256(path) for path in arrows)))
+    return Arrow(str(folder), data, (split, *(size_and_hash(path)[1] for path in arrows)))
 
 
 def _hub(path: str, name: str | None, split: str, streaming: bool, key: str) -> Source:

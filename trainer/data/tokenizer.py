@@ -2,9 +2,9 @@
 
 A trained one is byte-level BPE: the bytes are tokens, so every text can be encoded. Training is deterministic (counts,
 ties by token order). The result is saved in the run's folder and opened from there, so a resumed run and every other
-rank read the same file. It has three special tokens, ``<|pad|>``, ``<|eos|>`` and ``<|im_start|>``. Its chat template
-ends every turn with eos, so that generation stops there, and marks the assistant's turns with ``{% generation %}``, so
-that ``data.assistant_only_loss`` works.
+rank read the same file; one that is damaged (``strategies/core/sealed.py``) is trained again. It has three special
+tokens, ``<|pad|>``, ``<|eos|>`` and ``<|im_start|>``. Its chat template ends every turn with eos, so that generation
+stops there, and marks the assistant's turns with ``{% generation %}``, so that ``data.assistant_only_loss`` works.
 
 A tokenizer without a pad token gets eos as its pad token. That would mask eos if labels were made from ids
 (``labels[ids == pad] = -100``); here the collator adds padding and masks only that.
@@ -13,7 +13,6 @@ A tokenizer without a pad token gets eos as its pad token. That would mask eos i
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,11 +22,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from strategies.core.commit import added_folder
+from strategies.core.sealed import Damaged, damage, read, seal
 from trainer.errors import ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
     from trainer.config.sections import TrainTokenizer
 
+KIND = "tokenizer"  # in its manifest
 PAD, EOS, TURN = "<|pad|>", "<|eos|>", "<|im_start|>"
 
 CHAT_TEMPLATE = (
@@ -89,7 +90,7 @@ def trained(vocab_size: int, folder: Path, texts: Iterable[str]) -> PreTrainedTo
             shutil.rmtree(home)
         with added_folder(home) as draft:
             made.save_pretrained(draft)
-            (draft / "trained.json").write_text(json.dumps({"vocab_size": vocab_size}))
+            seal(draft, KIND, {"vocab_size": vocab_size})
     tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(home)
     return tokenizer
 
@@ -115,7 +116,9 @@ def _train(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def _asked_for(home: Path) -> int | None:
+    """The size that the tokenizer in ``home`` was asked to have; None if there is none, or a damaged one."""
     try:
-        return int(json.loads((home / "trained.json").read_text())["vocab_size"])
-    except FileNotFoundError:
+        manifest = read(home, KIND)
+    except Damaged:
         return None
+    return None if damage(home, manifest) else int(manifest.about["vocab_size"])

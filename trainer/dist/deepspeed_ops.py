@@ -6,6 +6,10 @@ about how long that takes and where it is cached. Without a compiler it ends bef
 A build that is killed leaves its lock, and the next one would wait for it without end. A builder keeps the lock file
 open, so a lock that no process of this machine has open is deleted. Processes of other machines are not seen: two first
 runs on two machines with a common home directory may compile the same extension twice.
+
+On CPUs DeepSpeed's collectives for inference keep 66 MiB per rank under ``/dev/shm``, which is memory, and never delete
+them, not even in a run that ends well. Training does not use them: our runs have none (``ranks.settle_environment``),
+and delete what runs of others, or of older releases, have left.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +39,9 @@ class Op:
 
 SHM = Op("deepspeed_shm_comm", "ShareMemCommBuilder", "20 to 100 s", "collectives between ranks on CPUs")
 CPU_ADAM = Op("cpu_adam", "CPUAdamBuilder", "about 50 s", "the optimizer for offloaded state")
-YOUNG_S = 5.0
 FUSED_ADAM = Op("fused_adam", "FusedAdamBuilder", "1 to 3 minutes", "DeepSpeed's Adam on the device")
+YOUNG_S, OLD_S = 5.0, 600.0
+SHARED = Path("/dev/shm")
 
 
 def cache_folder() -> Path:
@@ -81,20 +87,41 @@ def refuse_what_cannot_be_built() -> None:
 
 def clear_abandoned_builds() -> None:
     """Delete the locks of killed builds; to be called on one rank of a machine before any rank builds."""
-    for lock in cache_folder().glob("*/lock"):
-        with suppress(OSError):  # the builder has just removed it
-            seen = lock.stat()
-            # Not a young one: its builder may have started after the processes were listed.
-            if time.time() - seen.st_mtime > YOUNG_S and not _is_open(lock) and lock.stat().st_ino == seen.st_ino:
-                lock.unlink()
+    _delete_abandoned(cache_folder().glob("*/lock"), YOUNG_S)
 
 
-def _is_open(path: Path) -> bool:
-    """Whether a process of this machine, of those that we may inspect, has the file open."""
+def clear_abandoned_buffers(folder: Path = SHARED) -> None:
+    """Delete this user's buffers of collectives of which no process knows any more; on one rank of a machine."""
+    _delete_abandoned(folder.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*"), OLD_S)
+
+
+def _delete_abandoned(files: Iterable[Path], age_s: float) -> None:
+    """Delete those that are older than ``age_s`` and that no process of this machine has open.
+
+    Not younger ones: who has made one may have started after the processes were listed.
+    """
+    seen = {file: stat for file in files if (stat := _stat(file)) and time.time() - stat.st_mtime > age_s}
+    if not seen:
+        return
+    opened = _opened()
+    for file, before in seen.items():
+        if file.resolve() not in opened and (now := _stat(file)) and now.st_ino == before.st_ino:
+            file.unlink(missing_ok=True)
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    """None: its owner has just removed it."""
+    with suppress(OSError):
+        return file.stat()
+    return None
+
+
+def _opened() -> set[Path]:
+    """The files that processes of this machine, of those that we may inspect, have open."""
     import psutil
 
+    opened: set[Path] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has just ended, or belongs to another user
-            if any(Path(opened.path) == path.resolve() for opened in process.open_files()):
-                return True
-    return False
+            opened.update(Path(file.path) for file in process.open_files())
+    return opened

@@ -27,9 +27,12 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+from trainer.dist.deepspeed_ops import announcement, clear_abandoned_buffers, clear_abandoned_builds
+from trainer.dist.store import is_local, loopback_interface, open_store
+from trainer.dist.watchdog import Watchdog
 from trainer.errors import ConfigError
-from trainer.dist.deepspeed_ops import announcement, clear_abandoned_builds
 
 # A launcher ends all ranks as soon as one has failed, and reports that one's exit code. The rank with the cause should
 # be that one, so a rank that only lost its peer waits this long.
@@ -93,8 +96,12 @@ def settle_environment(ranks: Ranks, usable_cores: int) -> None:
     * the settings of `accelerate launch` are dropped: only ranks come from the launcher, all else from the config
       (with `--cpu` Accelerate would wrap a model that ZeRO has already split);
     * programs that pip installed beside this interpreter come first: torch builds DeepSpeed's C++ with ``ninja``, and
-      this version and the system's would each compile it anew.
+      this version and the system's would each compile it anew;
+    * the number of local ranks has torch's name only. By the name of DeepSpeed's launcher DeepSpeed decides whether to
+      make buffers for inference, see ``deepspeed_ops.py``.
     """
+    if (local := os.environ.pop("LOCAL_SIZE", None)) is not None:
+        os.environ.setdefault("LOCAL_WORLD_SIZE", local)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // ranks.local_world_size)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
@@ -130,16 +137,23 @@ def collectives_of(kind: str) -> str:
 
 
 @contextmanager
-def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[None]:
+def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[Watchdog | None]:
     """The job's default group, closed at the end in any case. The backend is torch's for the device (NCCL, gloo, ...).
+
+    Inside, several ranks have a watchdog.
 
     Args:
         timeout_s: how long a collective may wait for a peer.
         single: open a group for one rank too (DeepSpeed's engine needs one).
         on_cpu: train on the CPU although there is an accelerator.
+
+    Raises:
+        ConfigError: the port at which the ranks meet is in use.
     """
     if ranks.world_size == 1 and not single:
-        yield
+        for name in describe(ranks):
+            os.environ.pop(name, None)  # or Accelerate would open a group as well, on all interfaces, and not close it
+        yield None
         return
     import torch
     import torch.distributed
@@ -152,13 +166,42 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
     if kind is not None:
         torch.accelerator.set_device_index(ranks.local_rank)
     backend = collectives_of(kind or "cpu")
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    store = _store(ranks, timedelta(seconds=timeout_s))
+    torch.distributed.init_process_group(
+        backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    watchdog = Watchdog(store, ranks.rank, ranks.world_size, timeout_s).start() if ranks.world_size > 1 else None
+    del store
     try:
         if single:
             _open_deepspeed(ranks)
-        yield
+        yield watchdog
     finally:
+        if watchdog is not None:
+            watchdog.close()
         _close()
+
+
+def _store(ranks: Ranks, timeout: timedelta) -> Any:
+    """Where the ranks meet. With all of them on this machine, collectives are told to stay on it as well."""
+    interface = loopback_interface() if is_local(ranks) else None
+    if interface is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return open_store(
+        ranks, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout, launchers=launchers
+    )
+
+
+def limit_groups(timeout_s: int) -> None:
+    """Give every group that is open the run's timeout; DeepSpeed and others make theirs without one."""
+    import torch.distributed
+    from torch.distributed import distributed_c10d
+
+    if torch.distributed.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            group.set_timeout(timedelta(seconds=timeout_s))
 
 
 def _open_deepspeed(ranks: Ranks) -> None:
@@ -169,6 +212,7 @@ def _open_deepspeed(ranks: Ranks) -> None:
     if torch.distributed.get_backend() == "gloo":  # on CPUs
         if ranks.is_first_local:
             clear_abandoned_builds()
+            clear_abandoned_buffers()
         torch.distributed.barrier()
     note = announcement()
     if ranks.is_first and note is not None:

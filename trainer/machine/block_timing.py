@@ -1,4 +1,4 @@
-"""Measured compute time of each unit: of a few blocks before a run, or of all of them in its second step.
+"""Measured compute time of each unit: of a few blocks before a run, or of all of them in its first steps.
 
 Marks are set at the borders of blocks, after the memory engine's own hooks, so that no unit's time includes waiting
 for weights. On an accelerator they are events in the compute stream, on a CPU clock readings. A block's forward lies
@@ -14,8 +14,9 @@ resumed one uses the times that its plan was made with: ``unit_times`` in the sa
 from __future__ import annotations
 
 import json
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -110,6 +111,16 @@ class UnitClock:
             last.synchronize()
         seconds: float = last - first if self.device.type == "cpu" else first.elapsed_time(last) / 1000
         return max(LEAST, seconds)
+
+
+def median_of(found: Sequence[UnitTimes]) -> UnitTimes:
+    """The median of each of the times; ``found`` must not be empty."""
+
+    def median(kind: UnitKind) -> tuple[float, float]:
+        forward, backward = zip(*(each.of(kind) for each in found), strict=True)
+        return statistics.median(forward), statistics.median(backward)
+
+    return UnitTimes(median(UnitKind.EMBEDDING), median(UnitKind.BLOCK), median(UnitKind.HEAD), found[0].origin)
 
 
 def without_again(found: UnitTimes, facts: Facts) -> UnitTimes:

@@ -1,112 +1,247 @@
-"""Checkpoints: which are complete, which one is resumed, and which are deleted.
+"""Checkpoints on disk: which are good, which one is resumed, and which are deleted.
 
-Problem. Several processes write a checkpoint. A kill in between leaves a folder that has the highest number and cannot
-be resumed, and Hugging Face and DeepSpeed would both choose it.
+Problem. A kill, a full disk or a power cut leaves a folder that has the highest number and cannot be resumed; a flipped
+bit leaves one that can, with other weights. Hugging Face and DeepSpeed would choose both.
 
-Invariant. Rank 0 writes ``complete.json`` into the folder after a barrier that follows every rank's writing. Only a
-folder that has it is resumed: with ``auto`` the newest one, otherwise the one that the user names.
+A checkpoint is a folder with a manifest (``trainer/run/manifest.py``). Before one is resumed every byte of it is
+compared with its manifest. ``auto`` takes the newest good one and says which newer ones are damaged and how; one that
+is named has to be good itself.
+
+Invariant. Nothing is resumed that was not compared. At every moment a checkpoint that was complete is on the disk. The
+newest one whose weights are finite is never deleted. A folder ``checkpoint-N`` disappears in one step: it is renamed
+before it is deleted. Of a checkpoint that is a symbolic link nothing is deleted, not even the link.
+
+Refused: checkpoints of releases before there were manifests; starting anew because all checkpoints are damaged.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from strategies.core.commit import replace_file
+from strategies.core import sealed
+from strategies.core.commit import EARLIER, remove, restore_earlier
+from strategies.core.sealed import MANIFEST, Damaged
 from trainer.errors import ConfigError
+from trainer.run import aside, manifest
+from trainer.run.manifest import Manifest
 
-MARK = "complete.json"
-FOLDER = re.compile(r"checkpoint-\d+")
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
 
-
-def mark_complete(output_dir: Path, step: int, *, is_first: bool) -> None:
-    """Mark a checkpoint complete; to be called by every rank after it has written its part."""
-    _barrier()
-    if is_first:
-        replace_file(output_dir / f"checkpoint-{step}" / MARK, json.dumps({"step": step}))
-
-
-def unmark(output_dir: Path, step: int, *, is_first: bool) -> None:
-    """Remove the mark of an earlier run; to be called by every rank before it writes into the folder."""
-    if is_first:
-        (output_dir / f"checkpoint-{step}" / MARK).unlink(missing_ok=True)
-    _barrier()
+FORMER_MARK = "complete.json"  # of releases that wrote no manifest
+FOLDER = re.compile(r"checkpoint-(\d+)")
+WRITING, DELETED = "checkpoints.writing", "checkpoints.deleted"  # what a kill leaves in them is no checkpoint
+KEY = "training.resume_from_checkpoint"
 
 
-def _barrier() -> None:
-    import torch.distributed
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint with its manifest; ``path`` may be a symbolic link."""
 
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
 
 
-def _checkpoints(output_dir: Path) -> list[Path]:
+def folders(output_dir: Path) -> list[Path]:
+    """Every folder that is named like a checkpoint, by step."""
     named = [path for path in output_dir.glob("checkpoint-*") if FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return sorted(named, key=_step)
 
 
-def complete(output_dir: Path) -> list[Path]:
-    """The complete checkpoints, oldest first."""
-    return [path for path in _checkpoints(output_dir) if (path / MARK).is_file()]
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+def complete(output_dir: Path) -> list[Found]:
+    """The checkpoints that have a readable manifest, oldest first. Their files are not compared."""
+    found = []
+    for path in folders(output_dir):
+        try:
+            found.append(Found(path, _manifest(path)[1]))
+        except Damaged:
+            continue
+    return found
 
 
 def newest_complete(output_dir: Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
-    return next(reversed(complete(output_dir)), None)
+    """The checkpoint with the highest step that has a readable manifest, or None."""
+    return next((found.path for found in reversed(complete(output_dir))), None)
 
 
-def prune(output_dir: Path, keep: int, best: str | None) -> None:
-    """Delete all but the ``keep`` newest complete checkpoints and the best one.
-
-    The mark is deleted first, so that a half-deleted checkpoint is not complete.
-    """
-    for folder in complete(output_dir)[:-keep]:
-        if best is None or folder.resolve() != Path(best).resolve():
-            (folder / MARK).unlink()
-            shutil.rmtree(folder)
+def _manifest(path: Path) -> tuple[sealed.Sealed, Manifest]:
+    found = manifest.read(path)
+    if FOLDER.fullmatch(path.name) and _step(path) != found[1].step:
+        raise Damaged(f"its manifest is of step {found[1].step}")
+    return found
 
 
-def set_aside(output_dir: Path) -> Path | None:
-    """Move the checkpoints and metrics of an earlier run into a folder of their own; nothing is deleted.
-
-    Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
-    Returns the folder they are in now; None if there were none.
-    """
-    old = _checkpoints(output_dir)
-    if not old:
-        return None
-    number = next(n for n in itertools.count(1) if not (output_dir / f"earlier-{n}").exists())
-    folder = output_dir / f"earlier-{number}"
-    folder.mkdir()
-    for path in [*old, output_dir / "metrics.jsonl"]:
-        if path.exists():
-            path.rename(folder / path.name)
-    return folder
-
-
-def to_resume(output_dir: Path, wanted: str | bool | None) -> Path | None:
-    """The checkpoint that ``training.resume_from_checkpoint`` stands for; None starts from the beginning.
+def verified(path: Path) -> Found:
+    """The checkpoint in ``path``, compared with its manifest byte by byte.
 
     Raises:
-        ConfigError: a checkpoint is required and there is none, or the named one is not complete.
+        Damaged: with one line for all that is wrong.
     """
-    key = f"training.resume_from_checkpoint = {json.dumps(wanted)}"
-    if wanted is None or wanted is False:
+    seal, about = _manifest(path)
+    lines = sealed.damage(path, seal)
+    if lines:
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise Damaged(f"{lines[0]}{more}")
+    return Found(path, about)
+
+
+# --- deleting --------------------------------------------------------------------------------------------------------
+
+
+def to_delete(found: Sequence[Found], keep: int, written: int, best: Path | None) -> list[Found]:
+    """Which of the checkpoints, sorted by step, may go after that of step ``written``.
+
+    Not the ``keep`` newest up to it, not the best, and not the newest finite one.
+    """
+    past = [each for each in found if each.step <= written]
+    finite = [each for each in past if each.manifest.finite]
+    kept = {each.path for each in [*past[-keep:], *finite[-1:]]}
+    return [each for each in past if each.path not in kept and (best is None or each.path.resolve() != best.resolve())]
+
+
+def prune(output_dir: Path, keep: int, written: int, best: Path | None) -> list[str]:
+    """Delete what ``to_delete`` says; returns a line for each that is a symbolic link, of which nothing is deleted.
+
+    Raises:
+        OSError: one cannot be deleted.
+    """
+    kept = []
+    for each in to_delete(complete(output_dir), keep, written, best):
+        if each.path.is_symlink():
+            kept.append(f"{each.path}: a symbolic link, so it is kept though training.save_total_limit = {keep}")
+            continue
+        (output_dir / DELETED).mkdir(exist_ok=True)
+        gone = output_dir / DELETED / each.path.name
+        remove(gone)
+        each.path.rename(gone)
+    remove(output_dir / DELETED)
+    return kept
+
+
+def clear(output_dir: Path) -> None:
+    """Put away what a kill has left: drafts, half-deleted checkpoints, and an earlier one under another name.
+
+    Raises:
+        OSError: something cannot be deleted or renamed.
+    """
+    for name in (WRITING, DELETED):
+        remove(output_dir / name)
+    for path in output_dir.glob(f"checkpoint-*{EARLIER}"):
+        if FOLDER.fullmatch(name := path.name.removesuffix(EARLIER)):
+            restore_earlier(output_dir / name)
+
+
+def set_aside(output_dir: Path, after: int | None = None, *, overwrite: bool = False) -> Path | None:
+    """Move checkpoints, metrics and export of an earlier run into a folder of their own; nothing is deleted.
+
+    Otherwise the old checkpoints, with their higher steps, would be resumed after the first kill of the new run.
+    With ``after``, only checkpoints of later steps are moved: those that a resumed run goes back behind.
+    Returns the folder they are in now; None if there were none.
+
+    Args:
+        overwrite: delete them instead.
+    """
+    old = [path for path in folders(output_dir) if after is None or _step(path) > after]
+    if after is None:
+        old.append(output_dir / "export")
+    if not any(path.exists() for path in old):
         return None
+    if after is None:
+        old.append(output_dir / "metrics.jsonl")
+    return aside.move(old, output_dir, overwrite=overwrite and after is None)
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def to_resume(config: RunConfig) -> tuple[Found | None, list[str]]:
+    """The checkpoint that ``training.resume_from_checkpoint`` stands for, compared with its manifest, and what to say.
+
+    None starts from the beginning.
+
+    Raises:
+        ConfigError: a checkpoint is required and there is none, the named one is not good, or none of several is.
+    """
+    output_dir, wanted = Path(config.training.output_dir), config.training.resume_from_checkpoint
+    if wanted is None or wanted is False:
+        return None, []
     if wanted == "auto" or wanted is True:
-        newest = newest_complete(output_dir)
-        if newest is None and wanted is True:
-            raise ConfigError(
-                f"{key}: {output_dir} holds no complete checkpoint; write auto to start when there is none"
-            )
-        return newest
+        return _newest(config, output_dir, wanted)
     path = Path(str(wanted))
-    if (path / MARK).is_file():
-        return path
-    newest = newest_complete(path.parent) or newest_complete(output_dir)
-    hint = f"; the newest complete one is {newest}" if newest else ""
-    killed = f"not complete, it has no {MARK} (the run was killed while saving it)"
-    raise ConfigError(f"{key}: {killed if path.is_dir() else 'there is no such folder'}{hint}")
+    try:
+        return verified(path), []
+    except Damaged as damaged:
+        what = _former(config, path) or f"damaged: {damaged}"
+        what = what if path.is_dir() else "there is no such folder"
+        good = next(_good([path.parent, output_dir], but=path), None)
+        hint = f"; the newest good one is {good.path}" if good else ""
+        raise config.error(KEY, wanted, f"{what}{hint}") from None
+
+
+def _newest(config: RunConfig, output_dir: Path, wanted: str | bool) -> tuple[Found | None, list[str]]:
+    """The newest good checkpoint of the run, and a line for each newer one that is damaged."""
+    damage: list[tuple[Path, str]] = []
+    for path in reversed(folders(output_dir)):
+        try:
+            good = verified(path)
+        except Damaged as damaged:
+            damage.append((path, str(damaged)))
+            continue
+        return good, [f"{bad}: damaged: {why}; going back to {good.path}" for bad, why in damage]
+    if not damage:
+        if wanted is True:
+            what = f"{output_dir} holds no checkpoint; write auto to start when there is none"
+            raise config.error(KEY, wanted, what)
+        return None, []
+    for path, _ in damage:
+        if what := _former(config, path):
+            raise config.error(KEY, wanted, f"{path}: {what}")
+    path, why = damage[0]
+    others = ", and no older one is good" if len(damage) > 1 else ""
+    start = "write false to start from the beginning; they are kept"
+    raise config.error(KEY, wanted, f"{path}: damaged: {why}{others}; {start}")
+
+
+def _former(config: RunConfig, path: Path) -> str:
+    """What to do with a checkpoint of a release that wrote no manifest; empty if it is none."""
+    if (path / MANIFEST).exists() or not (path / FORMER_MARK).is_file():
+        return ""
+    return (
+        f"written by an earlier release, which kept no hashes: go on with that release, or start from its weights "
+        f"with model.name_or_path: {path} and {KEY}: false"
+    )
+
+
+def _good(places: Iterable[Path], but: Path) -> Iterator[Found]:
+    """Good checkpoints in these folders, newest first."""
+    for place in dict.fromkeys(places):
+        for path in reversed(folders(place)):
+            if path.resolve() != but.resolve():
+                try:
+                    yield verified(path)
+                except Damaged:
+                    continue
+
+
+def refuse_damaged(path: Path, key: str) -> None:
+    """Compare a checkpoint that the run itself is about to read.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        verified(path)
+    except Damaged as damaged:
+        raise ConfigError(f"{key}: {path} cannot be loaded: damaged: {damaged}") from None

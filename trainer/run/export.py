@@ -7,6 +7,8 @@ probe. Only then it replaces ``<output_dir>/export``.
 Under ZeRO stage 3 the weights are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base
 can be loaded by name; on a base with random weights they are merged into it.
 
+It has a manifest with the step and the hash of every file (``strategies/core/sealed.py``), written after the check.
+
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if
 ``model.trust_remote_code`` allowed that for the run. The live model is not changed, unless adapters are merged.
@@ -25,7 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.commit import replaced_folder
+from strategies.core.modes import same_modes
+from strategies.core.sealed import seal
 from trainer.model.build import set_use_cache
+from trainer.run.finished import KIND
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +65,7 @@ def export(
     merge: bool,
     trust_remote_code: bool = False,
     card: ModelCard | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Receipt | None:
     """Write the model to ``folder`` and check it; a collective. Only the first rank gets a receipt.
 
@@ -67,6 +73,7 @@ def export(
         merge: merge adapters into the weights; for a base that cannot be loaded by name.
         trust_remote_code: run Python code that came with the model when it is reloaded.
         card: written as README.md.
+        about: what the manifest says; written last, with size and hash of every file.
 
     Raises:
         ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
@@ -101,7 +108,10 @@ def export(
         if card is not None:
             card.save(draft / "README.md")
         with as_a_user(trainer):
-            return check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
+            receipt = check(draft, expected, state, probe, logits, tolerance, trust_remote_code=trust_remote_code)
+        same_modes(draft)
+        seal(draft, KIND, about or {"step": trainer.state.global_step})
+        return receipt
 
 
 def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

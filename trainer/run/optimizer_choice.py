@@ -34,6 +34,15 @@ def refuse_optimizer(training: TrainingSection) -> None:
         )
 
 
+def refuse_under_zero(training: TrainingSection, stage: int | None) -> None:
+    """Raise ConfigError if DeepSpeed would replace the optimizer: it makes another Adagrad, with one group for all."""
+    if stage and training.optim == "adagrad":
+        raise ConfigError(
+            f"training.optim = 'adagrad': strategies.zero.stage {stage} would lose its parameter groups and with them "
+            f"weight decay; write adamw_torch_fused, or stage 0"
+        )
+
+
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:
     """The update rule and the parameter groups of a torch optimizer that has not been used yet.
 

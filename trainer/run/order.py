@@ -22,6 +22,7 @@ from strategies.core.compose import in_order
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
+from trainer.dist.agreement import Agreement
 from trainer.dist.ranks import Ranks, name_device
 from trainer.errors import ConfigError, UserError
 from trainer.machine import block_timing
@@ -31,7 +32,7 @@ from trainer.model import build, config_keys
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plan_of, refuse_folder, refuse_impossible
-from trainer.run import checkpoint, optimizer_choice
+from trainer.run import manifest, optimizer_choice, resuming
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
     from trainer.data.prepare import Prepared
-    from trainer.run.trainer import Trainer
+    from trainer.run.job_trainer import JobTrainer
+    from trainer.run.manifest import About
+    from trainer.run.resuming import Resumed
 
 T = TypeVar("T")
 
@@ -57,6 +60,7 @@ class Run:
     machine: Machine
     plan: Plan
     resume: Path | None
+    resumed: Resumed | None = None
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -64,21 +68,24 @@ class Run:
             write_line(line)
 
 
-def prepare(config: RunConfig, ranks: Ranks) -> Run:
-    """Find the checkpoint, prepare the data, and plan: everything that can fail before a weight exists."""
+def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> Run:
+    """Prepare the data and plan: everything that can fail before a weight exists. ``resumed``: the checkpoint."""
     folder = Path(config.training.output_dir)
     refuse_folder(config)
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
         config_keys.check(config, build.load_config(config.model, facts.vocab_size_of(config)))
-    resume = checkpoint.to_resume(folder, config.training.resume_from_checkpoint)
-    tokenizer, prepared = first_then_all(ranks, lambda: read_data(config, folder, quiet=not ranks.is_first))
+    tokenizer, prepared = first_then_all(
+        ranks, lambda: read_data(config, folder, resumed, ranks, quiet=not ranks.is_first)
+    )
     machine = probe()
     with explained(config, ranks, machine):
-        plan = plan_of(config, ranks, machine, resumes=resume is not None, tune=True, say=write_line)
+        plan = plan_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
     check_packing(config)
     if plan.layout is not None:
         optimizer_choice.refuse_optimizer(config.training)
-    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume)
+    optimizer_choice.refuse_under_zero(config.training, deepspeed.stage(plan))
+    resume = resumed.path if resumed else None
+    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume, resumed)
     cost = plan_cost(plan)
     shown = ""
     if ranks.is_first:
@@ -90,19 +97,22 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     with explained(config, ranks, machine):
         refuse_impossible(plan)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
-    if ranks.is_first and resume is None:
-        earlier = checkpoint.set_aside(folder)
-        if earlier is not None:
-            run.say(f"a fresh run: the checkpoints of the earlier one are now in {earlier}")
+    if aside := resuming.set_aside(config, ranks, resumed):
+        run.say(aside)
+    for line in resumed.said if resumed else ():
+        run.say(line)
     return run
 
 
-def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrainedTokenizerBase, Prepared]:
+def read_data(
+    config: RunConfig, folder: Path, resumed: Resumed | None = None, ranks: Ranks | None = None, *, quiet: bool
+) -> tuple[PreTrainedTokenizerBase, Prepared]:
     """The tokenizer and the tokenised data, made now or found in ``folder``.
 
     Raises:
         DataError: the data cannot be trained on.
-        ConfigError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary.
+        ConfigError: the tokenizer cannot be loaded, or has more tokens than the model's vocabulary; or the run resumes
+            one with other contents.
     """
     from trainer.data import prepare, tokenizer
 
@@ -117,7 +127,22 @@ def read_data(config: RunConfig, folder: Path, *, quiet: bool) -> tuple[PreTrain
             f"model.config.vocab_size = {rows}: the tokenizer has {len(words)} tokens; raise it, or leave it out"
         )
     say = (lambda line: None) if quiet else write_line
-    return words, prepare.prepare(config.data, words, rows, config.training.seed, folder / "data", say)
+
+    def opened(sources: str, tokenizer: str, fingerprint: str) -> None:
+        if resumed is not None:
+            contents = {"sources": sources, "tokenizer": tokenizer, "fingerprint": fingerprint}
+            resumed.compare_contents(config, contents, hf_config)
+
+    return words, prepare.prepare(
+        config.data,
+        words,
+        rows,
+        config.training.seed,
+        folder / "data",
+        say,
+        opened,
+        compares=ranks is None or ranks.is_first_local,
+    )
 
 
 def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -220,13 +245,13 @@ def names_of(weights: PreTrainedModel) -> list[str]:
     return [name for kind in kinds for name, _ in kind]
 
 
-def make_trainer(run: Run) -> Trainer:
+def make_trainer(run: Run, together: Agreement | None = None) -> JobTrainer:
     """The trainer with its callbacks, in the order in which they see an event; the meter must be last."""
     from transformers.trainer_callback import PrinterCallback
 
     from trainer.data.collate import Collator
+    from trainer.run.job_trainer import JobTrainer
     from trainer.run.plan_check import PlanCheck
-    from trainer.run.trainer import Trainer
 
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
@@ -238,8 +263,9 @@ def make_trainer(run: Run) -> Trainer:
     plan_file = run.folder / "plan.json"
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
     plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if plan_file.is_file() else None
-    trainer = Trainer(
-        model=make_model(run),
+    model = make_model(run)
+    trainer = JobTrainer(
+        model=model,
         args=arguments,
         train_dataset=run.prepared.train,
         eval_dataset=run.prepared.eval,
@@ -248,6 +274,8 @@ def make_trainer(run: Run) -> Trainer:
         meter=meter,
         plan=run.plan,
         plan_check=plan_check,
+        about=about(run, model),
+        together=together or Agreement(),
         callbacks=[
             ProgressLine(),
             MetricsFile(run.folder / "metrics.jsonl"),
@@ -261,6 +289,19 @@ def make_trainer(run: Run) -> Trainer:
     if deepspeed.clips_itself(run.plan):
         trainer.accelerator.max_grad_norm = run.config.training.max_grad_norm
     return trainer
+
+
+def about(run: Run, model: PreTrainedModel) -> About:
+    """What every checkpoint of the run says about it.
+
+    Raises:
+        ConfigError: the run resumes one of a model with other parameters.
+    """
+    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in model.named_parameters()}
+    if run.resumed is not None:
+        run.resumed.compare_shapes(shapes)
+    hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
+    return manifest.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
 
 
 def check_packing(config: RunConfig) -> None:

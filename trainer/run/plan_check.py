@@ -1,20 +1,19 @@
-"""The plan against the run: predicted and measured bytes and seconds, compared once, after the second step.
+"""The plan against the run: predicted and measured bytes, compared after the second step, and seconds after a few more.
 
-By then every buffer exists and every kernel has had its workspace. Three counts of bytes can be measured exactly: the
-arenas of the memory engine, what autograd saves in one forward, and what crosses the link in one step. Saved bytes are
-predicted for micro-batches of full length; shorter ones save less, on the device and over the link. The peak of the
-process includes libraries, for which the prediction has a round number. Where the plan has a simulated step, seconds
-are compared, too: of forward and backward as blocks are timed (``block_timing.py``), and of the whole step.
+After two steps every buffer exists and every kernel has had its workspace. Three counts of bytes can be measured
+exactly: the arenas of the memory engine, what autograd saves in one forward, and what crosses the link in one step.
+Saved bytes are predicted for micro-batches of full length; shorter ones save less, on the device and over the link. The
+peak of the process includes libraries, for which the prediction has a round number. Where the plan has a simulated
+step, seconds are compared, too: of forward and backward, and of the whole step (``timed_steps.py``).
 
-Torch's hooks count what is saved in the first micro-batch of step 1; blocks are timed in the first of step 2. Blocks
-that ``strategies.recompute`` has changed report what they keep. Two cases are not counted: Hugging Face's
-checkpointing, whose hooks are inside ours, and ZeRO stage 3, where gathered weights would count as saved.
+Torch's hooks count what is saved in the first micro-batch of step 1. Blocks that ``strategies.recompute`` has changed
+report what they keep. Two cases are not counted: Hugging Face's checkpointing, whose hooks are inside ours, and ZeRO
+stage 3, where gathered weights would count as saved.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -28,14 +27,13 @@ from strategies.core.commit import replace_file
 from strategies.core.plan import Home, Plan
 from strategies.core.sizes import human
 from strategies.engine import stowed_by
-from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import room_of
 from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.table import table
 from trainer.machine import block_timing
-from trainer.machine.block_timing import UnitClock
 from trainer.run.callbacks import device_peak_bytes, host_peak_bytes, write_line
+from trainer.run.timed_steps import LAST, TimedSteps
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,7 +101,7 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 class PlanCheck(TrainerCallback):  # type: ignore[misc]
-    """Prints predicted and measured numbers after step 2 and adds them to ``plan.json``.
+    """Prints predicted and measured numbers of the first steps and adds them to ``plan.json``.
 
     Args:
         folder: of the run, with ``plan.json``, which gets the key ``measured``, and ``facts.json``, which gets timings.
@@ -114,21 +112,21 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         self._plan, self._folder = plan, folder
         self._countable = not recomputes and deepspeed.stage(plan) != 3
         self._storages: dict[int, int] = {}
-        self._clock: UnitClock | None = None
-        self._began: tuple[float, int, int] | None = None  # seconds, bytes up and down when step 2 began
+        self._timed = TimedSteps(plan) if plan.layout else None
+        self._began: tuple[int, int] | None = None  # bytes up and down when step 2 began
+        self._rows: list[Comparison] = []
         self._model: nn.Module | None = None
 
     @contextmanager
     def counting(self, model: nn.Module, step: int) -> Iterator[None]:
-        """Count inside what autograd saves (in step 1) or time blocks (in step 2)."""
+        """Count inside what autograd saves (in step 1) or time blocks (in some steps after it)."""
         if not model.training:
             yield
         elif step == COUNTED - 1 and self._countable and not self._storages:
             with count_saved(model) as self._storages:
                 yield
-        elif step == STEP - 1 and self._plan.layout and self._clock is None and (blocks := find_blocks(model)):
-            self._clock = UnitClock(blocks, next(model.parameters()).device)
-            with self._clock.forward():
+        elif self._timed is not None:
+            with self._timed.forward(model, step + 1):
                 yield
         else:
             yield
@@ -136,20 +134,41 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step == STEP - 1:
             self._model = kwargs["model"]
-            self._began = (self._now(), *self._traffic())
+            self._began = self._traffic()
+        if self._timed is not None:
+            self._timed.begin(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step != STEP or not state.is_world_process_zero:
+        if self._timed is not None:
+            self._timed.end(state.global_step)
+        if not state.is_world_process_zero:
             return
-        timings = self._timings()
-        compared = [*self.compared(), *self._seconds(timings)]
-        write_line("plan against run, after step 2")
-        for line in table(HEADER, (each.cells() for each in compared), HEADER[1:]):
+        if state.global_step == STEP:
+            self._say(f"after step {STEP}", list(self.compared()))
+        if state.global_step == LAST:
+            self._compare_seconds()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step < LAST:
+            self._compare_seconds()
+
+    def _say(self, when: str, rows: list[Comparison]) -> None:
+        """Print ``rows``, and write them into ``plan.json`` after those that are there."""
+        self._rows += rows
+        write_line(f"plan against run, {when}")
+        for line in table(HEADER, (each.cells() for each in rows), HEADER[1:]):
             write_line(f"  {line}")
         file = self._folder / "plan.json"
         written = json.loads(file.read_text())
-        written["measured"] = [{**asdict(each), "error": each.error} for each in compared]
+        written["measured"] = [{**asdict(each), "error": each.error} for each in self._rows]
         replace_file(file, json.dumps(written, indent=1))
+
+    def _compare_seconds(self) -> None:
+        if self._timed is None or not self._timed.name:
+            return
+        timings = self._timed.unit_times()
+        if rows := list(self._seconds(self._timed, timings)):
+            self._say(self._timed.name, rows)
         if timings is not None:
             block_timing.store(self._folder, self._plan.facts, timings)
             write_line(
@@ -173,28 +192,20 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             facts = plan.facts_as_kept()
             up, down = traffic(facts, plan.layout or empty(facts), plan.facts.machine.rates or ASSUMED)
             now_up, now_down = self._traffic()
-            yield Comparison("link up, step 2", up, now_up - self._began[1])
-            yield Comparison("link down, step 2", down, now_down - self._began[2])
+            yield Comparison("link up, step 2", up, now_up - self._began[0])
+            yield Comparison("link down, step 2", down, now_down - self._began[1])
 
-    def _seconds(self, timings: UnitTimes | None) -> Iterator[Comparison]:
+    def _seconds(self, timed: TimedSteps, timings: UnitTimes | None) -> Iterator[Comparison]:
         plan = self._plan
         cost = plan_cost(plan)
-        if cost is None or self._began is None:
+        if cost is None:
             return
         if timings is not None and plan.facts.machine.rates is not None:
             facts = replace(plan.facts_as_kept(), unit_times=timings)
             passes = plan.facts.run.accumulation
             found = passes * sum(map(sum, unit_seconds(facts, plan.facts.machine.rates)))
             yield Comparison("forward and backward", cost.compute_seconds, found, "seconds")
-        yield Comparison("step 2", cost.seconds, self._now() - self._began[0], "seconds")
-
-    def _timings(self) -> UnitTimes | None:
-        found = self._clock.seconds() if self._clock is not None else None
-        if found is None:
-            return None
-        return replace(
-            block_timing.without_again(found, self._plan.facts_as_kept()), origin="measured in step 2 of a run"
-        )
+        yield Comparison("a step", cost.seconds, timed.step_seconds, "seconds")
 
     def _traffic(self) -> tuple[int, int]:
         """Bytes that have crossed the link so far, up and down."""
@@ -203,10 +214,3 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
         engine = (stowed.engine.transfer.bytes_up, stowed.engine.transfer.bytes_down) if stowed else (0, 0)
         saved = room.traffic if room is not None else (0, 0)
         return engine[0] + saved[0], engine[1] + saved[1]
-
-    def _now(self) -> float:
-        if self._plan.facts.machine.has_accelerator:
-            import torch
-
-            torch.accelerator.synchronize()  # twice in a run
-        return time.perf_counter()

@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,20 +18,30 @@ from strategies.core.protocol import Requirement
 from strategies.core.sizes import human
 from strategies.engine.memory import accelerator
 from trainer.dist import deepspeed_ops
+from trainer.dist.agreement import Agreement, agreement, dotted
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
+from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.errors import ExitCode, UserError, report
-from trainer.planning.from_config import check_installed
-from trainer.run import oom, order
+from trainer.planning.from_config import check_installed, refuse_folder
+from trainer.run import finished, lock, oom, order, resuming
 from trainer.run.callbacks import write_line
 from trainer.run.export import export
 from trainer.run.model_card import model_card
+from trainer.run.preemption import SaveAndStop
+from trainer.run.saves import estimated_bytes
+from trainer.run.watched import Watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.sections import RunConfig
+    from trainer.dist.watchdog import Watchdog
+    from trainer.run.job_trainer import JobTrainer
     from trainer.run.order import Run
-    from trainer.run.trainer import Trainer
+
+TIMEOUT_SAYS = ("Timed out waiting", "Application timeout")  # gloo
+GLOO_SAYS = ("gloo/transport", *TIMEOUT_SAYS)
+REPORT_S = 120.0  # how long the first rank may take to say what would fit, before the others end by themselves
 
 
 def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
@@ -49,52 +59,107 @@ def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
         deepspeed_ops.refuse_what_cannot_be_built()
 
 
-def run(config: RunConfig, ranks: Ranks) -> int:
-    """Train as ``config`` says, on this rank. All process groups are closed, whatever happens."""
+def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
+    """Train as ``config`` says, on this rank. All process groups are closed, whatever happens.
+
+    Args:
+        stop: listens to requests to stop.
+    """
     quiet_libraries()
-    timeout_s = config.training.ddp_timeout or 1800
     on_cpu = bool(config.training.use_cpu)
     single = Requirement.DEEPSPEED in requirements_of(config.strategies)
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
-    with shown, process_group(ranks, timeout_s, single=single, on_cpu=on_cpu):
-        return _guarded(config, ranks)
+    with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
+        return _guarded(config, ranks, stop or Stop(), watchdog)
 
 
-def _guarded(config: RunConfig, ranks: Ranks) -> int:
+def timeout_s(config: RunConfig) -> int:
+    """How long a collective, or a sign of life, may be waited for."""
+    return config.training.ddp_timeout or 1800
+
+
+def _guarded(config: RunConfig, ranks: Ranks, stop: Stop | None = None, watchdog: Watchdog | None = None) -> int:
     """Run, and turn every error into lines and an exit code while the process group is open.
 
     A traceback refers to its frames, the frames to the engine, and the engine to its groups, so the frames are cleared
     before the groups are closed (see [Note: closing gloo] in ``trainer/dist/ranks.py``).
     """
-    prepared: Run | None = None
+    stop = stop or Stop()
+    seen: list[Run] = []
     try:
-        prepared = order.prepare(config, ranks)
-        train(prepared)
+        with ExitStack() as held:
+            _whole(config, ranks, stop, watchdog, held, seen)
         return ExitCode.FINISHED
     except UserError as error:
+        stop.leave()
         if ranks.is_first:
             report(error)
-        elif list(error.more()):  # a launcher ends all ranks when one has ended, and the first one still reports
-            time.sleep(GRACE_S)
+        elif error.says_more:  # a launcher ends all ranks when one has ended, and the first one still reports
+            time.sleep(REPORT_S)
         traceback.clear_frames(error.__traceback__)
         return error.code
-    except KeyboardInterrupt as stop:
+    except Stopped as stopped:
+        stop.leave()
+        if ranks.is_first or not stop.is_training:
+            print(stopped.line, file=sys.stderr, flush=True)
+        traceback.clear_frames(stopped.__traceback__)
+        return stopped.code
+    except KeyboardInterrupt as interrupt:
+        stop.leave()
         if ranks.is_first:
             print("interrupted; training.resume_from_checkpoint=auto goes on from the last checkpoint", file=sys.stderr)
-        traceback.clear_frames(stop.__traceback__)
+        traceback.clear_frames(interrupt.__traceback__)
         return ExitCode.INTERRUPTED
     except Exception as error:
-        code = ExitCode.FAILED
-        if prepared is not None and oom.is_shortage(error):
-            print("\n".join(oom.explain(config, prepared.plan, error)), file=sys.stderr, flush=True)
-            code = ExitCode.OUT_OF_MEMORY
-        if isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error):
-            # The rank that failed first reports why, and the launcher ends this one, unless that rank was killed.
-            time.sleep(GRACE_S)
-            code = ExitCode.PEER_DIED
-        traceback.print_exc()
-        traceback.clear_frames(error.__traceback__)
-        return code
+        return _failed(config, seen, stop, watchdog, error)
+
+
+def _failed(config: RunConfig, seen: list[Run], stop: Stop, watchdog: Watchdog | None, error: Exception) -> ExitCode:
+    """The exit code of an error that is not the user's, after it was printed."""
+    code, shown, asked_before = ExitCode.FAILED, True, stop.is_asked
+    if seen and oom.is_shortage(error):
+        print("\n".join(oom.explain(config, seen[0].plan, error)), file=sys.stderr, flush=True)
+        code = ExitCode.OUT_OF_MEMORY
+    if isinstance(error, torch.distributed.DistError) or any(said in str(error) for said in GLOO_SAYS):
+        if watchdog is not None and any(said in str(error) for said in TIMEOUT_SAYS):
+            where = "".join(traceback.format_exception(error))
+            watchdog.tell(f"a collective has waited for {timeout_s(config)} s (training.ddp_timeout)", where)
+        # The rank that failed first reports why, and the launcher ends this one, unless that rank was killed.
+        stop.wait(GRACE_S)
+        code, shown = ExitCode.PEER_DIED, asked_before or not stop.is_asked
+    stop.leave()
+    if shown:
+        traceback.print_exception(error)
+    traceback.clear_frames(error.__traceback__)
+    return code
+
+
+def _whole(
+    config: RunConfig, ranks: Ranks, stop: Stop, watchdog: Watchdog | None, held: ExitStack, seen: list[Run]
+) -> None:
+    """The run from the lock on its folder to its export; nothing if it is over already.
+
+    Args:
+        held: what is released at the end.
+        seen: takes the prepared run, for errors that come later.
+    """
+    together = held.enter_context(agreement(ranks, timeout_s(config)))
+    together.refuse_different(dotted(config.tree()))
+
+    def take_lock() -> None:
+        refuse_folder(config)
+        held.enter_context(lock.held(config))
+
+    together.on_first(ranks.rank, take_lock)
+    resumed = resuming.decide(config, ranks, write_line)
+    over = together.on_first(ranks.rank, lambda: finished.already(config, resumed.found.step if resumed else None))
+    if over is not None:
+        if ranks.is_first:
+            write_line(over)
+        return
+    prepared = order.prepare(config, ranks, resumed)
+    seen.append(prepared)
+    train(prepared, stop, together, watchdog)
 
 
 def show_sample(config: RunConfig) -> None:
@@ -105,13 +170,20 @@ def show_sample(config: RunConfig) -> None:
     print(sample.render(prepared, words, colour=sys.stdout.isatty()))
 
 
-def train(run: Run) -> None:
+def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
     """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
-    trainer = order.make_trainer(run)
+    trainer = order.make_trainer(run, together)
+    trainer.add_callback(SaveAndStop(stop, together, trainer.saves))
+    trainer.add_callback(Watched(watchdog, timeout_s(run.config)))
     if run.resume is not None:
         run.say(f"resuming from {run.resume}")
+    if run.config.training.save_strategy != "no":
+        estimate = estimated_bytes(run.plan, adapters=run.config.model.lora is not None)
+        if shortage := trainer.saves.shortage(estimate):
+            run.say(f"{shortage}: training goes on without a checkpoint until there is space")
     try:
         trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)
+        stop.phase = Phase.ENDING
         finish(run, trainer)
     finally:
         trainer.accelerator.free_memory()  # ends DeepSpeed's engine
@@ -119,13 +191,17 @@ def train(run: Run) -> None:
         gc.collect()
 
 
-def finish(run: Run, trainer: Trainer) -> None:
+def finish(run: Run, trainer: JobTrainer) -> None:
     """Evaluate if the last step was not evaluated, export, check the export, and print where everything is."""
     history = [record for record in trainer.state.log_history if "eval_loss" in record]
     if run.prepared.eval is not None and (not history or history[-1]["step"] < trainer.state.global_step):
         trainer.evaluate()
         history = [record for record in trainer.state.log_history if "eval_loss" in record]
     folder, section, hf_config = run.folder, run.config.model, cast("PreTrainedModel", trainer.model).config
+    about = finished.about(run.config, trainer.state.global_step)
+    if trainer.together.on_first(run.ranks.rank, lambda: finished.make_room(run.config, about)):
+        run.say(finished.line(folder / "export", trainer.state.global_step))
+        return
     receipt = export(
         trainer,
         run.tokenizer,
@@ -133,6 +209,7 @@ def finish(run: Run, trainer: Trainer) -> None:
         merge=section.lora is not None and section.name_or_path is None,
         trust_remote_code=section.trust_remote_code,
         card=model_card(run.config, hf_config, trainer.state, sys.argv, run.ranks.world_size),
+        about=about,
     )
     if not run.ranks.is_first:
         return

@@ -31,14 +31,13 @@ from trainer.errors import CountingError, first_line
 from trainer.model.forked import ForkError, in_fork
 from trainer.model.undisturbed import undisturbed
 from trainer.planning.plan_for import plan_for
+from trainer.run import training_state
 from trainer.run.accelerator import StowAccelerator
 from trainer.run.callbacks import write_line
 from trainer.run.optimizer_choice import adopt
 
 if TYPE_CHECKING:
     from strategies.core.plan import Plan
-
-OPTIMIZER, SCHEDULER = "optimizer", "scheduler.pt"  # in a checkpoint; the scheduler's is Hugging Face's name
 
 
 def stowed(base: type, **options: Any) -> type:
@@ -231,21 +230,35 @@ class StowedTrainer:
             self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
+    # Checkpoints of other trainers than ``trainer.run.trainer.Trainer``: with the engine in our format, else in Hugging
+    # Face's, whose pickles are read as weights only.
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As Hugging Face's, but the engine's state is written bucket by bucket, without a second copy in memory."""
         if self.stowed is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        elif self.args.should_save:
-            self.stowed.save(Path(output_dir) / OPTIMIZER)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+        else:
+            training_state.save_stowed(self, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As Hugging Face's for what Hugging Face has written; the engine loads its own."""
-        if self.stowed is None or checkpoint is None or not (Path(checkpoint) / OPTIMIZER).is_dir():
+        """As Hugging Face's for what Hugging Face has written; the engine loads what is in our format."""
+        if self.stowed is None or checkpoint is None or not (Path(checkpoint) / training_state.OPTIMIZER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        else:
+            training_state.load(self, Path(checkpoint))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The generators' states, as JSON."""
+        training_state.save_random_state(self, Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The generators' states; Hugging Face's where there are only those."""
+        if checkpoint is None:
             return
-        self.stowed.load(Path(checkpoint) / OPTIMIZER)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+        if any(Path(checkpoint).glob("rng_state*")):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif said := training_state.load_random_state(self, Path(checkpoint)):
+            write_line(said)
 
 
 class _Called(BaseException):

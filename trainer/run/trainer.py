@@ -4,24 +4,30 @@
 * evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
 * our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
 * a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
-* a checkpoint is marked complete by a file written after all ranks have written theirs, and only such a checkpoint
-  is resumed automatically.
+* a checkpoint is written as a draft, sealed, and only then gets its name (``trainer/run/saving.py``);
+* what is in a checkpoint, and how it is read, is said in ``trainer/run/training_state.py``.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
+from transformers.trainer import TRAINING_ARGS_NAME
 
+from strategies.core.modes import same_modes
 from strategies.engine import NonFiniteError
+from strategies.state.spans import WEIGHT
 from trainer.data.packing import MASKED
-from trainer.run.callbacks import Meter
-from trainer.run.checkpoint import mark_complete, prune, unmark
+from trainer.errors import ConfigError
+from trainer.run import saving, training_state
+from trainer.run.callbacks import Meter, write_line
+from trainer.run.checkpoint import prune, refuse_damaged
 from trainer.run.nonfinite import DEEPSPEED_SAYS, StopNonFinite, described
 from trainer.run.stowed_trainer import StowedTrainer
 
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
     from strategies.core.plan import Plan
+    from trainer.run.manifest import About
     from trainer.run.plan_check import PlanCheck
 
 
@@ -39,16 +46,28 @@ class Trainer(StowedTrainer, transformers.Trainer):
         meter: counts tokens and time; fills each record.
         plan: of the run; with a layout the memory engine trains.
         plan_check: compares the plan with the run; also one of ``callbacks``.
+        about: what every checkpoint says about the run.
     """
 
     plan: Plan
     last_inputs: dict[str, Any]
     last_loss: torch.Tensor
 
-    def __init__(self, *args: Any, meter: Meter, plan: Plan, plan_check: PlanCheck | None, **kwargs: Any) -> None:
-        self.meter, self.plan_check, self.plan = meter, plan_check, plan
+    def __init__(
+        self,
+        *args: Any,
+        meter: Meter,
+        plan: Plan,
+        plan_check: PlanCheck | None,
+        about: About,
+        **kwargs: Any,
+    ) -> None:
+        self.meter, self.plan_check, self.plan, self.about = meter, plan_check, plan, about
+        self._draft: Path | None = None
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
         super().__init__(*args, **kwargs)
+        # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
+        self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.add_callback(StopNonFinite(self))
 
     @property
@@ -101,18 +120,118 @@ class Trainer(StowedTrainer, transformers.Trainer):
             metrics[f"{metric_key_prefix}_loss"] = metrics.pop(f"{metric_key_prefix}_token_loss")
         return output
 
+    # --- what a checkpoint holds, and how it is read (training_state.py) ---------------------------------------------
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """As Hugging Face's, but DeepSpeed does not load its own checkpoint; then ours is loaded."""
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
+
+    def _load_best_model(self) -> None:
+        """Weights of the best evaluation, under every strategy.
+
+        Raises:
+            ConfigError: that checkpoint is damaged.
+        """
+        best = Path(str(self.state.best_model_checkpoint))
+        refuse_damaged(best, "training.load_best_model_at_end = true")
+        with _as_config_error():
+            training_state.load_weights(self, best)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them."""
+        super()._save(output_dir, state_dict)
+        (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        training_state.save(self, Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with _as_config_error():
+                training_state.load(self, Path(checkpoint))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: the loss scale is saved with the optimizer."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: the loss scale is loaded with the optimizer."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with _as_config_error():
+                said = training_state.load_random_state(self, Path(checkpoint))
+            if said is not None:
+                write_line(said)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save as Hugging Face does, mark the checkpoint complete, and only then delete older ones."""
-        folder, is_first = Path(str(self.args.output_dir)), self.args.process_index == 0
-        unmark(folder, self.state.global_step, is_first=is_first)
-        keep, self.args.save_total_limit = self.args.save_total_limit, None
+        """Let Hugging Face write a draft, commit it, and only then delete older checkpoints; a collective.
+
+        Raises:
+            NotSaved: on every rank, if one cannot write; older checkpoints are as they were.
+        """
+        output_dir, step, writes = Path(str(self.args.output_dir)), self.state.global_step, bool(self.args.should_save)
+        name = f"checkpoint-{step}"
+        former = self.state.best_model_checkpoint
+        try:
+            with saving.draft(output_dir, writes=writes) as folder:
+                saving.together(lambda: self._write(folder, model, trial))
+                self.state.best_model_checkpoint = self._best(output_dir, former)
+                saving.together(lambda: self._commit(folder / name, output_dir / name) if writes else None)
+        except OSError as error:
+            self.state.best_model_checkpoint = former
+            raise saving.NotSaved(f"{output_dir / name} was not saved: {error}; older ones are as they were") from None
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(output_dir / name))
+
+    def _write(self, folder: Path, model: torch.nn.Module, trial: Any) -> None:
+        self._draft = folder
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self.args.save_total_limit = keep
-        mark_complete(folder, self.state.global_step, is_first=is_first)
-        if keep is not None and is_first:
-            prune(folder, keep, self.state.best_model_checkpoint)
+            self._draft = None
+
+    def _best(self, output_dir: Path, former: str | None) -> str | None:
+        """The best checkpoint by the name that it will have; Hugging Face has looked for it in the draft."""
+        best = self.state.best_global_step
+        is_there = best == self.state.global_step or (best and (output_dir / f"checkpoint-{best}").is_dir())
+        return str(output_dir / f"checkpoint-{best}") if is_there else former
+
+    def _commit(self, written: Path, folder: Path) -> None:
+        training_state.check(self, written)
+        self.state.save_to_json(str(written / "trainer_state.json"))  # with the best one's name
+        named = (name for name, _ in self.accelerator.unwrap_model(self.model).named_buffers())
+        buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
+        loss = float(self.last_loss) if hasattr(self, "last_loss") else None
+        same_modes(written)
+        manifest = saving.manifest_of(self.about, self.state.global_step, written, loss, buffers)
+        saving.commit(written, folder, manifest)
+        if self.keep is not None:
+            best = self.state.best_model_checkpoint
+            for line in prune(folder.parent, self.keep, manifest.step, Path(best) if best else None):
+                write_line(line)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where Hugging Face writes and looks for checkpoints: the draft while one is written."""
+        return str(self._draft) if self._draft is not None else super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing while the draft is written: it is uploaded in the background, so it must have its name first."""
+        if self._draft is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    """A ``ConfigError`` instead of a ``ValueError`` that says why a checkpoint cannot be resumed."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from None
 
 
 def _token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""What it costs to seal a checkpoint: hashes, a look for values that are not finite, and a manifest.
+
+    python benchmarks/saving.py --megabytes 600 --rounds 5
+
+Trains a Llama of that size (weights and Adam's moments) for one step and saves it by the run's own Trainer in turn with
+and without sealing. Both write a draft, wait until everything is on the disk and rename it. Prints the medians, and
+what the hashes and the look at the values take alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from strategies.core.commit import sync
+from strategies.core.sealed import damage, read
+from trainer.config.load import load_tree
+from trainer.dist.ranks import Ranks
+from trainer.run import order, saving
+from trainer.run.manifest import KIND, About, Manifest
+from trainer.verify.verify import random_run
+
+HIDDEN = 512
+LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * 4 * HIDDEN  # parameters
+
+
+def main() -> None:
+    """The whole script."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--offload", action="store_true", help="by the memory engine, which writes safetensors")
+    arguments = parser.parse_args()
+    took: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        trainer = trained(Path(name), arguments.megabytes, offload=arguments.offload)
+        for _ in range(arguments.rounds):
+            took.setdefault("sealed", []).append(timed(lambda: trainer._save_checkpoint(trainer.model, None)))
+            with mock.patch.multiple(saving, seal=synced, manifest_of=unlooked):
+                took.setdefault("only synced", []).append(timed(lambda: trainer._save_checkpoint(trainer.model, None)))
+        trainer._save_checkpoint(trainer.model, None)
+        (place,) = Path(name).glob("run/checkpoint-*")
+        took["hashed alone"] = [timed(lambda: damage(place, read(place, KIND)))]
+        took["values alone"] = [timed(lambda: saving.all_finite(place, ()))]
+        size = sum(num_bytes for num_bytes, _ in read(place, KIND).files.values())
+    for what, times in took.items():
+        print(f"{what:12}  {statistics.median(times):6.2f} s   ({', '.join(f'{each:.2f}' for each in times)})")
+    plain, ours = (statistics.median(took[what]) for what in ("only synced", "sealed"))
+    print(f"{size / 1e6:.0f} MB: sealing adds {100 * (ours / plain - 1):.1f} %")
+
+
+def trained(folder: Path, megabytes: int, *, offload: bool) -> Any:
+    """A trainer after one step, with a checkpoint of about that size."""
+    model = {
+        "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 8,
+        "vocab_size": 256, "num_hidden_layers": max(1, round(megabytes * 1e6 / 12 / LAYER)),
+    }  # fmt: skip
+    training = {"output_dir": str(folder / "run"), "max_steps": 1, "save_strategy": "no", "report_to": ["none"]}
+    tree = {
+        "model": {"config": model, "tokenizer": "none"},
+        "data": {"path": "random tokens", "max_length": 16},
+        "training": {**training, "per_device_train_batch_size": 1, "use_cpu": True},
+        "strategies": {"offload": {"site": "host", "weights": "streamed"}} if offload else {},
+    }
+    trainer: Any = order.make_trainer(random_run(load_tree(tree), Ranks()))
+    trainer.train()
+    return trainer
+
+
+def timed(work: Callable[[], object]) -> float:
+    """The seconds that ``work`` takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def synced(draft: Path, kind: str, about: object) -> None:
+    """Only wait until everything is on the disk."""
+    for path in [*draft.rglob("*"), draft]:
+        sync(path)
+
+
+def unlooked(run: About, step: int, *rest: object) -> Manifest:
+    """A manifest without a look at the values."""
+    return Manifest(step=step, finite=True, run=run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Where DeepSpeed keeps the training state: which pieces of which parameters are in which of its tensors.
+
+    stage 0, fp32   torch's optimizer updates the model's parameters
+    stage 0, mixed  an fp32 copy of every parameter                                      FP16_UnfusedOptimizer
+    stages 1, 2     this rank's share of a group's parameters, laid end to end, in fp32  DeepSpeedZeroOptimizer
+    stage 3         this rank's share of every parameter, laid end to end, in fp32       DeepSpeedZeroOptimizer_Stage3
+
+DeepSpeed's own checkpoints are pickles, which run code when they are read, and fit only the number of ranks that wrote
+them. So none is written or read: its tensors are saved and filled in as spans of named parameters.
+
+Besides tensors a checkpoint of DeepSpeed restores counts of steps and the loss scale; they are in ``extra``.
+
+Refused: other optimizers of DeepSpeed's, which no strategy here asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.state.saved_state import Weights
+from strategies.state.torch_state import Held, Piece, Place, TorchState
+
+
+class DeepSpeedState(TorchState):
+    """The ``Holder`` for DeepSpeed's engine."""
+
+    def __init__(self, engine: Any, model: nn.Module) -> None:
+        self._engine = engine
+        self._outer = outer = engine.optimizer
+        grouped: Sequence[Sequence[Any]]
+        self._rank = torch.distributed.get_rank(engine.seq_data_parallel_group)
+        named = dict(model.named_parameters())
+        names = {id(param): name for name, param in named.items()}
+        shapes = {name: _shape(param) for name, param in named.items() if param.requires_grad}
+        kind = type(outer).__name__
+        if isinstance(outer, torch.optim.Optimizer):
+            inner, grouped = outer, [group["params"] for group in outer.param_groups]
+            held = [_whole(param, param, names) for params in grouped for param in params]
+        elif kind == "FP16_UnfusedOptimizer":
+            inner, grouped = outer.optimizer, outer.fp16_groups
+            pairs = zip(outer.fp16_groups, outer.fp32_groups, strict=True)
+            held = [_whole(copy, param, names) for one in pairs for param, copy in zip(*one, strict=True)]
+        elif kind == "DeepSpeedZeroOptimizer":
+            inner, grouped = outer.optimizer, outer.bit16_groups
+            held = list(_shares_of_groups(outer, names))
+        elif kind == "DeepSpeedZeroOptimizer_Stage3":
+            inner, grouped = outer.optimizer, _groups_of_stage_3(outer)
+            held = list(_shares_of_parameters(outer, names, self._rank))
+        else:
+            raise ValueError(f"{kind} of DeepSpeed cannot be saved: its state is not known here")
+        split = kind.startswith("DeepSpeedZeroOptimizer")
+        groups = [[names[id(param)] for param in params] for params in grouped]
+        places = [place for name, param in named.items() for place in self._places(name, param)]
+        super().__init__(inner, held, groups, shapes, places, writes=split or self._rank == 0)
+        self.divides_weights = any(hasattr(param, "ds_id") for param in named.values())
+
+    def _places(self, name: str, param: Any) -> Iterator[Place]:
+        """The elements of a weight that this rank has: all, or under stage 3 its share."""
+        if not hasattr(param, "ds_id"):
+            yield Place(name, tuple(param.shape), 0, param)
+            return
+        start, count = _share(param, self._rank)
+        if count > 0:
+            yield Place(name, tuple(param.ds_shape), start, param.ds_tensor.data.view(-1)[:count])
+
+    def weight_spans(self, names: set[str]) -> Iterator[Any]:
+        """The weights of ``names`` on this rank; those that all ranks have are written by the first."""
+        return super().weight_spans(names) if self.divides_weights or self._rank == 0 else iter(())
+
+    def fill_weights(self, weights: Weights) -> None:
+        """As torch's. Under stage 3 shares are filled in, and what is kept whole is gathered again."""
+        if hasattr(self._outer, "checkpoint_event_prologue"):
+            self._outer.checkpoint_event_prologue()  # gives whole weights back, so that only shares are left
+        super().fill_weights(weights)
+        if hasattr(self._outer, "checkpoint_event_epilogue"):
+            self._outer.checkpoint_event_epilogue()
+
+    # --- counts and loss scale ---------------------------------------------------------------------------------------
+
+    def loss_scale(self) -> dict[str, float] | None:
+        """The scale, how many steps it has held, and how many overflows it bears; None if nothing is scaled."""
+        scaler = self._scaler()
+        if scaler is None:
+            return None
+        held = scaler.cur_iter - scaler.last_overflow_iter - 1
+        left = getattr(scaler, "cur_hysteresis", None)
+        return {"scale": scaler.cur_scale, "held": held} | ({} if left is None else {"hysteresis": left})
+
+    def set_loss_scale(self, saved: Mapping[str, float]) -> None:
+        """Go on with a scale that was saved by any strategy."""
+        scaler = self._scaler()
+        if scaler is None:
+            return
+        scaler.cur_scale = saved["scale"]
+        scaler.last_overflow_iter = scaler.cur_iter - saved["held"] - 1
+        if "hysteresis" in saved and hasattr(scaler, "cur_hysteresis"):
+            scaler.cur_hysteresis = saved["hysteresis"]
+
+    def _scaler(self) -> Any:
+        """What counts steps between overflows, if the scale is dynamic."""
+        config = getattr(self._outer, "loss_scale_config", None)
+        if config is not None:
+            return config if config.dynamic_loss_scale else None
+        scaler = getattr(self._outer, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
+
+    def set_steps(self, steps: int) -> None:
+        """Count as DeepSpeed would have after that many steps."""
+        self._engine.global_steps = steps
+        self._engine.global_samples = steps * self._engine.train_batch_size()
+
+
+def _shape(param: Any) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _dtype(param: Any) -> str:
+    return str(param.dtype).removeprefix("torch.")
+
+
+def _whole(tensor: torch.Tensor, param: Any, names: Mapping[int, str]) -> Held:
+    piece = Piece(names[id(param)], tuple(param.shape), 0, 0, param.numel())
+    return Held(tensor, (piece,), _dtype(param), copied=tensor is not param)
+
+
+def _shares_of_groups(outer: Any, names: Mapping[int, str]) -> Iterator[Held]:
+    """Stages 1 and 2: DeepSpeed itself knows which fragment of a parameter is where in the flat tensor of a group."""
+    for params, flat in zip(outer.bit16_groups, outer.single_partition_of_fp32_groups, strict=True):
+        pieces = []
+        for param in params:
+            there = param._hp_mapping
+            if there is not None:
+                start, offset = there.lp_fragment_address.start, there.hp_fragment_address.start
+                pieces.append(
+                    Piece(names[id(param)], tuple(param.shape), start, offset, there.hp_fragment_address.numel)
+                )
+        if pieces:
+            yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
+
+
+def _shares_of_parameters(outer: Any, names: Mapping[int, str], rank: int) -> Iterator[Held]:
+    """Stage 3: every parameter is divided evenly, the last share is padded, and shares are laid end to end."""
+    for params, flat in zip(outer.fp16_groups, outer.fp32_partitioned_groups_flat, strict=True):
+        pieces, offset = [], 0
+        for param in params:
+            start, count = _share(param, rank)
+            if count > 0:
+                pieces.append(Piece(names[id(param)], _shape(param), start, offset, count))
+            offset += param.partition_numel()
+        if pieces:
+            yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
+
+
+def _share(param: Any, rank: int) -> tuple[int, int]:
+    """First element and number of elements of a rank's share under stage 3, without padding."""
+    size = param.partition_numel()
+    start = min(rank * size, param.ds_numel)
+    return start, min(size, param.ds_numel - start)
+
+
+def _groups_of_stage_3(outer: Any) -> Sequence[Sequence[Any]]:
+    grouped: list[list[Any]] = [[] for _ in outer.optimizer.param_groups]
+    for index, params in enumerate(outer.fp16_groups):
+        grouped[outer.sub_group_to_group_id[index]] += params
+    return grouped

@@ -1,0 +1,336 @@
+"""Training state on disk, in one format for all strategies: an index, and spans of named parameters.
+
+    optimizer.json                                rule, groups with hyperparameters, how many ranks have written
+    optimizer-00000-of-00002.json                 what rank 0 of 2 has written: counts, kinds of tensors, files
+    optimizer-00000-of-00002-001.safetensors      its spans (``spans.py``)
+
+A ``Holder`` is the state of one strategy on one rank: what it has, as views of where it is, and places to fill. Saving
+writes what each rank holds; loading fills what each rank needs, from whatever ranks and strategy have saved it.
+
+    kinds of tensors    exp_avg, exp_avg_sq, ... torch's names; master (fp32, of a weight in lower precision); weight
+    numbers             per parameter; ``step`` counts its updates. A parameter never updated has none
+
+Ranks write without talking to each other, so that none waits for another that could not write.
+
+Invariant. ``opened`` finds every element of every tensor in the files once, and all names, sizes and counts agree, or
+it refuses; hashes are checked by wish. A writer opens what was written before it counts as saved.
+
+Refused: hyperparameters that are not JSON; ranks that disagree about a number; files of another format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from strategies.core.sealed import digest_of, size_and_hash
+from strategies.state import spans
+from strategies.state.spans import WEIGHT, Span, SpanError, Store
+
+VERSION = 2
+INDEX = "optimizer.json"
+FILE_NAME = re.compile(r"optimizer-\d{5}-of-\d{5}(-\d{3,}\.safetensors|\.json)")
+MASTER = "master"
+AGAIN = "save again, or load an earlier save"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is saved of a parameter: its shape, the dtype of its weight, numbers, and the shapes of tensors by kind."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    numbers: Mapping[str, float]
+    tensors: Mapping[str, tuple[int, ...]]
+
+
+class Holder(Protocol):
+    """The training state of one strategy on one rank."""
+
+    rule: str
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters; ``params`` are names. The same on all ranks."""
+
+    def described(self) -> dict[str, Described]:
+        """What this rank writes something of."""
+
+    def spans(self) -> Iterator[Span]:
+        """What this rank writes: views of where the state is."""
+
+    def misfits(self, saved: Saved) -> Iterator[str]:
+        """Why ``saved`` cannot be filled in, one line each."""
+
+    def fill(self, saved: Saved) -> None:
+        """Take over counts and tensors, except weights and masters."""
+
+    def fill_weights(self, weights: Weights) -> None:
+        """Take over weights, and masters where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """An opened save: what the index says, and what the files hold."""
+
+    folder: Path
+    rule: str
+    param_groups: list[dict[str, Any]]
+    parameters: Mapping[str, Described]
+    extra: Mapping[str, Any]
+    store: Store
+
+    def trained(self) -> set[str]:
+        """The parameters that the optimizer has."""
+        return {name for group in self.param_groups for name in group["params"]}
+
+
+class Weights:
+    """The exact weights of a save: masters, weights among the spans, or those of files with whole weights."""
+
+    def __init__(self, saved: Store, files: Store | None, aliases: Mapping[str, Sequence[str]]) -> None:
+        """``files`` have whole weights by name; ``aliases``: all names of a tied weight by each of them."""
+        self._saved, self._files, self._aliases = saved, files, aliases
+
+    def find(self, name: str) -> tuple[Store, str, str] | None:
+        """Where the exact weight is: what holds it, its name there, and its kind."""
+        for other in (name, *self._aliases.get(name, ())):
+            for store, kind in ((self._saved, MASTER), (self._saved, WEIGHT), (self._files, WEIGHT)):
+                if store is not None and (other, kind) in store:
+                    return store, other, kind
+        return None
+
+    def faults(self, name: str, shape: Sequence[int]) -> Iterator[str]:
+        """Why the weight cannot be read, one line each."""
+        found = self.find(name)
+        if found is None:
+            yield f"{name}: its weight is in no file"
+        else:
+            yield from found[0].faults(found[1], found[2], shape)
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill ``into`` with the elements from ``start`` on, rounded to its dtype."""
+        found = self.find(name)
+        if found is None:
+            raise SpanError(f"{name}: its weight is in no file")
+        found[0].read(found[1], found[2], start, into, rounding=True)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_part(folder: Path, holder: Holder, more: Iterable[Span], *, rank: int, ranks: int, hashed: bool) -> None:
+    """Write what this rank holds, and ``more``, into ``folder``, which exists.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    described, more = holder.described(), list(more)
+    for span in more:
+        known = described.get(span.name, Described(span.shape, _name_of(span.tensor), {}, {}))
+        tensors = {**known.tensors, span.kind: span.shape}
+        described[span.name] = Described(known.shape, known.dtype, known.numbers, tensors)
+    files: dict[str, Any] = {}
+    for number, part in enumerate(spans.parts([*holder.spans(), *more]), start=1):
+        name = f"optimizer-{rank:05}-of-{ranks:05}-{number:03}.safetensors"
+        size, digest = spans.write(folder / name, part, hashed=hashed)
+        files[name] = {"bytes": size, "sha256": digest}
+    parameters = {
+        name: {
+            "shape": list(each.shape),
+            "dtype": each.dtype,
+            "numbers": dict(each.numbers),
+            "tensors": {kind: list(shape) for kind, shape in each.tensors.items()},
+        }
+        for name, each in described.items()
+    }
+    sign(folder / _record_of(rank, ranks), {"version": VERSION, "parameters": parameters, "files": files})
+
+
+def write_index(folder: Path, holder: Holder, ranks: int, extra: Mapping[str, Any] | None = None) -> None:
+    """Write what concerns all ranks; for the first one.
+
+    Raises:
+        ValueError: a hyperparameter cannot be written as JSON.
+        OSError: the file cannot be written.
+    """
+    groups = holder.groups()
+    check_json(groups)
+    head = {"version": VERSION, "ranks": ranks, "rule": holder.rule, "param_groups": groups, "extra": dict(extra or {})}
+    sign(folder / INDEX, head)
+
+
+def sign(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` with a hash of its own."""
+    path.write_text(json.dumps({"sha256": digest_of(content), "content": content}, indent=1, allow_nan=False))
+
+
+def _record_of(rank: int, ranks: int) -> str:
+    return f"optimizer-{rank:05}-of-{ranks:05}.json"
+
+
+def _name_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Described]:
+    """What all ranks together have written of each parameter."""
+    merged: dict[str, Described] = {}
+    for name, raw in ((name, raw) for record in records for name, raw in record["parameters"].items()):
+        tensors = {kind: tuple(shape) for kind, shape in raw["tensors"].items()}
+        each = Described(tuple(raw["shape"]), raw["dtype"], raw["numbers"], tensors)
+        known = merged.setdefault(name, each)
+        held = [one for one in (known, each) if set(one.tensors) != {WEIGHT}]  # a rank may have written that alone
+        if (known.shape, known.dtype) != (each.shape, each.dtype) or len({str(one.numbers) for one in held}) > 1:
+            raise SpanError(f"{name}: ranks disagree about it: {known} and {each}")
+        numbers = held[0].numbers if held else {}
+        merged[name] = Described(each.shape, each.dtype, numbers, {**known.tensors, **each.tensors})
+    return merged
+
+
+def _faults(parameters: Mapping[str, Described], store: Store) -> Iterator[str]:
+    """What the files lack or have too much of, one line each."""
+    for name, each in parameters.items():
+        for kind, shape in each.tensors.items():
+            yield from store.faults(name, kind, shape)
+    for name, kind in store:
+        if name not in parameters or kind not in parameters[name].tensors:
+            yield f"{name}.{kind}: in the files, and no rank lists it"
+
+
+def check_json(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a hyperparameter cannot be written as JSON."""
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"param_groups[{number}][{key!r}] is {value!r}, which JSON cannot hold: use finite numbers, "
+                    f"strings, lists"
+                ) from None
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def opened(folder: Path, *, hashes: bool = False) -> Saved:
+    """Open a save. Nothing of it is trusted: names, sizes, ranges and counts are checked, and hashes by wish.
+
+    Raises:
+        SpanError: there is no save, it has another format, or is damaged; a line for each file.
+    """
+    index = read_index(folder)
+    records = [_signed(folder / _record_of(rank, index["ranks"]), _is_record) for rank in range(index["ranks"])]
+    files = {name: file for record in records for name, file in record["files"].items()}
+    complaints = list(damaged_files(folder, files, hashes=hashes))
+    if complaints:
+        raise SpanError("\n  ".join(complaints))
+    parameters, store = _merged(records), Store.of(folder / name for name in files)
+    trained = {name for group in index["param_groups"] for name in group["params"]}
+    complaints = [f"{name}: no rank has written its state; {AGAIN}" for name in sorted(trained - parameters.keys())]
+    complaints += [f"{line}; {AGAIN}" for line in _faults(parameters, store)]
+    if complaints:
+        raise SpanError(complaints[0])
+    return Saved(folder, index["rule"], index["param_groups"], parameters, index["extra"], store)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What ``optimizer.json`` says.
+
+    Raises:
+        SpanError: there is none, it has another format, or is damaged.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        raise SpanError(f"{folder}: no {INDEX} in it; name a folder that optimizer.save() has written")
+    return _signed(path, _is_index)
+
+
+def _signed(path: Path, is_sound: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    """What a signed file says.
+
+    Raises:
+        SpanError: it is missing, has another format, or is damaged.
+    """
+    if path.is_symlink() or not path.is_file():
+        raise SpanError(f"{path}: missing; {AGAIN}")
+    try:
+        read = json.loads(path.read_bytes())
+        content: dict[str, Any] = read["content"]
+        intact, version = read["sha256"] == digest_of(content), content["version"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        intact, version = False, None
+    if not intact:
+        raise SpanError(f"{path}: damaged, its hash is another; {AGAIN}")
+    if version != VERSION:
+        raise SpanError(f"{path}: format {version}, this release reads {VERSION}; use the one that saved it")
+    try:
+        sound = is_sound(content)
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise SpanError(f"{path}: damaged, something is missing in it; {AGAIN}")
+    return content
+
+
+def _is_index(content: Mapping[str, Any]) -> bool:
+    """Whether all that is read from the index is there, with the right types."""
+    return (
+        isinstance(content["rule"], str)
+        and isinstance(content["extra"], dict)
+        and type(content["ranks"]) is int
+        and 0 < content["ranks"] < 10**5
+        and all(isinstance(name, str) for group in content["param_groups"] for name in group["params"])
+    )
+
+
+def _is_record(content: Mapping[str, Any]) -> bool:
+    return (
+        all(type(file["bytes"]) is int and isinstance(file["sha256"], str | None) for file in content["files"].values())
+        and all(FILE_NAME.fullmatch(name) for name in content["files"])
+        and all(_is_description(each) for each in content["parameters"].values())
+    )
+
+
+def _is_description(each: Mapping[str, Any]) -> bool:
+    shapes = [each["shape"], *each["tensors"].values()]
+    return (
+        all(isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape) for shape in shapes)
+        and isinstance(each["dtype"], str)
+        and all(type(number) in (int, float) for number in each["numbers"].values())
+    )
+
+
+def damaged_files(folder: Path, files: Mapping[str, Mapping[str, Any]], *, hashes: bool) -> Iterator[str]:
+    """Why files that a rank has listed cannot be read, one line each."""
+    for name, known in files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            yield f"{path}: missing; {AGAIN}"
+        elif path.stat().st_size != known["bytes"]:
+            yield f"{path}: {path.stat().st_size} bytes, {known['bytes']} were written; {AGAIN}"
+        elif hashes and known["sha256"] is not None and size_and_hash(path)[1] != known["sha256"]:
+            yield f"{path}: damaged, its hash is another; {AGAIN}"
+
+
+def other_model(saved: Saved, expected: Mapping[str, tuple[int, ...]], rule: str) -> Iterator[str]:
+    """Why a save is of another model or rule, one line each. ``expected``: shapes of trained parameters by name."""
+    if saved.rule != rule:
+        yield f"saved by {saved.rule}, this optimizer is {rule}: train on with the rule that saved it"
+    trained = saved.trained()
+    for name in sorted(expected.keys() - trained):
+        yield f"{name}: not in the save; train the same parameters as the run that saved"
+    for name in sorted(trained - expected.keys()):
+        yield f"{name}: only in the save; train the same parameters as the run that saved"
+    for name in sorted(expected.keys() & trained):
+        if saved.parameters[name].shape != expected[name]:
+            yield (
+                f"{name}: saved as {list(saved.parameters[name].shape)}, the model has {list(expected[name])}: load it "
+                f"into the model that saved it"
+            )

@@ -1,0 +1,232 @@
+"""The state of a torch optimizer as spans of named parameters, whatever tensors it updates.
+
+Plain training updates the model's own parameters. DeepSpeed gives the optimizer fp32 copies of them, or flat tensors
+with pieces of many parameters. ``Held`` says which pieces of which parameters are in one such tensor; state of the same
+shape is divided in the same way.
+
+Invariant. State is filled in with the dtype, the strides and the device that torch would have given it.
+
+Refused: pieces of one tensor with different counts of steps, since torch keeps one count for each tensor; state whose
+shape is not the parameter's (Adafactor's rows and columns) for a tensor that holds pieces of several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.state.saved_state import MASTER, Described, Saved, Weights, other_model
+from strategies.state.spans import WEIGHT, Span
+
+RECOMPUTED = frozenset(["RMS"])  # Adafactor computes it anew in every step before it reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``count`` elements of a parameter from element ``start`` on; in the tensor that holds it from ``offset`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that the optimizer updates. ``dtype``: of the weights; ``copied``: it is an fp32 copy of them."""
+
+    tensor: Tensor
+    pieces: tuple[Piece, ...]
+    dtype: str
+    copied: bool = False
+
+    @property
+    def is_master(self) -> bool:
+        """Whether it has more digits than the weights."""
+        return self.copied and self.dtype != "float32"
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is one whole parameter, in its shape."""
+        return len(self.pieces) == 1 and tuple(self.tensor.shape) == self.pieces[0].shape
+
+    def part(self, tensor: Tensor, piece: Piece) -> Tensor:
+        """The elements of ``piece`` in ``tensor``, which is divided as this one is."""
+        return tensor if self.is_parameter else tensor.detach().view(-1)[piece.offset : piece.offset + piece.count]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Elements of a model's weight on this rank, from ``start`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensor: Tensor
+
+
+class TorchState:
+    """A ``Holder`` for an optimizer of torch's kind.
+
+    Args:
+        optimizer: has the state.
+        held: what it updates on this rank.
+        groups: names of the parameters in each of its groups, the same on all ranks.
+        places: the model's weights on this rank, also those that are not trained.
+        writes: whether this rank writes; False if another one has the same.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        held: Sequence[Held],
+        groups: Sequence[Sequence[str]],
+        shapes: Mapping[str, tuple[int, ...]],
+        places: Sequence[Place],
+        *,
+        writes: bool,
+    ) -> None:
+        self._optimizer, self._held, self._groups, self._writes = optimizer, held, groups, writes
+        self._shapes, self.places = shapes, places
+        self.rule = type(optimizer).__name__
+        self._is_torchs = type(optimizer).__module__.startswith("torch.")  # they keep state in the dtype of the weight
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters of each group, with names for parameters."""
+        named = zip(self._optimizer.param_groups, self._groups, strict=True)
+        return [{**group, "params": list(names)} for group, names in named]
+
+    def described(self) -> dict[str, Described]:
+        """Every trained parameter of which this rank has a piece."""
+        found: dict[str, Described] = {}
+        for held in self._held if self._writes else ():
+            tensors, numbers = self._state_of(held)
+            for piece in held.pieces:
+                shapes = {k: tuple(v.shape) if held.is_parameter else piece.shape for k, v in tensors.items()}
+                found[piece.name] = Described(piece.shape, held.dtype, numbers, shapes)
+        return found
+
+    def spans(self) -> Iterator[Span]:
+        """State and masters, piece by piece."""
+        for held in self._held if self._writes else ():
+            for kind, tensor in self._state_of(held)[0].items():
+                for piece in held.pieces:
+                    shape = tuple(tensor.shape) if held.is_parameter else piece.shape
+                    yield Span(piece.name, kind, shape, piece.start, held.part(tensor, piece))
+
+    def weight_spans(self, names: set[str]) -> Iterator[Span]:
+        """The weights of ``names`` on this rank."""
+        for place in self.places if self._writes else ():
+            if place.name in names:
+                yield Span(place.name, WEIGHT, place.shape, place.start, place.tensor)
+
+    def _state_of(self, held: Held) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Tensors and numbers of what is held; a master is one of the tensors."""
+        tensors: dict[str, Tensor] = {MASTER: held.tensor} if held.is_master else {}
+        numbers: dict[str, float] = {}
+        for key, value in self._optimizer.state.get(held.tensor, {}).items():
+            if isinstance(value, Tensor) and (value.dim() > 0 or (held.tensor.dim() == 0 and key != "step")):
+                if not held.is_parameter and value.shape != held.tensor.shape:
+                    names = f"{held.pieces[0].name} to {held.pieces[-1].name}"
+                    raise ValueError(f"{names}: {key} of {self.rule} has a shape of its own and cannot be divided")
+                tensors[key] = value
+            elif value is not None and key not in RECOMPUTED:
+                numbers[key] = value.item() if isinstance(value, Tensor) else value
+        return tensors, numbers
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def misfits(self, saved: Saved) -> Iterator[str]:
+        """Why ``saved`` cannot be filled in, one line each."""
+        complaints = list(other_model(saved, self._shapes, self.rule))
+        yield from complaints
+        for held in self._held if not complaints else ():
+            first = held.pieces[0]
+            for piece in held.pieces:
+                yield from _unlike(saved, held, first.name, piece.name)
+            for kind in saved.parameters[first.name].tensors if self._is_torchs else ():
+                dtype = saved.store.dtype(first.name, kind)
+                if kind not in (MASTER, WEIGHT) and torch.promote_types(dtype, held.tensor.dtype) != held.tensor.dtype:
+                    yield f"{first.name}: {kind} was saved in {dtype}, and here it would be {held.tensor.dtype}"
+
+    def fill(self, saved: Saved) -> None:
+        """Replace the state of every tensor by what was saved."""
+        for held in self._held:
+            known = saved.parameters[held.pieces[0].name]
+            state: dict[str, Any] = {}
+            for key, number in known.numbers.items():
+                state[key] = self._number(held.tensor, number)
+            for kind, shape in known.tensors.items():
+                if kind not in (MASTER, WEIGHT):
+                    state[kind] = self._filled(saved, held, kind, shape)
+            if state:
+                self._optimizer.state[held.tensor] = state
+            else:
+                self._optimizer.state.pop(held.tensor, None)
+
+    def _number(self, tensor: Tensor, number: float) -> Any:
+        """As torch's optimizers keep it: floats in a tensor, which fused kernels read on the device."""
+        if isinstance(number, int):
+            return number
+        group = self._optimizer.defaults
+        there = tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        return torch.tensor(number, dtype=torch.get_default_dtype(), device=there)
+
+    def _filled(self, saved: Saved, held: Held, kind: str, shape: tuple[int, ...]) -> Tensor:
+        first = held.pieces[0].name
+        dtype = held.tensor.dtype if self._is_torchs else saved.store.dtype(first, kind)
+        if held.is_parameter and shape != tuple(held.tensor.shape):
+            made = torch.empty(shape, dtype=dtype, device=held.tensor.device)
+        else:
+            made = torch.zeros_like(held.tensor, dtype=dtype, memory_format=torch.preserve_format).detach()
+        for piece in held.pieces:
+            saved.store.read(piece.name, kind, piece.start, held.part(made, piece))
+        return made
+
+    def fill_weights(self, weights: Weights) -> None:
+        """Read every weight that was saved, and the masters of those that are trained."""
+        for place in self.places:
+            if weights.find(place.name) is not None:
+                weights.read(place.name, place.start, place.tensor)
+        for held in self._held:
+            for piece in held.pieces if held.copied else ():
+                weights.read(piece.name, piece.start, held.part(held.tensor.detach(), piece))
+
+
+def _unlike(saved: Saved, held: Held, first: str, name: str) -> Iterator[str]:
+    """Why the state of ``name`` cannot be kept in one tensor with that of ``first``, one line each."""
+    one, other = saved.parameters[first], saved.parameters[name]
+    if one.numbers != other.numbers:
+        yield (
+            f"{name}: saved after {other.numbers.get('step', 0):g} updates and {first} after "
+            f"{one.numbers.get('step', 0):g}; ZeRO counts them together: train on with the strategy that saved it"
+        )
+    for kind, shape in other.tensors.items():
+        if kind not in (MASTER, WEIGHT) and not held.is_parameter and shape != other.shape:
+            yield (
+                f"{name}: {kind} was saved with {math.prod(shape)} elements, and ZeRO needs one for each of the "
+                f"weight's {math.prod(other.shape)}: train on with the strategy that saved it"
+            )
+    if {*one.tensors} - {MASTER, WEIGHT} != {*other.tensors} - {MASTER, WEIGHT} and one.numbers == other.numbers:
+        yield f"{name}: saved with other kinds of state than {first}: train on with the strategy that saved it"
+
+
+def plain_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, writes: bool) -> TorchState:
+    """The ``Holder`` of plain training, in which the optimizer updates the model's own parameters."""
+    named = dict(model.named_parameters())
+    names = {id(param): name for name, param in named.items()}
+    groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    held = [
+        Held(param, (Piece(name, tuple(param.shape), 0, 0, param.numel()),), str(param.dtype).removeprefix("torch."))
+        for name in (name for group in groups for name in group)
+        for param in (named[name],)
+    ]
+    places = [Place(name, tuple(param.shape), 0, param) for name, param in named.items()]
+    shapes = {piece.name: piece.shape for each in held for piece in each.pieces}
+    return TorchState(optimizer, held, groups, shapes, places, writes=writes)

@@ -1,0 +1,131 @@
+"""Signals, stopped ranks, dead launchers, full disks and second runs, done to real runs; every one can be resumed.
+
+``make faults`` does all of it at many moments (``tests/faults/full``); here is one of each kind.
+"""
+
+import hashlib
+import resource
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.commands import Server, digest
+from tests.e2e.interrupted import (
+    STEPS,
+    at_step,
+    checkpoints,
+    config_in,
+    ranks_of,
+    same_end,
+    send,
+    start,
+    until,
+)
+
+pytestmark = pytest.mark.ranks
+
+LONG = 100_000  # steps; nobody waits for them
+ZERO = {"zero": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "to", "number", "strategies"),
+    [(1, 0, signal.SIGTERM, {}), (2, 1, signal.SIGUSR1, ZERO)],
+    ids=["plain", "one of two ranks"],
+)
+def test_a_signal_saves_at_the_end_of_the_step(
+    num_ranks: int, to: int, number: signal.Signals, strategies: dict[str, Any], server: Server, tmp_path: Path
+) -> None:
+    """While it trains it listens on the loopback interface alone."""
+    whole, config = config_in(tmp_path / "whole", strategies), config_in(tmp_path / "run", strategies)
+    server.run(num_ranks, whole).check()
+    job = start(server, num_ranks, config)
+    at_step(job, config, 2)
+    pids = ranks_of(job)
+    listening = {
+        it.laddr.ip for pid in pids for it in psutil.Process(pid).net_connections("tcp") if it.status == "LISTEN"
+    }
+    assert listening <= {"127.0.0.1"} and (num_ranks == 1 or listening)
+    send(pids[to], number)
+    result = job.wait().check(10).quiet()
+    (step,) = checkpoints(config)
+    assert 2 <= step < STEPS
+    assert f"{number.name}{' on rank 1' if to else ''}: step {step} is saved, the run ends" in result.err
+    assert not (config.parent / "run" / "run.lock").exists()
+    assert server.run(num_ranks, config).check().lines("resuming from ")
+    same_end(config, whole)
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Hash of every file by name."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_finished_run_stays_as_it_is(server: Server, tmp_path: Path) -> None:
+    """The learning rate does not end at 0, and the last step is not the end of an epoch."""
+    config, folder = config_in(tmp_path), tmp_path / "run"
+    server.run(1, config).check()
+    before = files(folder)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+    assert len(modes) == 1, modes
+    again = server.run(1, config).check().quiet()
+    assert again.out.startswith("finished before, at step 42: ") and again.out.count("\n") == 1
+    assert files(folder) == before
+    weights = folder / "export" / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    again = server.run(1, config).check()
+    assert "the export of before is now in" in again.out and "train_loss" not in again.out
+    assert files(folder / "export") == {name[7:]: it for name, it in before.items() if name.startswith("export/")}
+    assert checkpoints(config) == [STEPS]
+    assert (folder / "earlier-1" / "export" / "model.safetensors").read_bytes() == damaged
+    anew = server.run(1, config, "training.resume_from_checkpoint=false", "training.save_strategy=no").check()
+    assert "a fresh run: the checkpoints and the export of the earlier one are now in" in anew.out
+    assert (folder / "earlier-2" / f"checkpoint-{STEPS}").is_dir() and checkpoints(config) == []
+    assert digest(folder / "earlier-2" / "export") == digest(folder / "export")
+    server.run(1, config, "training.overwrite=true").check()
+    assert sorted(path.name for path in folder.glob("earlier-*")) == ["earlier-1", "earlier-2"]
+
+
+def test_a_stopped_rank_ends_all_with_their_stacks(server: Server, tmp_path: Path) -> None:
+    """Under ZeRO, whose groups have another timeout by themselves. Before, a second run in its folder is refused."""
+    config = config_in(tmp_path, ZERO, max_steps=LONG, ddp_timeout=5)
+    job = start(server, 2, config)
+    at_step(job, config, 100)
+    first, second = ranks_of(job)
+    refused = server.run(1, config).check(2).quiet()
+    assert refused.err.count("\n") == 1 and f"in use by another run: process {first} on" in refused.err
+    assert "data:" not in refused.text
+    send(second, signal.SIGSTOP)
+    until(lambda: not psutil.pid_exists(first), job, "ended", timeout_s=30.0)
+    send(second, signal.SIGKILL)
+    result = job.wait().check(13)
+    assert "watchdog: rank 0 of 2 ends, exit code 13: rank " in result.err
+    assert "rank 1: in step " in result.err or "rank 1: after step " in result.err
+    assert "rank 0, thread MainThread:" in result.err and "trainer/run/run.py" in result.err
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(server: Server, tmp_path: Path) -> None:
+    """The disk is full for large files only, from step 2 until one save was in vain."""
+    whole, config = config_in(tmp_path / "whole"), config_in(tmp_path / "run", save_steps=8)
+    server.run(1, whole).check()
+    job = start(server, 1, config)
+    at_step(job, config, 2)
+    (pid,) = ranks_of(job)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    until(lambda: "was not saved" in job.text, job, "a save in vain")
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    result = job.wait().check().quiet()
+    failed = [line for line in result.text.splitlines() if "was not saved" in line]
+    assert failed and all(line.endswith("; older ones are as they were; the next save tries again") for line in failed)
+    assert digest(config.parent / "run" / "export") == digest(whole.parent / "run" / "export")
+    assert (config.parent / "run" / f"checkpoint-{STEPS}").is_dir()

@@ -1,0 +1,39 @@
+"""Every move of a checkpoint from one strategy and number of ranks to another: part of ``make faults``.
+
+Fourteen strategies and numbers of ranks in fp32 and in bf16, each to each: 392 moves. The state after loading has the
+bits of the state that was saved. Runs on the same ranks that compute the same go on to the same bits.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.moves import OFFLOAD, RECOMPUTE, SAVED, Kind, different, offload, plain, run, zero
+
+KINDS: dict[str, Kind] = {
+    "plain": plain(), "plain on 2": plain(2), "plain on 3": plain(3),
+    "offload": offload(), "offload on 2": offload(2), "offload, recompute": Kind(1, {**OFFLOAD, **RECOMPUTE}),
+    "stage 0": zero(0), "stage 0 on 2": zero(0, 2), "stage 1": zero(1), "stage 1 on 3": zero(1, 3),
+    "stage 2 on 2": zero(2, 2), "stage 3": zero(3), "stage 3 on 2": zero(3, 2), "stage 3 on 3": zero(3, 3),
+}  # fmt: skip
+STEPS = 4
+
+
+def computes(name: str, kind: Kind, bf16: bool) -> Any:
+    """Kinds with an equal answer end with the same bits. On three ranks orders of sums differ."""
+    return (kind.ranks, bf16 and not kind.strategies, name if kind.ranks > 2 else "")
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_moves(tmp_path: Path, name: str, bf16: bool) -> None:
+    kinds = {key: replace(kind, training={"bf16": bf16}) for key, kind in KINDS.items()}
+    whole = run(kinds[name], tmp_path / "whole", STEPS)
+    ends = {computes(name, KINDS[name], bf16): (name, whole["end"])}
+    for number, (other, kind) in enumerate(kinds.items()):
+        found = run(kind, tmp_path / str(number), STEPS, tmp_path / "whole" / f"checkpoint-{SAVED}")
+        assert different(whole[f"saved at {SAVED}"], found["start"]) == [], other
+        first, end = ends.setdefault(computes(other, KINDS[other], bf16), (other, found["end"]))
+        assert different(end, found["end"]) == [], f"{other} does not end as {first}"

@@ -1,0 +1,160 @@
+"""Every way to disturb a run while it trains, at many moments: ``make faults``, not part of ``make test``.
+
+Each case ends in the same two questions: did everything end that had to, in bounded time; and has the run, started once
+more, the bits of one that nobody disturbed?
+"""
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.commands import TRAIN, Command, Job, Server, launcher
+from tests.e2e.interrupted import (
+    STEPS,
+    at_step,
+    checkpoints,
+    config_in,
+    ranks_of,
+    same_end,
+    send,
+    start,
+    step_of,
+    until,
+)
+
+pytestmark = pytest.mark.ranks
+
+LONG = 100_000
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "offload": (1, {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}),
+    "two ranks": (2, {}),
+    "zero 2": (2, {"zero": {"stage": 2}}),
+    "zero 3": (2, {"zero": {"stage": 3}}),
+}
+MOMENTS = 20
+TREE = ("TERM launcher", "KILL launcher", "KILL its child", "USR1 launcher", "KILL a rank", "STOP a rank")
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def whole(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The config of a run that nobody disturbed, by variant."""
+    made: dict[str, Path] = {}
+
+    def of(variant: str) -> Path:
+        if variant not in made:
+            num_ranks, strategies = VARIANTS[variant]
+            made[variant] = config_in(tmp_path_factory.mktemp("whole"), strategies, save_steps=5)
+            server.run(num_ranks, made[variant]).check()
+        return made[variant]
+
+    return of
+
+
+def send_to(job: Job, to: str, number: signal.Signals) -> None:
+    ranks = ranks_of(job)
+    for pid in ranks if to == "all" else [ranks[-1 if to == "last" else 0]]:
+        send(pid, number)
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_signal_at_any_moment(
+    variant: str, number: signal.Signals, moment: int, whole: Any, server: Server, tmp_path: Path
+) -> None:
+    """From the first moment to the last; to one rank or all. What was asked to stop and could, has saved."""
+    num_ranks, strategies = VARIANTS[variant]
+    draw = random.Random(f"{variant} {number} {moment}")
+    expected = whole(variant)
+    config = config_in(tmp_path, strategies, save_steps=5)
+    job = start(server, num_ranks, config)
+    until(lambda: len(ranks_of(job)) == num_ranks, job, "started")
+    if moment < MOMENTS // 4:
+        time.sleep(draw.random() * 2.0)  # preparing, or anywhere
+    else:
+        at_step(job, config, draw.randrange(1, STEPS - 5))
+    if job.poll() is None:
+        send_to(job, draw.choice(["first", "last", "all"]) if num_ranks > 1 else "first", number)
+    result = job.wait(60.0)
+    allowed = {signal.SIGINT: {0, 130, 1, 15}, signal.SIGKILL: {0, -9, 15}}.get(number, {0, 10, -number, 15})
+    assert result.code in allowed, result.text
+    if "is saved, the run ends" in result.err:
+        said = int(result.err.split(": step ")[1].split()[0])
+        assert max(checkpoints(config)) == said
+    server.run(num_ranks, config).check()
+    same_end(config, expected)
+
+
+@pytest.mark.parametrize("what", TREE)
+@pytest.mark.parametrize("name", ["deepspeed", "torchrun"])
+def test_nothing_outlives_a_launcher(name: str, what: str, tmp_path: Path) -> None:
+    """All processes of the job are gone in bounded time; where the ranks could save, the newest step is saved."""
+    config = config_in(tmp_path, max_steps=LONG, ddp_timeout=10)
+    job = Command([*launcher(name, 2), TRAIN, "--config", str(config)], tmp_path)
+    at_step(job, config, 3)
+    above = psutil.Process(job.pid)
+    child = next((each for each in above.children() if name == "deepspeed"), above)
+    ranks = [each for each in child.children() if TRAIN in " ".join(each.cmdline())]
+    assert len(ranks) == 2
+    number, to = {
+        "TERM launcher": (signal.SIGTERM, above),
+        "KILL launcher": (signal.SIGKILL, above),
+        "KILL its child": (signal.SIGKILL, child),
+        "USR1 launcher": (signal.SIGUSR1, above),
+        "KILL a rank": (signal.SIGKILL, ranks[1]),
+        "STOP a rank": (signal.SIGSTOP, ranks[1]),
+    }[what]
+    processes = [above, *above.children(recursive=True)]  # torchrun's ranks have sessions of their own
+    send(to.pid, number)
+    deadline_s = time.monotonic() + 90.0
+    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes):
+        assert time.monotonic() < deadline_s, job.text
+        job.poll()
+        time.sleep(0.1)
+    if "a rank" not in what:
+        assert checkpoints(config) == [step_of(tmp_path / "run")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("variant", ["two ranks", "zero 2", "zero 3"])
+def test_a_rank_that_is_stopped_or_dead(
+    variant: str, rank: int, number: signal.Signals, server: Server, tmp_path: Path
+) -> None:
+    """The other one ends within the timeout and what reporting takes."""
+    config = config_in(tmp_path, VARIANTS[variant][1], max_steps=LONG, ddp_timeout=5)
+    job = start(server, 2, config)
+    at_step(job, config, 50)
+    pids = ranks_of(job)
+    send(pids[rank], number)
+    until(lambda: not psutil.pid_exists(pids[1 - rank]), job, "over", timeout_s=25.0)
+    if number is signal.SIGSTOP:
+        send(pids[rank], signal.SIGKILL)
+    assert job.wait().code == (13 if number is signal.SIGSTOP else -9)
+
+
+@pytest.mark.parametrize("round", range(10))
+def test_of_two_runs_in_one_folder_one_trains(round: int, server: Server, tmp_path: Path, whole: Any) -> None:
+    """Started at once, by two servers: one is refused, the other one ends as if it had been alone."""
+    config = config_in(tmp_path, save_steps=5)
+    other = Server()
+    try:
+        jobs = [start(each, 1, config) for each in (server, other)]
+        codes = sorted(job.wait().code for job in jobs)
+    finally:
+        other.close()
+    assert codes == [0, 2]
+    same_end(config, whole("plain"))

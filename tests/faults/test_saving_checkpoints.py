@@ -1,0 +1,172 @@
+"""A process that ends at any file operation of a save, with or without what it has not synced: a good one is left.
+
+The files are small and the protocol is the real one (``trainer/run/saving.py``). Nothing is trained here.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+from tests.helpers.checkpoints import about, make
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.run import checkpoint, saving
+from trainer.run.checkpoint import complete, to_resume, verified
+from trainer.run.manifest import Manifest
+
+OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
+MOST = 400  # more than a save has
+
+
+def save(output_dir: Path, step: int, *, keep: int = 1, finite: bool = True) -> None:
+    """As ``Trainer._save_checkpoint``: the draft, the commit, then the pruning."""
+    with saving.draft(output_dir, writes=True) as folder:
+        written = make(folder, step, marked=False)
+        saving.commit(written, output_dir / written.name, Manifest(step=step, finite=finite, run=about()))
+        checkpoint.prune(output_dir, keep, step, None)
+
+
+def lose(output_dir: Path, before: set[int], synced: set[int]) -> None:
+    """Empty every file that this process has made and not synced, as a power cut may do."""
+    for path in [path for path in output_dir.rglob("*") if path.is_file()]:
+        if path.stat().st_ino not in before | synced:
+            os.truncate(path, 0)
+
+
+def ends_at(number: int, output_dir: Path, work: Callable[[], None], *, power_cut: bool) -> bool:
+    """Whether a process that does ``work`` has ended before its ``number``-th file operation in ``output_dir``."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    left, before, synced = number, {path.stat().st_ino for path in output_dir.rglob("*")}, set[int]()
+
+    def end() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            if power_cut:
+                lose(output_dir, before, synced)
+            os._exit(9)
+
+    def audited(event: str, arguments: tuple[object, ...]) -> None:
+        if left > 0 and event in OPERATIONS and str(arguments[0]).startswith(str(output_dir)):
+            end()
+
+    def noted(handle: int) -> None:
+        end()
+        synced.add(os.fstat(handle).st_ino)
+
+    os.fsync = noted
+    sys.addaudithook(audited)
+    with suppress(BaseException):
+        work()
+        os._exit(0)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("power_cut", [False, True], ids=["killed", "power cut"])
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that is there"])
+def test_an_end_at_any_operation_leaves_a_good_checkpoint(
+    again: bool, power_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # the disk is not turned off here
+    new = 10 if again else 20
+    seen = set()
+    for number in range(1, MOST):
+        run = tmp_path / str(number)
+        for step in (5, 10):
+            save(run, step, keep=9)
+        ended = ends_at(number, run, lambda run=run: save(run, new), power_cut=power_cut)
+        on_disk = [each.path for each in complete(run)]
+        if ended and not power_cut:
+            assert all(verified(path) for path in on_disk), "what has the name is whole"
+        checkpoint.clear(run)
+        found, _ = to_resume(run_config(LLAMA, output_dir=run, resume_from_checkpoint="auto"))
+        assert found is not None and found.step in (10, new), number
+        seen.add(found.step)
+        save(run, 30)
+        assert sorted(path.name for path in run.iterdir()) == ["checkpoint-30"]
+        if not ended:
+            break
+    assert not ended and found.step == new and number > 30
+    assert seen == {10, new}
+
+
+def test_a_disk_that_is_full_at_any_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save fails in one OSError, leaves the earlier checkpoints and no draft, and the next one works."""
+    sync = os.fsync
+    for number in range(1, MOST):
+        run = tmp_path / str(number)
+        save(run, 10)
+        left = number
+
+        def full(handle: int) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(28, "No space left on device")
+            sync(handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with suppress(OSError):
+                save(run, 20)
+        assert {path.name for path in run.iterdir()} <= {"checkpoint-10", "checkpoint-20"}
+        assert all(verified(each.path) for each in complete(run)) and complete(run)
+        save(run, 30)
+        if left > 0:
+            break
+    assert left > 0 and number > 5
+
+
+@pytest.mark.parametrize(("value", "finite"), [(1.0, True), (float("nan"), False), (float("-inf"), False)])
+def test_values_that_are_not_finite_are_found_in_the_files(value: float, finite: bool, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {"weight": torch.tensor([1.0, value, 2.0]), "mask": torch.tensor([float("-inf")]), "none": torch.ones(0)}
+    save_file(tensors | {"number": torch.tensor([3])}, tmp_path / "model.safetensors")
+    assert saving.all_finite(tmp_path, {"mask"}) is finite
+    assert saving.manifest_of(about(), 3, tmp_path, 1.0, {"mask"}).finite is finite
+    assert not saving.manifest_of(about(), 3, tmp_path, float("nan"), {"mask"}).finite
+
+
+def disk_full_on(ranks: Ranks, output_dir: Path, failing: int) -> list[str]:
+    """What each rank meets when one of them cannot write, and then when all can."""
+
+    def write(folder: Path, failing: int) -> None:
+        if ranks.is_first:
+            make(folder, 10, marked=False)
+        if ranks.rank == failing:
+            raise OSError(28, "No space left on device")
+
+    said = []
+    for rank in (failing, -1):
+        try:
+            with saving.draft(output_dir, writes=ranks.is_first) as folder:
+                saving.together(lambda folder=folder, rank=rank: write(folder, rank))
+                saving.together(lambda: None)
+                said.append(f"wrote into {[path.name for path in output_dir.iterdir()]}")
+        except OSError as error:
+            said.append(str(error))
+    found: list[list[str]] = [[] for _ in range(ranks.world_size)]
+    torch.distributed.all_gather_object(found, said)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_one_rank_cannot_write_all_learn_it(failing: int, tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    found = run_world(2, disk_full_on, tmp_path, failing)
+    full = "[Errno 28] No space left on device"
+    assert [said[0] for said in found] == [full, full]
+    assert all(said[1].startswith("wrote into") and "checkpoints.writing" in said[1] for said in found)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+    assert verified(tmp_path / "checkpoint-5")

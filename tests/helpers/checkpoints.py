@@ -1,0 +1,35 @@
+"""Checkpoints without training: folders with a manifest."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from strategies.core.sealed import seal
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.run.manifest import KIND, About, DataFacts, Manifest, ModelFacts, digest
+
+CONTENT: Mapping[str, bytes] = {"model.safetensors": b"weights", "inner/optimizer.pt": b"moments", "empty": b""}
+
+
+def about(config: Mapping[str, Any] | None = None, ranks: int = 1) -> About:
+    """What a run says about itself in its checkpoints."""
+    tree = dict(config or run_config(LLAMA).tree())
+    return About(
+        config=tree,
+        config_sha256=digest(tree),
+        versions={"torch": "1"},
+        world_size=ranks,
+        data=DataFacts(fingerprint="f", sources="s", tokenizer="t", rows=3),
+        model=ModelFacts(config=dict(LLAMA), shapes="x"),
+    )
+
+
+def make(output_dir: Path, step: int, *, marked: bool = True, finite: bool = True) -> Path:
+    """``checkpoint-<step>`` with a few files; without a manifest if it is not ``marked``."""
+    folder = output_dir / f"checkpoint-{step}"
+    for name, content in CONTENT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content + str(step).encode() if content else b"")
+    if marked:
+        seal(folder, KIND, Manifest(step=step, finite=finite, run=about()).model_dump(mode="json"))
+    return folder

@@ -1,0 +1,167 @@
+"""Runs on real ranks that save, move to another strategy or number of ranks, and go on; what their state is meanwhile.
+
+State is read with each library's own access to it and not with the code that saves, so that both can be compared.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.tiny import LLAMA, VOCAB, run_config
+from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+
+ROWS = [
+    {"input_ids": (ids := [1 + (7 * row + 3 * place * place) % (VOCAB - 1) for place in range(12)]), "labels": ids}
+    for row in range(24)
+]
+OFFLOAD: Mapping[str, Any] = {"offload": {"site": "host", "weights": "streamed"}}
+RECOMPUTE: Mapping[str, Any] = {"recompute": {"policy": "full"}}
+SAVED = 2  # the step of the checkpoint
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A strategy on a number of ranks, and what else differs from the smallest run."""
+
+    ranks: int = 1
+    strategies: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    section: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, folder: Path, steps: int) -> RunConfig:
+        # Without clipping and accumulation all strategies compute the same in fp32; a step has 6 rows on any ranks.
+        training: dict[str, Any] = {
+            "max_steps": steps, "save_strategy": "steps", "save_steps": SAVED, "logging_steps": 1,
+            "learning_rate": 1e-2, "per_device_train_batch_size": 6 // self.ranks, "max_grad_norm": 0.0,
+            "warmup_steps": 3, "weight_decay": 0.1, "lr_scheduler_type": "cosine",
+        } | dict(self.training)  # fmt: skip
+        base = {} if "model_type" in self.model else LLAMA
+        data = {"eval_fraction": 0.5} if "eval_strategy" in training else {}
+        return run_config(
+            {**base, **self.model},
+            output_dir=folder,
+            strategies=self.strategies,
+            model=self.section,
+            data=data,
+            **training,
+        )
+
+
+def plain(ranks: int = 1, **training: Any) -> Kind:
+    """Plain training."""
+    return Kind(ranks, {}, training)
+
+
+def offload(ranks: int = 1, **training: Any) -> Kind:
+    """The memory engine."""
+    return Kind(ranks, OFFLOAD, training)
+
+
+def zero(stage: int, ranks: int = 1, **training: Any) -> Kind:
+    """A ZeRO stage."""
+    return Kind(ranks, {"zero": {"stage": stage}}, training)
+
+
+def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
+    """Train up to ``steps``. Returns the state at the beginning, at every save and at the end, and the losses."""
+    return dict(run_world(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
+
+
+def made(ranks: Ranks, config: RunConfig, resume: str | None = None) -> Any:
+    """The trainer of a run on ``ROWS``."""
+    from datasets import Dataset
+
+    from trainer.data.prepare import Prepared
+    from trainer.machine.probe import probe
+    from trainer.run import order
+    from trainer.verify.verify import _tokenizer
+
+    machine, rows = probe(), Dataset.from_list([dict(row) for row in ROWS])
+    prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
+    plan = order.plan_of(config, ranks, machine)
+    folder = Path(config.training.output_dir)
+    return order.make_trainer(
+        order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, Path(resume) if resume else None)
+    )
+
+
+def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:
+    from transformers import TrainerCallback
+
+    trainer = made(ranks, config, resume)
+    found: dict[str, Any] = {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            found["start"] = state_of(trainer)
+
+        def on_save(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+            found[f"saved at {state.global_step}"] = state_of(trainer)
+
+    trainer.add_callback(Look())
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        found["end"] = state_of(trainer)
+        found["loss"] = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+        return found
+    finally:
+        trainer.accelerator.free_memory()
+
+
+def state_of(trainer: Any) -> dict[str, Tensor]:
+    """Exact weights, moments, counts, and the schedule, whole and on every rank."""
+    rates = {group["lr"] for group in trainer.optimizer.param_groups}  # DeepSpeed drops groups without parameters
+    found = {"lr": torch.tensor(sorted(rates), dtype=torch.float64)}
+    found["epoch of the schedule"] = torch.tensor(trainer.lr_scheduler.last_epoch)
+    for name, param in trainer.model.named_parameters():
+        if param.requires_grad:
+            for kind, value in _state_of(trainer, param).items():
+                found[f"{name} {kind}"] = torch.as_tensor(value).detach().float().cpu().clone()
+    return found
+
+
+def _state_of(trainer: Any, param: Any) -> dict[str, Any]:
+    if trainer.stowed is not None:
+        state = trainer.stowed.state_of(param)
+        return {"weight": param, **({"weight": state["master"]} if "master" in state else {})} | {
+            key: value for key, value in state.items() if key != "master"
+        }
+    if not trainer.is_deepspeed_enabled:
+        return {"weight": param, **getattr(trainer.optimizer, "optimizer", trainer.optimizer).state.get(param, {})}
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    outer = trainer.model_wrapped.optimizer
+    inner = getattr(outer, "optimizer", outer)
+    if type(outer).__name__ == "FP16_UnfusedOptimizer":
+        groups = zip(outer.fp16_groups, outer.fp32_groups, strict=True)
+        pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+        master = next(copy for other, copy in pairs if other is param)
+        return {"weight": master, **inner.state.get(master, {})}
+    if isinstance(outer, torch.optim.Optimizer):
+        return {"weight": param, **outer.state.get(param, {})}
+    flats = getattr(outer, "single_partition_of_fp32_groups", None) or outer.fp32_partitioned_groups_flat
+    state = inner.state.get(flats[0], {})
+    if state and hasattr(outer, "_lazy_init_hp_params_optimizer_state"):
+        outer._hp_optimizer_states_linked = False  # DeepSpeed links all groups when the first of them has stepped
+        outer._lazy_init_hp_params_optimizer_state()
+    found = {"weight": safe_get_full_fp32_param(param)}
+    for key, value in state.items():
+        whole = isinstance(value, Tensor) and value.dim() > 0
+        found[key] = safe_get_full_optimizer_state(param, key) if whole else value
+    return found
+
+
+def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """The names under which they do not have the same bits."""
+    return [name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name))]
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)

@@ -1,0 +1,194 @@
+"""A checkpoint resumed under another strategy, on other ranks, or both: the same bits, and the same next steps.
+
+In fp32 without clipping all strategies on the same ranks compute the same, so the runs that go on from one checkpoint
+end with the same bits as well. In bf16 those with fp32 masters do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.moves import OFFLOAD, RECOMPUTE, SAVED, Kind, different, made, offload, plain, run, zero
+from tests.helpers.releases import HIGHEST_STAGE
+from tests.helpers.tiny import MIXTRAL
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import WorldError, run_world
+
+pytestmark = pytest.mark.ranks
+STEPS = 3
+LORA: Mapping[str, Any] = {"lora": {"r": 4}}
+BF16: Mapping[str, Any] = {"bf16": True}
+
+
+def moved(folder: Path, first: Kind, *others: Kind) -> list[dict[str, Any]]:
+    """Train ``first``, and go on from its checkpoint with each of ``others``: what all of them found."""
+    runs = [run(first, folder / "first", STEPS)]
+    for number, kind in enumerate(others):
+        runs.append(run(kind, folder / str(number), STEPS, folder / "first" / f"checkpoint-{SAVED}"))
+        assert different(runs[0][f"saved at {SAVED}"], runs[-1]["start"]) == []
+        assert different(runs[-1]["start"], runs[-1]["end"]) != []
+    return runs
+
+
+def all_equal(runs: list[dict[str, Any]]) -> None:
+    assert [different(runs[0]["end"], each["end"]) for each in runs] == [[]] * len(runs)
+    assert len({tuple(each["loss"]) for each in runs}) == 1
+
+
+def test_from_plain(tmp_path: Path) -> None:
+    all_equal(
+        moved(tmp_path, plain(), plain(), Kind(1, {**OFFLOAD, **RECOMPUTE}), zero(0), zero(1), zero(HIGHEST_STAGE))
+    )
+
+
+def test_from_uneven_shares_to_fewer_ranks(tmp_path: Path) -> None:
+    """Three ranks divide few parameters evenly, and pieces of most are on two of them."""
+    runs = moved(tmp_path, zero(HIGHEST_STAGE, 3), plain(2), offload(2), zero(1, 2), zero(2, 2))
+    all_equal(runs[1:])
+
+
+def test_masters(tmp_path: Path) -> None:
+    """Weights are bf16 and masters fp32; plain training has fp32 weights alone, which have to be the masters."""
+    runs = moved(tmp_path, zero(2, 2, **BF16), offload(2, **BF16), zero(0, 2, **BF16), plain(2, **BF16))
+    all_equal(runs[:3])
+    runs = moved(tmp_path / "back", plain(**BF16), offload(**BF16), zero(HIGHEST_STAGE, **BF16))
+    all_equal(runs[1:])
+
+
+def test_to_more_ranks(tmp_path: Path) -> None:
+    """On three ranks ZeRO adds gradients in another order than plain training, so only the beginning is compared."""
+    runs = moved(tmp_path, offload(), zero(1, 2), zero(2, 2), zero(HIGHEST_STAGE, 3))
+    all_equal(runs[1:3])
+
+
+def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:
+    """Mixtral's experts are one tensor in the model and many in the file, which the model could not read back."""
+    experts = Kind(model=MIXTRAL)
+    all_equal(moved(tmp_path, experts, experts, replace(experts, strategies=OFFLOAD)))
+
+
+def test_adapters(tmp_path: Path) -> None:
+    first = Kind(1, OFFLOAD, BF16, section=LORA)
+    all_equal(moved(tmp_path, first, replace(first, strategies={"zero": {"stage": 2}})))
+
+
+def test_the_learning_rate_is_that_of_the_run(tmp_path: Path) -> None:
+    first, other = plain(), zero(1, learning_rate=3e-2)
+    run(first, tmp_path / "first", STEPS)
+    found = run(other, tmp_path / "other", STEPS, tmp_path / "first" / f"checkpoint-{SAVED}")
+    assert found["start"]["lr"].tolist() == [3e-2 * (2 / 3)]  # warming up over three steps
+
+
+def test_a_schedule_with_history(tmp_path: Path) -> None:
+    kind = plain(
+        lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1, warmup_steps=None,
+        lr_scheduler_kwargs={"patience": 0, "threshold": 1.0},
+    )  # fmt: skip
+    runs = moved(tmp_path, kind, kind)
+    all_equal(runs)
+    assert runs[0][f"saved at {SAVED}"]["lr"].item() < 1e-2
+
+
+def test_ends_with_the_best_weights(tmp_path: Path) -> None:
+    """Under every strategy; masters go back with the weights."""
+    best = {
+        "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1,
+        "greater_is_better": True, "metric_for_best_model": "loss", "learning_rate": 0.1, "warmup_steps": 0,
+    }  # fmt: skip
+    for name, kind in {"zero": zero(HIGHEST_STAGE, 2, **best, **BF16), "offload": offload(2, **best, **BF16)}.items():
+        found = run(kind, tmp_path / name, STEPS)
+        names = [key for key in found["end"] if key.endswith(" weight")]
+        saved = [f"saved at {step}" for step in range(1, STEPS + 1)]
+        back = [all(torch.equal(found["end"][key], found[each][key]) for key in names) for each in saved]
+        assert back[:-1].count(True) == 1 and not back[-1], f"{name}: the worst by loss is not the last"
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (plain(optim="sgd"), "saved by AdamW, this optimizer is SGD: train on with the rule that saved it"),
+        (Kind(model={"hidden_size": 64}), "lm_head.weight: saved as [128, 32], the model has [128, 64]"),
+        (Kind(section=LORA), "not in the save; train the same parameters as the run that saved"),
+        (
+            Kind(section={"dtype": "bfloat16"}),
+            "exp_avg was saved in torch.float32, and here it would be torch.bfloat16",
+        ),
+    ],
+    ids=["rule", "shape", "parameters", "dtype"],
+)
+def test_refused(tmp_path: Path, other: Kind, line: str) -> None:
+    run(plain(), tmp_path / "first", STEPS)
+    with pytest.raises(WorldError) as caught:
+        run(other, tmp_path / "other", STEPS, tmp_path / "first" / f"checkpoint-{SAVED}")
+    assert line in str(caught.value).rstrip().splitlines()[-1]
+
+
+# --- what is in the files is data ------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+FORMER = (
+    "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_0.pth", "latest",
+    "training_args.bin", "pytorch_model.bin", "adapter_model.bin", "global_step2/mp_rank_00_model_states.pt",
+    "global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+)  # fmt: skip
+
+
+def _replaced(ranks: Ranks, config: Any, mark: str) -> dict[str, Any]:
+    """Save, put a pickle and then half of the file in place of every file of the checkpoint, and load."""
+    import pickle
+
+    from trainer.errors import ConfigError
+
+    trainer = made(ranks, config)
+    trainer.train()
+    checkpoint = Path(config.training.output_dir) / f"checkpoint-{SAVED}"
+    payload = pickle.dumps(Payload(Path(mark)))
+    for name in FORMER:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_bytes(payload)
+    found: dict[str, Any] = {}
+    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        kept = path.read_bytes()
+        for content in (payload, kept[: len(kept) // 2]):
+            path.write_bytes(content)
+            try:
+                trainer._load_optimizer_and_scheduler(str(checkpoint))
+                trainer._load_rng_state(str(checkpoint))
+                said = []
+            except ConfigError as error:
+                said = list(error.lines)
+            found.setdefault(str(path.relative_to(checkpoint)), []).append(said)
+        path.write_bytes(kept)
+    trainer._load_optimizer_and_scheduler(str(checkpoint))
+    trainer.accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("kind", [plain(), offload(), zero(HIGHEST_STAGE)], ids=["plain", "offload", "zero"])
+def test_no_file_is_unpickled(tmp_path: Path, kind: Kind) -> None:
+    found = run_world(1, _replaced, kind.config(tmp_path / "run", SAVED + 1), str(tmp_path / "mark"))
+    assert not (tmp_path / "mark").exists()
+    read = {name for name, said in found.items() if said != [[], []]}
+    assert read == {
+        "model.safetensors", "scheduler.json", "random_state-00000-of-00001.json",
+        "optimizer/optimizer.json", "optimizer/optimizer-00000-of-00001.json",
+        "optimizer/optimizer-00000-of-00001-001.safetensors",
+    }  # fmt: skip
+    for name in read:
+        for said in found[name]:
+            assert len(said) == 1 and name in said[0], f"{name}: {said}"

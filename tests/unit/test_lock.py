@@ -1,0 +1,172 @@
+"""One run in a folder: who gets the lock, who is refused and how, and what a killed run leaves."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.errors import ConfigError
+from trainer.run import lock
+from trainer.run.lock import NAME, Holder, held, why_not
+
+OWN = Holder(10, "here", 1000.0)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """The pid of a process that does ``work`` and ends with 0, or with 2 if it was refused."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            work()
+            code = 0
+        except ConfigError:
+            code = 2
+        finally:
+            os._exit(code)
+    return pid
+
+
+def code_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def refused(config: Any) -> str:
+    with pytest.raises(ConfigError) as caught, held(config):
+        pass
+    assert len(caught.value.lines) == 1
+    return str(caught.value)
+
+
+def test_of_many_starters_one_wins_every_time(tmp_path: Path) -> None:
+    """All start at once, the winner stays until all others have ended; a lock that a winner leaves is taken again."""
+    config = run_config(LLAMA, output_dir=tmp_path / "run")
+    for _ in range(20):
+        go_read, go_write = os.pipe()
+        stay_read, stay_write = os.pipe()
+
+        def starter(go: int = go_read, stay: int = stay_read, ends: tuple[int, int] = (go_write, stay_write)) -> None:
+            for end in ends:
+                os.close(end)
+            os.read(go, 1)
+            with held(config):
+                os.read(stay, 1)
+
+        pids = [in_child(starter) for _ in range(6)]
+        os.close(go_write)  # all of them read the end of the pipe
+        left = set(pids)
+        while len(left) > 1:
+            pid, status = os.waitpid(-1, 0)
+            left.discard(pid)
+            assert os.waitstatus_to_exitcode(status) == 2
+        os.close(stay_write)
+        assert code_of(left.pop()) == 0
+        os.close(go_read)
+        os.close(stay_read)
+
+
+def test_a_folder_that_a_refused_run_has_made_goes_again(tmp_path: Path) -> None:
+    with held(run_config(LLAMA, output_dir=tmp_path / "a" / "run")):
+        assert (tmp_path / "a" / "run" / NAME).exists()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_line_names_the_holder_and_a_killed_holder_is_forgotten(tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path)
+    ready_read, ready_write = os.pipe()
+
+    def holds() -> None:
+        with held(config):
+            os.write(ready_write, b"1")
+            signal.pause()
+
+    pid = in_child(holds)
+    os.close(ready_write)
+    assert os.read(ready_read, 1) == b"1"
+    try:
+        line = refused(config)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert line.startswith("training.output_dir = ") and f": in use by another run: process {pid} on " in line
+    assert line.endswith("; wait for it, or name another folder")
+    assert code_of(pid) == -signal.SIGKILL
+    assert (tmp_path / NAME).exists()
+    with held(config):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool) -> None:
+    """Its holder touches it; one that nobody touches is of a host, or a container, that is gone."""
+    monkeypatch.setattr(lock, "WATCHED_S", 0.4)
+    config, there = run_config(LLAMA, output_dir=tmp_path), {"pid": 1, "host": "node-7", "start": 0.0}
+    (tmp_path / NAME).write_text(json.dumps(there))
+    over = threading.Event()
+    if alive:
+        monkeypatch.setattr(lock, "TOUCHED_S", 0.05)
+        handle = os.open(tmp_path / NAME, os.O_RDWR)
+        thread = threading.Thread(target=lock._touch, args=(handle, over))
+        thread.start()
+        try:
+            assert "in use by another run: process 1 on node-7" in refused(config)
+        finally:
+            over.set()
+            thread.join()
+            os.close(handle)
+        assert json.loads((tmp_path / NAME).read_text()) == there
+    else:
+        with held(config):
+            assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+def test_the_holder_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "TOUCHED_S", 0.01)
+    with held(run_config(LLAMA, output_dir=tmp_path)):
+        os.utime(tmp_path / NAME, (0, 0))
+        deadline = time.monotonic() + 10
+        while (tmp_path / NAME).stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / NAME).stat().st_mtime > 0
+
+
+@pytest.mark.parametrize(
+    ("found", "locks_work", "start", "expected"),
+    [
+        (None, True, None, None),  # cut off in writing
+        (Holder(7, "here", 500.0), True, 500.0, None),  # the kernel says that nobody holds it
+        (Holder(7, "here", 500.0), False, 500.5, "in use"),
+        (Holder(7, "here", 500.0), False, -1.0, "in use"),  # of another user: not to be seen when it began
+        (Holder(7, "here", 500.0), False, None, None),
+        (Holder(7, "here", 500.0), False, 900.0, None),  # the number is another process's now
+        (Holder(10, "here", 500.0), False, 1000.0, None),  # it is ours now, as pid 1 of a container is
+        (Holder(7, "there", 500.0), True, None, "other host"),
+    ],
+)
+def test_whose_it_is(found: Holder | None, locks_work: bool, start: float | None, expected: str | None) -> None:
+    assert why_not(found, OWN, locks_work=locks_work, start=start) == expected
+
+
+def test_a_file_system_without_locks_is_held_by_the_process_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path)
+    monkeypatch.setattr(lock, "_lock", lambda handle: False)
+    parent = os.getppid()
+    content = {"pid": parent, "host": socket.gethostname(), "start": lock.started_at(parent)}
+    (tmp_path / NAME).write_text(json.dumps(content))
+    assert f"process {parent} on" in refused(config)
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/run"])
+def test_a_folder_that_cannot_be_is_one_line(folder: str) -> None:
+    line = refused(run_config(LLAMA, output_dir=Path(folder)))
+    assert line.startswith(f'training.output_dir = "{folder}": cannot be written (')

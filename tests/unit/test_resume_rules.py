@@ -1,0 +1,224 @@
+"""What may differ on resume: every key of the config has a rule, and each kind of change does what its rule says."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.checkpoints import about, make
+from tests.helpers.tiny import GPT2, LLAMA, run_config
+from trainer.config.arguments import ALLOWABLE
+from trainer.config.sections import SECTIONS, LoraSection
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.run import resume_rules, resuming
+from trainer.run.resume_rules import MOVES, NEVER, RULES, SAID, SILENT, compare, compare_contents, rule_of
+
+
+def keys() -> Iterator[str]:
+    for name, section in SECTIONS.items():
+        yield from (f"{name}.{key}" for key in section.model_fields)
+    yield from (f"model.lora.{key}" for key in LoraSection.model_fields)
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
+    assert set(keys()) == set(RULES)
+    assert set(RULES.values()) == {SILENT, SAID, NEVER, *ALLOWABLE} - {"ranks"}
+    assert resume_rules.UNSET.keys() <= RULES.keys()
+
+
+def changed(now: dict[str, Any], saved: dict[str, Any] | None = None, ranks: tuple[int, int] = (1, 1)) -> Any:
+    """The changes from a plain run to one with ``now``, both options of ``run_config``."""
+    return compare(run_config(**(saved or {})).tree(), run_config(**now).tree(), ranks, "checkpoint-8")
+
+
+def test_nothing_changed() -> None:
+    assert changed({}) == (frozenset(), (), ())
+
+
+SILENTLY: list[dict[str, Any]] = [
+    {"logging_steps": 3},
+    {"output_dir": "elsewhere"},
+    {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1},
+    {"report_to": ["tensorboard"]},
+    {"dataloader_num_workers": 2},
+    {"resume_from_checkpoint": "auto"},
+    {"allow_change": ["data", "ranks"]},
+    {"ddp_timeout": 9},
+    {"weight_decay": 0.0, "adam_beta1": 0.9, "lr_scheduler_type": "linear", "data_seed": 42},  # what unset means
+]
+
+
+@pytest.mark.parametrize("now", SILENTLY, ids=lambda now: next(iter(now)))
+def test_silent(now: dict[str, Any]) -> None:
+    assert changed(now) == (frozenset(), (), ())
+
+
+@pytest.mark.parametrize(
+    ("now", "line"),
+    [
+        ({"learning_rate": 0.5}, "training.learning_rate = 0.5 (was 5e-05)"),
+        ({"max_steps": 9}, "training.max_steps = 9 (was -1)"),
+        ({"num_train_epochs": 5.0}, "training.num_train_epochs = 5.0 (was 3.0)"),
+        ({"lr_scheduler_type": "cosine"}, "training.lr_scheduler_type = cosine (was linear)"),
+        ({"warmup_steps": 3}, "training.warmup_steps = 3 (was 0)"),
+        ({"stage": 2}, "strategies.zero"),
+        ({"strategies": {"recompute": {"policy": "full"}}}, "strategies.recompute"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_honoured_and_said(now: dict[str, Any], line: str) -> None:
+    found = changed(now)
+    (said,) = found.said
+    assert said.startswith(line) and found.refused == () and found.keys == {line.split(" ")[0]}
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"data": {"path": "other"}}, "data.path", "data"),
+    ({"data": {"completion_only_loss": True}}, "data.completion_only_loss", "data"),
+    ({"data": {"max_length": 8}}, "data.max_length", "max_length"),
+    ({"data": {"packing": True}}, "data.packing", "packing"),
+    ({"seed": 1}, "training.seed", "seed"),
+    ({"data_seed": 1}, "training.data_seed", "seed"),
+    ({"train_sampling_strategy": "sequential"}, "training.train_sampling_strategy", "order"),
+    ({"per_device_train_batch_size": 3}, "training.per_device_train_batch_size", "batch_size"),
+    ({"gradient_accumulation_steps": 3}, "training.gradient_accumulation_steps", "accumulation"),
+    ({"label_smoothing_factor": 0.1}, "training.label_smoothing_factor", "loss"),
+    ({"adam_beta2": 0.9}, "training.adam_beta2", "betas"),
+    ({"weight_decay": 0.1}, "training.weight_decay", "weight_decay"),
+    ({"max_grad_norm": 0.0}, "training.max_grad_norm", "clipping"),
+    ({"bf16": True}, "training.bf16", "precision"),
+    ({"model": {"dtype": "bfloat16"}}, "model.dtype", "precision"),
+    ({"model": {"attn_implementation": "eager"}}, "model.attn_implementation", "kernels"),
+    ({"config": {**LLAMA, "attention_dropout": 0.1}}, "model.config.attention_dropout", "dropout"),
+    ({"config": {**LLAMA, "rms_norm_eps": 0.1}}, "model.config.rms_norm_eps", "model"),
+]
+
+
+@pytest.mark.parametrize(("now", "key", "name"), REFUSED, ids=[key for _, key, _ in REFUSED])
+def test_refused_unless_allowed(now: dict[str, Any], key: str, name: str) -> None:
+    found = changed(now)
+    assert [line.key for line in found.refused] == [key] and found.said == () and found.keys == frozenset()
+    assert f"training.allow_change: [{name}]" in found.refused[0].what
+    others = [other for other in ALLOWABLE if other != name]
+    assert changed({**now, "allow_change": others}).refused == found.refused
+    allowed = changed({**now, "allow_change": [name]})
+    assert allowed.refused == () and allowed.keys == {key} and allowed.said[0].startswith(f"{key} = ")
+
+
+TRAINED = {"train": "bpe", "vocab_size": 400}
+NEVER_CAN: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"config": {**LLAMA, key: 8}}, f"model.config.{key}")
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    ),
+    ({"config": {**LLAMA, "tie_word_embeddings": True}}, "model.config.tie_word_embeddings"),
+    ({"model": {"tokenizer": TRAINED}, "config": {**LLAMA, "vocab_size": 400}}, "model.tokenizer"),
+    ({"model": {"lora": {"r": 8}}}, "model.lora.r"),
+    ({"optim": "sgd"}, "training.optim"),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "training.lr_scheduler_type"),
+]
+
+
+@pytest.mark.parametrize(("now", "key"), NEVER_CAN, ids=[key for _, key in NEVER_CAN])
+def test_never(now: dict[str, Any], key: str) -> None:
+    if "lr_scheduler_type" in now:
+        now = {**now, "data": {"eval_fraction": 0.1}}
+    found = changed({**now, "allow_change": list(ALLOWABLE)})
+    assert key in [line.key for line in found.refused]
+    assert all("training.allow_change" not in line.what for line in found.refused)
+
+
+def test_a_rank_of_lora_and_what_scales_it() -> None:
+    saved = {"model": {"lora": {"r": 8, "lora_alpha": 16}}}
+    found = changed({"model": {"lora": {"r": 4, "lora_alpha": 8}}}, saved)
+    assert [(line.key, rule_of(line.key)) for line in found.refused] == [
+        ("model.lora.r", NEVER),
+        ("model.lora.lora_alpha", "model"),
+    ]
+
+
+def test_the_number_of_ranks() -> None:
+    (line,) = changed({}, ranks=(2, 3)).refused
+    assert (line.key, line.value) == ("ranks", 3) and "saved with 2" in line.what
+    assert changed({"allow_change": ["ranks"]}, ranks=(2, 3)).said == ("ranks = 3 (was 2)",)
+
+
+def test_from_a_config_to_a_folder_is_one_line() -> None:
+    saved, now = run_config(GPT2).tree(), run_config(None, model={"name_or_path": "runs/x/export"}).tree()
+    assert [line.key for line in compare(saved, now, (1, 1), "c").refused] == ["model.name_or_path"]
+
+
+def test_an_unknown_strategy_key_moves_and_an_unknown_key_is_refused() -> None:
+    assert rule_of("strategies.another") == MOVES and rule_of("training.another") == NEVER
+
+
+SAVED: dict[str, Any] = {
+    "sources": "s", "tokenizer": "t", "fingerprint": "f",
+    "config": {"hidden_size": 8, "rope": {"theta": 1.0}, "attn_pdrop": 0},
+}  # fmt: skip
+
+
+def contents(now: dict[str, Any], allowed: tuple[str, ...] = (), changed: tuple[str, ...] = ()) -> Any:
+    return compare_contents(SAVED, {**SAVED, **now}, allowed, changed, "c")
+
+
+def test_contents() -> None:
+    assert contents({"config": {**SAVED["config"], "new": 1}}) == (frozenset(), (), ())
+    other = {"sources": "x", "config": {"hidden_size": 9, "rope": {"theta": 2.0}, "attn_pdrop": 1}}
+    assert {line.key for line in contents(other).refused} == {
+        "data.path", "model.config.hidden_size", "model.config.rope.theta", "model.config.attn_pdrop",
+    }  # fmt: skip
+    found = contents(other, ("data", "model", "dropout"))
+    assert {line.key for line in found.refused} == {"model.config.hidden_size"} and len(found.said) == 3
+    assert [line.key for line in contents({"tokenizer": "x"}, ALLOWABLE).refused] == ["model.tokenizer"]
+
+
+def test_rows_that_are_made_otherwise_of_the_same_files() -> None:
+    """By another chat template or release; not because of a key that is allowed to change."""
+    assert [line.key for line in contents({"fingerprint": "x"}).refused] == ["data.path"]
+    assert contents({"fingerprint": "x"}, changed=("data.max_length",)).refused == ()
+    assert contents({"fingerprint": "x"}, changed=("training.seed",)).refused == ()
+    assert contents({"fingerprint": "x"}, ("data",)).keys == {"data.path"}
+
+
+def test_a_refusal_names_file_line_and_key(tmp_path: Path) -> None:
+    from trainer.config.load import load
+
+    make(tmp_path / "run", 8)
+    text = run_config(output_dir=tmp_path / "run", resume_from_checkpoint="auto", seed=7, learning_rate=0.5).dump()
+    (tmp_path / "c.yaml").write_text(text)
+    number = next(at for at, line in enumerate(text.splitlines(), start=1) if line.strip() == "seed: 7")
+    with pytest.raises(ConfigError) as caught:
+        resuming.decide(load(tmp_path / "c.yaml"), Ranks(), print)
+    assert caught.value.lines == (
+        f"{tmp_path}/c.yaml:{number}: training.seed = 7: {tmp_path}/run/checkpoint-8 was saved with 42, and the result "
+        f"would be another run's; write that, or allow it with training.allow_change: [seed]",
+    )
+
+
+def test_other_parameters_are_refused() -> None:
+    found = SimpleNamespace(manifest=SimpleNamespace(run=about()), path=Path("c"))
+    with pytest.raises(ConfigError, match="its parameters have other names or shapes than those in c"):
+        resuming.Resumed(found, frozenset(), []).compare_shapes({"weight": (2, 3)})  # type: ignore[arg-type]
+
+
+def test_a_model_config_with_infinity_can_be_written() -> None:
+    """Mamba has one."""
+    from transformers import PretrainedConfig
+
+    from trainer.run.manifest import plain_config
+
+    found = plain_config(PretrainedConfig(limit=[0.0, float("inf")], hidden_size=8))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["hidden_size"] == 8 and "transformers_version" not in found
+
+
+def test_a_schedule_that_follows_the_loss_keeps_its_rate() -> None:
+    saved = {"training": {"learning_rate": 1.0, "lr_scheduler_type": "reduce_lr_on_plateau"}}
+    now = {"training": {"learning_rate": 2.0, "lr_scheduler_type": "reduce_lr_on_plateau"}}
+    (line,) = resume_rules.compare(saved, now, (1, 1), "checkpoint-3").refused
+    assert line.key == "training.learning_rate" and "the rate that it has reached" in line.what

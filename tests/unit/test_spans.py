@@ -1,0 +1,260 @@
+"""Spans of named parameters in files: any range is read exactly, and what is not there once is said in one line."""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from strategies.state import saved_state, spans
+from strategies.state.saved_state import Described, Saved, Weights
+from strategies.state.spans import WEIGHT, Span, SpanError, Store
+
+SHAPE = (6, 4)
+VALUES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def cut(*ranges: tuple[int, int], values: Tensor = VALUES, name: str = "a.w", kind: str = "exp_avg") -> list[Span]:
+    return [Span(name, kind, tuple(values.shape), low, values.reshape(-1)[low:high]) for low, high in ranges]
+
+
+def store(folder: Path, *files: list[Span]) -> Store:
+    paths = [folder / f"{number}.safetensors" for number in range(len(files))]
+    for path, held in zip(paths, files, strict=True):
+        spans.write(path, held)
+    return Store.of(paths)
+
+
+def faults(folder: Path, *files: list[Span], shape: tuple[int, ...] = SHAPE) -> list[str]:
+    return [line.replace(f"{folder}/", "") for line in store(folder, *files).faults("a.w", "exp_avg", shape)]
+
+
+def test_a_file_is_an_ordinary_one(tmp_path: Path) -> None:
+    bytes_, digest = spans.write(tmp_path / "f", [*cut((0, 24)), *cut((3, 9), kind="other")])
+    found = load_file(tmp_path / "f")
+    assert found.keys() == {"a.w.exp_avg", "a.w.other[3:9]"}
+    assert torch.equal(found["a.w.exp_avg"], VALUES) and torch.equal(found["a.w.other[3:9]"], VALUES.reshape(-1)[3:9])
+    assert bytes_ == (tmp_path / "f").stat().st_size
+    assert digest == saved_state.size_and_hash(tmp_path / "f")[1]
+
+
+@pytest.mark.parametrize("piece_bytes", [16, spans.PIECE_BYTES])
+def test_every_range_from_any_division(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(spans, "PIECE_BYTES", piece_bytes)
+    found = store(tmp_path, cut((9, 24)), cut((0, 1), (1, 7)), cut((7, 9)))
+    assert list(found.faults("a.w", "exp_avg", SHAPE)) == []
+    for low in range(24):
+        for high in range(low, 25):
+            into = torch.full((high - low,), 7.0)
+            found.read("a.w", "exp_avg", low, into)
+            assert torch.equal(into, VALUES.reshape(-1)[low:high])
+
+
+def test_read_into_other_strides_and_types(tmp_path: Path) -> None:
+    found = store(tmp_path, cut((0, 24)), cut((0, 24), values=VALUES.bfloat16(), kind="low"))
+    turned = torch.empty(SHAPE[::-1]).t()
+    found.read("a.w", "exp_avg", 0, turned)
+    assert not turned.is_contiguous() and torch.equal(turned, VALUES)
+    wider = torch.empty(SHAPE)
+    found.read("a.w", "low", 0, wider)
+    assert torch.equal(wider, VALUES.bfloat16().float())
+    lower = torch.empty(SHAPE, dtype=torch.bfloat16)
+    with pytest.raises(SpanError, match=r"a.w.exp_avg is torch.float32 and cannot be read into torch.bfloat16"):
+        found.read("a.w", "exp_avg", 0, lower)
+    found.read("a.w", "exp_avg", 0, lower, rounding=True)
+    assert torch.equal(lower, VALUES.bfloat16())
+
+
+def test_who_has_a_copy_sees_the_change(tmp_path: Path) -> None:
+    into = torch.empty(SHAPE)
+    before = into._version
+    store(tmp_path, cut((0, 24))).read("a.w", "exp_avg", 0, into)
+    assert into._version > before
+
+
+@pytest.mark.parametrize(
+    ("ranges", "line"),
+    [
+        ([(0, 10), (11, 24)], "a.w.exp_avg: elements 10 to 11 of 24 are in no file"),
+        ([(1, 24)], "a.w.exp_avg: elements 0 to 1 of 24 are in no file"),
+        ([(0, 23)], "a.w.exp_avg: elements 23 to 24 of 24 are in no file"),
+        ([(0, 12), (11, 24)], "a.w.exp_avg: elements 11 to 12 are in 0.safetensors and in 1.safetensors"),
+        ([], "a.w.exp_avg is in no file"),
+    ],
+    ids=["a gap", "no beginning", "no end", "twice", "nothing"],
+)
+def test_what_is_not_there_once(tmp_path: Path, ranges: list[tuple[int, int]], line: str) -> None:
+    assert faults(tmp_path, *(cut(each) for each in ranges)) == [line]
+
+
+def test_another_shape(tmp_path: Path) -> None:
+    assert faults(tmp_path, cut((0, 24)), shape=(4, 6)) == ["0.safetensors: a.w.exp_avg has shape [6, 4], not [4, 6]"]
+    line = "0.safetensors: a.w.exp_avg goes on to element 20, and it has 18"
+    assert faults(tmp_path, cut((0, 20)), shape=(3, 6)) == [line]
+
+
+def test_a_range_that_is_missing_is_not_read(tmp_path: Path) -> None:
+    found = store(tmp_path, cut((0, 10)), cut((12, 24)))
+    with pytest.raises(SpanError, match="elements 10 to 14 are in no file"):
+        found.read("a.w", "exp_avg", 8, torch.empty(6))
+
+
+def header(path: Path, content: Any, data: bytes = b"\0" * 16) -> Path:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(**changed: Any) -> dict[str, Any]:
+    return {"a.w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | changed}
+
+
+MALFORMED: dict[str, Any] = {
+    "no table": [1],
+    "no JSON": b"{",
+    "nested": b"[" * 100_000,
+    "a name twice": b'{"a": {}, "a": {}}',
+    "an unknown dtype": entry(dtype="F99"),
+    "a negative size": entry(shape=[-4]),
+    "a fraction": entry(shape=[4.0]),
+    "too few bytes": entry(data_offsets=[0, 12]),
+    "beyond the end": entry(shape=[8], data_offsets=[0, 32]),
+    "a hole": entry(shape=[2], data_offsets=[8, 16]),
+    "unused bytes": entry(shape=[2], data_offsets=[0, 8]),
+    "nothing said": {"a.w": None},
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed_files(tmp_path: Path, what: str) -> None:
+    path = header(tmp_path / "f.safetensors", MALFORMED[what])
+    with pytest.raises(SpanError, match=re.escape(str(path))) as caught:
+        Store.of([path], kind=WEIGHT)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_cut_files(tmp_path: Path) -> None:
+    path = header(tmp_path / "f.safetensors", entry())
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(SpanError):
+            Store.of([path], kind=WEIGHT)
+    path.unlink()
+    with pytest.raises(SpanError, match="No such file"):
+        Store.of([path], kind=WEIGHT)
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+
+class Owner:
+    """A rank that holds what it is given; ``parameters`` as it describes them."""
+
+    rule = "AdamW"
+
+    def __init__(self, held: list[Span], step: float = 3.0, lr: Any = 0.1) -> None:
+        self.held, self.step, self.lr = held, step, lr
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": ["a.w"], "lr": self.lr, "betas": (0.9, 0.95)}]
+
+    def described(self) -> dict[str, Described]:
+        numbers = {"step": self.step}
+        return {span.name: Described(span.shape, "float32", numbers, {span.kind: span.shape}) for span in self.held}
+
+    def spans(self) -> Any:
+        return iter(self.held)
+
+
+def written(folder: Path, *owners: Owner) -> Saved:
+    for rank, owner in enumerate(owners):
+        holder: Any = owner
+        saved_state.write_part(folder, holder, (), rank=rank, ranks=len(owners), hashed=True)
+    first: Any = owners[0]
+    saved_state.write_index(folder, first, len(owners), {"steps": 3})
+    return saved_state.opened(folder)
+
+
+def test_rows_of_three_ranks(tmp_path: Path) -> None:
+    """As an engine writes whose ranks own rows: each its own, and whole parameters of which others have nothing."""
+    whole = Span("b", "exp_avg", (2,), 0, torch.tensor([1.0, 2.0]))
+    saved = written(tmp_path, Owner(cut((0, 8))), Owner([*cut((8, 16)), whole]), Owner(cut((16, 24))))
+    assert saved.parameters["a.w"] == Described(SHAPE, "float32", {"step": 3.0}, {"exp_avg": SHAPE})
+    into = torch.empty(SHAPE)
+    saved.store.read("a.w", "exp_avg", 0, into)
+    assert torch.equal(into, VALUES)
+    assert saved.param_groups == [{"params": ["a.w"], "lr": 0.1, "betas": [0.9, 0.95]}]
+    assert saved.extra == {"steps": 3}
+
+
+def test_a_save_that_lacks_something_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(SpanError, match="elements 8 to 16 of 24 are in no file"):
+        written(tmp_path, Owner(cut((0, 8))), Owner(cut((16, 24))))
+    with pytest.raises(SpanError, match="elements 7 to 8 are in"):
+        written(tmp_path, Owner(cut((0, 8))), Owner(cut((7, 24))))
+    with pytest.raises(SpanError, match=r"a\.w: ranks disagree about it"):
+        written(tmp_path, Owner(cut((0, 8))), Owner(cut((8, 24)), step=2.0))
+    with pytest.raises(SpanError, match=r"a\.w: no rank has written its state"):
+        written(tmp_path, Owner([]))
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\] is .* which JSON cannot hold"):
+        written(tmp_path, Owner(cut((0, 24)), lr=torch.tensor(0.1)))
+
+
+def test_a_lost_file_and_a_strange_one(tmp_path: Path) -> None:
+    written(tmp_path, Owner(cut((0, 8))), Owner(cut((8, 24))))
+    lost = tmp_path / "optimizer-00001-of-00002-001.safetensors"
+    kept = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(SpanError, match=re.escape(f"{lost}: missing")):
+        saved_state.opened(tmp_path)
+    spans.write(lost, cut((9, 25), values=torch.zeros(25)))  # as long, and shifted by one element
+    assert lost.stat().st_size == len(kept)
+    with pytest.raises(SpanError, match=r"a\.w\.exp_avg goes on to element 25"):
+        saved_state.opened(tmp_path)
+
+
+def test_what_is_signed_and_wrong(tmp_path: Path) -> None:
+    written(tmp_path, Owner(cut((0, 24))))
+    index, record = tmp_path / saved_state.INDEX, tmp_path / "optimizer-00000-of-00001.json"
+    described = json.loads(record.read_text())["content"]["parameters"]["a.w"]
+    changes: list[tuple[Path, dict[str, Any]]] = [
+        (index, {"param_groups": [{"lr": 1}]}),
+        (index, {"ranks": -1}),
+        (index, {"ranks": 2}),
+        (index, {"version": 1}),
+        (record, {"parameters": {"a.w": None}}),
+        (record, {"parameters": []}),
+        (record, {"files": {"../f": {"bytes": 1, "sha256": None}}}),
+        (record, {"parameters": {"a.w": {**described, "numbers": {"step": "3"}}}}),
+    ]
+    for path, changed in changes:
+        kept = path.read_text()
+        saved_state.sign(path, json.loads(kept)["content"] | changed)
+        with pytest.raises(SpanError) as caught:
+            saved_state.opened(tmp_path)
+        assert len(str(caught.value).splitlines()) == 1
+        path.write_text("{")
+        with pytest.raises(SpanError, match=f"{path.name}: damaged"):
+            saved_state.opened(tmp_path)
+        path.write_text(kept)
+
+
+def test_the_exact_weight_is_the_master(tmp_path: Path) -> None:
+    low = VALUES.bfloat16()
+    files = store(
+        tmp_path, cut((0, 24), values=VALUES, kind="master"), cut((0, 24), values=low, name="tied", kind=WEIGHT)
+    )
+    weights = Weights(files, None, {"other": ["tied", "other"]})
+    into, rounded = torch.empty(SHAPE), torch.empty(SHAPE, dtype=torch.bfloat16)
+    weights.read("a.w", 0, into)
+    weights.read("a.w", 0, rounded)
+    assert torch.equal(into, VALUES) and torch.equal(rounded, low)
+    weights.read("other", 0, rounded)  # under its other name
+    assert torch.equal(rounded, low)
+    assert list(weights.faults("absent", SHAPE)) == ["absent: its weight is in no file"]

@@ -1,0 +1,197 @@
+"""What a signal does to a process in each phase, whatever its main thread is doing; and who is a launcher."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.dist import stopping
+from trainer.dist.launcher import Launcher, find, is_launcher, started_at
+from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+class Child:
+    """A process that listens, does ``work(stop)``, and ends with what that returns; 10 if it was stopped."""
+
+    def __init__(self, work: Callable[[Stop], int], **constants: float) -> None:
+        self._said, theirs = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(theirs, 2)
+            sys.stderr = os.fdopen(2, "w")
+            for name, value in constants.items():
+                setattr(stopping, name, value)
+            code = 99
+            try:
+                with Stop().listening() as stop:
+                    os.write(2, b"ready\n")
+                    code = work(stop)
+            except Stopped as stopped:
+                os.write(2, stopped.line.encode())
+                code = int(stopped.code)
+            finally:
+                os._exit(code)
+        os.close(theirs)
+        assert os.read(self._said, 6) == b"ready\n"
+
+    def send(self, number: signal.Signals, after_s: float = 0.1) -> None:
+        time.sleep(after_s)
+        os.kill(self.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with os.fdopen(self._said) as said:
+            return code, said.read()
+
+
+def until_asked(stop: Stop) -> int:
+    stop.wait(10.0)
+    return 7 if stop.is_asked else 8
+
+
+def stuck(stop: Stop) -> int:
+    """In C, as in a collective: Python's handlers are not called."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    return int(libc.pthread_mutex_lock(mutex))
+
+
+def trains(then: Callable[[Stop], int]) -> Callable[[Stop], int]:
+    def work(stop: Stop) -> int:
+        stop.phase = Phase.TRAINING
+        return then(stop)
+
+    return work
+
+
+@pytest.mark.parametrize("number", [TERM, USR1])
+def test_while_preparing_a_signal_ends_the_run(number: signal.Signals) -> None:
+    child = Child(until_asked)
+    child.send(number)
+    assert child.end() == (10, f"{number.name}: stopped before training began; nothing was saved")
+
+
+def test_while_preparing_it_ends_a_main_thread_that_is_stuck_in_c() -> None:
+    child = Child(stuck, STUCK_S=0.2)
+    child.send(TERM)
+    assert child.end() == (10, "SIGTERM: stopped before training began; nothing was saved\n")
+
+
+def test_while_training_it_is_noted() -> None:
+    child = Child(trains(until_asked))
+    child.send(USR1)
+    assert child.end() == (7, "")
+
+
+def test_what_a_launcher_repeats_is_one_request_and_a_second_one_ends_at_once() -> None:
+    child = Child(trains(stuck), ECHO_S=0.5)
+    child.send(TERM)
+    child.send(TERM)
+    child.send(TERM, after_s=0.8)
+    assert child.end() == (143, "SIGTERM a second time: ended at once\n")
+
+
+def test_forked_processes_end_by_signals_and_do_not_pass_them_on() -> None:
+    def forks(stop: Stop) -> int:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(pid, TERM)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        stop.wait(0.8)
+        return 5 if status == -TERM and not stop.is_asked else 6
+
+    assert Child(trains(forks)).end() == (5, "")
+
+
+def test_after_leaving_a_signal_does_what_it_does_without_us() -> None:
+    def leaves(stop: Stop) -> int:
+        stop.leave()
+        time.sleep(20)
+        return 0
+
+    child = Child(leaves)
+    child.send(TERM)
+    assert child.end() == (-TERM, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("/v/bin/python /v/bin/deepspeed --num_gpus 2 launch/train.py", True),
+        ("/v/bin/python -u -m deepspeed.launcher.launch --world_info=e30= launch/train.py", True),
+        ("/v/bin/python /v/bin/torchrun --nproc-per-node 2 launch/train.py", True),
+        ("python -m torch.distributed.run launch/train.py", True),
+        ("/v/bin/python3.11 /v/bin/accelerate launch --cpu launch/train.py", True),
+        ("/bin/bash", False),
+        ("bash -c deepspeed launch/train.py", False),
+        ("python my_own.py deepspeed", False),
+        ("tmux", False),
+        ("", False),
+    ],
+)
+def test_who_is_a_launcher(command: str, expected: bool) -> None:
+    assert is_launcher(command.split()) is expected
+
+
+def test_a_shell_or_a_test_is_no_launcher() -> None:
+    assert find() == Launcher(())
+    assert not find().is_gone()
+
+
+def test_the_end_of_any_launcher_above_is_noticed() -> None:
+    above = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    chain = Launcher(((os.getppid(), started_at(os.getppid()) or 0.0), (above.pid, started_at(above.pid) or 0.0)))
+    assert not chain.is_gone()
+    above.kill()
+    above.wait()
+    assert chain.is_gone()
+
+
+@pytest.mark.parametrize("phase", ["TRAINING", "PREPARING"])
+def test_a_launcher_that_was_killed_is_a_request(phase: str, tmp_path: Path) -> None:
+    """The launcher is a program of that name; what it starts listens."""
+    listener = f"""
+import os, sys, time
+from pathlib import Path
+from trainer.dist.stopping import Phase, Stop, Stopped
+done = Path({str(tmp_path / "done")!r})
+with Stop().listening() as stop:
+    stop.phase = Phase.{phase}
+    assert stop.launcher.is_there
+    Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+    try:
+        stop.wait(20)
+        done.write_text(str(stop.reason))
+    except Stopped as stopped:
+        done.write_text(stopped.line)
+"""
+    (tmp_path / "listener.py").write_text(listener)
+    program = tmp_path / "torchrun"
+    program.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, {str(tmp_path / 'listener.py')!r}])\n")
+    launcher = subprocess.Popen(
+        [sys.executable, str(program)], cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."}
+    )
+    _until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    launcher.kill()
+    launcher.wait()
+    _until(lambda: (tmp_path / "done").exists() and (tmp_path / "done").read_text())
+    said = (tmp_path / "done").read_text()
+    assert said.startswith(LAUNCHER) and (phase == "TRAINING" or said.endswith("nothing was saved"))
+
+
+def _until(true: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -1,0 +1,125 @@
+"""What all ranks decide together, apart from training: a group of its own on the CPU, for numbers and short texts.
+
+Problem. Some decisions depend on what only one rank knows: a signal, a full disk, another config on one machine. A rank
+that acted alone would leave the others waiting in a collective.
+
+Invariant. Every rank calls the same methods in the same order, at places that training itself makes all ranks pass (the
+start, the end of a step, a save). So a call waits no longer than the next collective of training would, ends with an
+error as that would when a rank has died, and never meets one of training's: the group is used for nothing else. It is
+gloo's, so that the host does not wait for the device. With one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError, ExitCode, UserError
+
+ABSENT = "not set"
+
+
+class Agreement:
+    """The group; None of it for one rank."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says yes; a collective."""
+        if self._group is None:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        said = torch.tensor(int(flag))
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        return bool(said.item())
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank says, as JSON has it; a collective."""
+        if self._group is None:
+            return [value]
+        import torch.distributed as dist
+
+        texts = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(texts, json.dumps(value), group=self._group)
+        return [json.loads(text) for text in texts]
+
+    def on_first(self, rank: int, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns on the first rank, on all of them; a collective.
+
+        Raises:
+            UserError: what ``work`` has raised, on every rank.
+        """
+        value, error = None, None
+        if rank == 0:
+            try:
+                value = work()
+            except UserError as found:
+                error = found
+        said = self.gathered({"value": value, "lines": error and list(error.lines), "code": int(error.code) if error else 0})
+        if error is not None:
+            raise error
+        if said[0]["lines"]:
+            raise _Told(said[0]["lines"], said[0]["code"])
+        return said[0]["value"]
+
+    def refuse_different(self, config: Mapping[str, Any]) -> None:
+        """Check that all ranks have the same config, ``config`` as dotted keys; a collective.
+
+        Raises:
+            ConfigError: they have not; the line names the keys that differ, with both values.
+        """
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+        if len(set(self.gathered(digest))) > 1:
+            raise ConfigError(differences(self.gathered({key: json.dumps(value) for key, value in config.items()})))
+
+
+class _Told(UserError):
+    """An error of the first rank, on the others."""
+
+    def __init__(self, lines: list[str], code: int) -> None:
+        super().__init__(lines)
+        self.code = ExitCode(code)
+
+
+def differences(configs: list[Mapping[str, str]]) -> str:
+    """One line that names the keys in which a rank differs from the first, and who has which value."""
+    shown = []
+    for key in sorted(set().union(*configs)):
+        values = [config.get(key, ABSENT) for config in configs]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            shown.append(f"{key} = {values[0]} on rank 0, {values[other]} on rank {other}")
+    return f"the ranks were started with different configs: {'; '.join(shown)}; start all with the same file and overrides"
+
+
+def dotted(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{before}{key}"
+        flat |= dotted(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat
+
+
+@contextmanager
+def agreement(ranks: Ranks, timeout_s: int) -> Iterator[Agreement]:
+    """The group of all ranks, while it is open. With one rank there is none."""
+    if ranks.world_size == 1:
+        yield Agreement()
+        return
+    import torch.distributed as dist
+
+    made = Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+    try:
+        yield made
+    finally:
+        group, made._group = made._group, None
+        dist.destroy_process_group(group)

@@ -1,0 +1,199 @@
+"""What asks a run to stop from outside: SIGTERM, SIGUSR1, and the end of its launcher.
+
+Problem. A machine that is taken away says so with a signal, some seconds before. By default the signal ends the process,
+and everything since the last checkpoint is lost. A handler in Python does not help while the process waits for another
+rank in C++: Python calls it only when that wait is over.
+
+So the signal is also written into a socket, by the interpreter's own handler in C, and a thread reads it there at once:
+
+* while the run is *preparing*, ``Stopped`` is raised in the main thread; if that is stuck in C++, the thread ends the
+  process after ``STUCK_S``. Nothing is saved, there is nothing yet;
+* while it is *training*, the request is noted, and acted on at the end of the step by all ranks together
+  (``trainer/run/preemption.py``). A save that is under way is finished;
+* while it is *ending* (the export), the request is noted, and the export is finished;
+* a second signal ends the process at once. A launcher often repeats what the process got itself, as with a signal to
+  the whole group or job, so what comes within ``ECHO_S`` is the same request.
+
+A launcher that has died is a request as well, which is made once. SIGINT stays Python's KeyboardInterrupt. Processes
+that are forked from this one (loaders, tokenizers) have the default handlers: they are ended by their parent with
+SIGTERM, and must not pass it on.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+from trainer.dist import launcher
+from trainer.errors import ExitCode
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+LOOK_S = 0.5  # between two looks at the launcher
+ECHO_S = 2.0  # the same signal, sent on by a launcher
+STUCK_S = 5.0  # for the main thread to leave what it does
+LAUNCHER = "the launcher has ended"
+
+
+class Phase(Enum):
+    """What a request to stop does now."""
+
+    PREPARING = "preparing"
+    TRAINING = "training"
+    ENDING = "ending"
+
+
+class Stopped(BaseException):
+    """The run ends as it was asked to. Not an ``Exception``: libraries would take it for an error of theirs."""
+
+    code = ExitCode.PREEMPTED
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        self.line = line
+
+
+class Stop:
+    """Whether this rank was asked to stop, by what, and what that does now."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.phase = Phase.PREPARING
+        self.launcher = launcher.Launcher(())
+        self._asked_s = 0.0
+        self._expected = 0  # signals that this process has sent to itself
+        self._over = threading.Event()
+        self._former: dict[signal.Signals, Any] = {}
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything has asked this rank to stop."""
+        return self.reason is not None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether training has begun and is not over."""
+        return self.phase is Phase.TRAINING
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Inside, requests are noted. To be entered by the main thread, once, before anything is prepared."""
+        self.launcher = launcher.find()
+        ours, interpreters = socket.socketpair()
+        for end in (ours, interpreters):
+            end.setblocking(False)
+        former_fd = signal.set_wakeup_fd(interpreters.fileno(), warn_on_full_buffer=False)
+        self._former = {each: signal.signal(each, self._handle) for each in SIGNALS}
+        _default_in_children(self)
+        thread = threading.Thread(target=self._listen, args=(ours,), name="stopping", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.leave()
+            signal.set_wakeup_fd(former_fd)
+            thread.join()
+            ours.close()
+            interpreters.close()
+
+    def leave(self) -> None:
+        """Nothing is left to be saved: from here on signals end the process as they do without us."""
+        self._over.set()
+        for each, former in self._former.items():
+            signal.signal(each, former)
+        self._former = {}
+
+    def wait(self, seconds_s: float) -> None:
+        """Sleep so long, or until this rank is asked to stop."""
+        end_s = time.monotonic() + seconds_s
+        while not self.is_asked and time.monotonic() < end_s:
+            time.sleep(0.1)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, when Python comes to it."""
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
+            self._asked_s = time.monotonic()
+        if self.phase is Phase.PREPARING:
+            raise Stopped(f"{self.reason}: stopped before training began; nothing was saved")
+
+    def _listen(self, ours: socket.socket) -> None:
+        """In a thread of its own, whatever the main thread does."""
+        gone = False
+        while not self._over.is_set():
+            ready, _, _ = select.select([ours], [], [], LOOK_S)
+            for number in ours.recv(64) if ready else b"":
+                if number in SIGNALS:
+                    self._request(signal.Signals(number))
+            if not gone and self.launcher.is_gone():
+                gone = True
+                self._launcher_is_gone()
+            if self.is_asked and self.phase is Phase.PREPARING and time.monotonic() - self._asked_s > STUCK_S:
+                _say(f"{self.reason}: stopped before training began; nothing was saved")
+                os._exit(ExitCode.PREEMPTED)
+
+    def _request(self, number: signal.Signals) -> None:
+        if self._expected:
+            self._expected -= 1
+            return
+        now_s = time.monotonic()
+        if self.reason is None or self._asked_s == 0.0:
+            self.reason, self._asked_s = self.reason or number.name, now_s
+        elif now_s - self._asked_s > ECHO_S:
+            _say(f"{number.name} a second time: ended at once")
+            os._exit(128 + number)
+        if self.phase is Phase.ENDING:
+            _say(f"{number.name}: training is over, the export is finished first; a second signal ends it at once")
+
+    def _launcher_is_gone(self) -> None:
+        if self.is_asked:
+            return
+        self.reason, self._asked_s = LAUNCHER, time.monotonic()
+        if self.phase is Phase.PREPARING:
+            self._expected += 1
+            os.kill(os.getpid(), signal.SIGTERM)  # so that the main thread leaves what it does
+
+
+def _default_in_children(stop: Stop) -> None:
+    """Processes that are forked from here on have the default handlers and do not write into our socket.
+
+    A signal that comes to the child before that waits until its handlers are the default ones.
+    """
+    reference = weakref.ref(stop)
+
+    def is_listening() -> bool:
+        live = reference()
+        return live is not None and bool(live._former)
+
+    def block() -> None:
+        if is_listening():
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def unblock() -> None:
+        if is_listening():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def default() -> None:
+        live = reference()
+        if live is not None and live._former:
+            signal.set_wakeup_fd(-1)
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+            live._former = {}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=default)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

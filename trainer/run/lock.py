@@ -1,0 +1,206 @@
+"""One run at a time in a folder.
+
+Problem. Two runs in one folder both succeed: their metrics are mixed, and each deletes the other's checkpoints and
+replaces its export.
+
+So the first rank holds a lock on the file ``run.lock`` in the folder: a lock of the kernel, which ends with the process
+however that ends. What is in the file (pid, host and start of the process) is for people, and for the case that the
+kernel knows nothing of the other process, because it runs on another host of a network file system.
+
+The holder touches the file every few seconds. A lock of another host (or of a container that had another name) is
+watched for a while, since that host may be gone: if it is touched, it is in use.
+
+Invariant. Of two starters exactly one gets the lock; the other one is refused before any data is read. A lock whose
+process has ended on this host is taken over, and so is one of another host that nobody touches for ``WATCHED_S``.
+
+Refused: a folder that another run is using, and one in which no file can be made.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.dist.launcher import started_at
+from trainer.run.callbacks import write_line
+
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+
+NAME = "run.lock"
+KEY = "training.output_dir"
+UNSUPPORTED = frozenset([errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+TOUCHED_S = 10.0  # between two touches of the holder
+WATCHED_S = 90.0  # network file systems show a new time up to a minute later
+SAME_START_S = 2.0  # the kernel counts from its boot, and the clock may have been set since
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a lock; ``start`` in Unix seconds."""
+
+    pid: int
+    host: str
+    start: float
+
+    def said(self) -> str:
+        """For the line that refuses."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.start))
+        return f"process {self.pid} on {self.host}, started {when}"
+
+
+def this_process() -> Holder:
+    """The holder that this process would be."""
+    return Holder(os.getpid(), socket.gethostname(), started_at(os.getpid()) or time.time())
+
+
+def why_not(found: Holder | None, own: Holder, *, locks_work: bool, start: float | None) -> str | None:
+    """Why a lock that the kernel gives us is another's nevertheless; None if it may be taken.
+
+    Args:
+        found: what is in the file; None if nothing readable is.
+        locks_work: whether the file system has locks at all.
+        start: of the process that has ``found``'s pid here; None without one.
+    """
+    if found is None:
+        return None
+    if found.host != own.host:
+        return "other host"
+    alive = start is not None and (start < 0 or abs(start - found.start) < SAME_START_S) and found.pid != own.pid
+    return "in use" if alive and not locks_work else None
+
+
+@contextmanager
+def held(config: RunConfig) -> Iterator[None]:
+    """Inside, this process alone runs in the config's folder.
+
+    Raises:
+        ConfigError: another run holds it, or the folder cannot be written.
+    """
+    folder = Path(config.training.output_dir)
+    path = folder / NAME
+    try:
+        made = _make(folder)
+        handle = _take(config, path)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror}); name another folder"
+        raise config.error(KEY, config.training.output_dir, what) from None
+    over = threading.Event()
+    thread = threading.Thread(target=_touch, args=(handle, over), name="lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        with suppress(OSError):
+            path.unlink()  # while it is ours
+        os.close(handle)
+        for each in made:
+            with suppress(OSError):  # only what is empty: the run was refused
+                each.rmdir()
+
+
+def _touch(handle: int, over: threading.Event) -> None:
+    while not over.wait(TOUCHED_S):
+        with suppress(OSError):
+            os.utime(handle)
+
+
+def _is_touched(handle: int) -> bool:
+    """Whether somebody touches the file within ``WATCHED_S``."""
+    before, end_s = os.fstat(handle).st_mtime_ns, time.monotonic() + WATCHED_S
+    while time.monotonic() < end_s:
+        time.sleep(min(1.0, WATCHED_S / 4))
+        if os.fstat(handle).st_mtime_ns != before:
+            return True
+    return False
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make the folder; returns those that were not there, the innermost first."""
+    missing = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _take(config: RunConfig, path: Path) -> int:
+    """The descriptor that holds the lock on ``path``, with our name in it."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            if path.parent.is_dir():
+                raise
+            continue  # a run that was refused has just removed the folder that it had made
+        try:
+            works = _lock(handle)
+            found = read(os.pread(handle, 4096, 0))
+            if works is None:
+                raise _refused(config, path, found)
+            if not _is_at(handle, path):  # the former holder has just removed it
+                os.close(handle)
+                continue
+            own = this_process()
+            reason = why_not(found, own, locks_work=works, start=started_at(found.pid) if found else None)
+            if reason == "other host":
+                write_line(f"{path}: of another host: {found.said() if found else ''}; watching whether it is in use")
+            if reason is not None and (reason != "other host" or _is_touched(handle)):
+                raise _refused(config, path, found)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(asdict(own)).encode(), 0)
+            os.fsync(handle)
+        except BaseException:
+            with suppress(OSError):
+                os.close(handle)
+            raise
+        return handle
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether the kernel gave us the lock: None if another process has it, False if it has no locks here.
+
+    A record lock is the process's own: processes forked from it do not keep it alive.
+    """
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return None
+        if error.errno in UNSUPPORTED:
+            return False
+        raise
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def read(content: bytes) -> Holder | None:
+    """The holder that a lock file names; None if it was not written to its end."""
+    try:
+        found = json.loads(content)
+        return Holder(int(found["pid"]), str(found["host"]), float(found["start"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _refused(config: RunConfig, path: Path, found: Holder | None) -> Exception:
+    who = found.said() if found else "another process"
+    what = f"in use by another run: {who}; wait for it, or name another folder"
+    return config.error(KEY, config.training.output_dir, what)

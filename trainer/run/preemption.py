@@ -1,0 +1,69 @@
+"""A run that was asked to stop saves at the end of the step, on all ranks together, and ends with exit code 10.
+
+Problem. A signal reaches one rank, or several at different moments, and hosts run ahead of their devices by different
+numbers of steps. A rank that saved on its own would wait for the others in the collectives of saving.
+
+So the ranks agree at the end of every step, by the maximum of one number (``trainer/dist/agreement.py``; 0.1 to 0.4 ms
+between two ranks of one machine, nothing with one rank). It cannot hang where training would not: every rank passes the
+end of every step. They agree again after an evaluation and after a save, which take long: a request that came during a
+save ends the run right after it.
+
+Invariant. ``Stopped`` is raised on all ranks or on none, after every rank has left the save. The checkpoint is an
+ordinary one, so the resumed run ends with the bits of one that nobody stopped; an evaluation that is due at this step
+is made before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+
+from trainer.dist.agreement import Agreement
+from trainer.dist.stopping import Phase, Stop, Stopped
+from trainer.errors import ExitCode, UserError
+from trainer.run.saves import Saves
+
+
+class StoppedUnsaved(UserError):
+    """The run was asked to stop, and the checkpoint could not be written."""
+
+    code = ExitCode.DISK
+
+
+class SaveAndStop(TrainerCallback):
+    """Asks for a save when a rank was asked to stop, and ends the run after it."""
+
+    def __init__(self, stop: Stop, together: Agreement, saves: Saves) -> None:
+        self._stop, self._together, self._saves = stop, together, saves
+        self._agreed = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._stop.phase = Phase.TRAINING
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._agreed = self._agreed or self._together.any(self._stop.is_asked)
+        if self._agreed:
+            control.should_save = True
+
+    on_evaluate = on_step_end
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # Also what makes every rank wait for the first one, which is the last to leave a save.
+        self._agreed = self._together.any(self._stop.is_asked or self._agreed)
+        if not self._agreed:
+            return
+        why = _why(self._together.gathered(self._stop.reason))
+        step = state.global_step
+        if self._saves.newest_step != step:
+            raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
+        raise Stopped(
+            f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"
+        )
+
+
+def _why(reasons: list[str | None]) -> str:
+    """What asked which rank to stop."""
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+    alone = len(reasons) == 1 or all(each == reason for each in reasons)
+    return reason if alone else f"{reason} on rank {rank}"

@@ -1,0 +1,242 @@
+"""What may differ between the run that saved a checkpoint and the run that resumes it: one table and a comparison.
+
+Problem. Nearly everything in a config can be changed and the run resumed. Some changes are meant (fewer log lines,
+another learning rate), some give a result that nobody can repeat (other data, another batch), and some cannot work.
+
+Every key has a rule:
+
+* ``SILENT``: says where, when and how much is reported, kept or moved; no bit of the result depends on it;
+* ``SAID``: is honoured, and the log says old and new value: the learning rate and its schedule, the number of steps;
+* a name, such as ``batch_size``: changes the result; refused unless ``training.allow_change`` has the name;
+* ``NEVER``: the saved state does not fit.
+
+Strategies may change: they decide where state rests and who holds it (``MOVES``); it is said.
+
+Invariant. Pure functions of two plain trees. A key that is in no rule is refused, and a test compares the table with
+the sections of the config, so that a new key cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainer.config.arguments import ALLOWABLE
+
+SILENT, SAID, NEVER, MOVES = "silent", "said", "never", "moves"
+
+_SILENT_TRAINING = """
+    output_dir logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
+    include_num_input_tokens_seen report_to run_name project trackio_space_id trackio_bucket_id
+    trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size
+    eval_accumulation_steps save_strategy save_steps save_total_limit save_on_each_node load_best_model_at_end
+    metric_for_best_model greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint
+    push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision dataloader_num_workers
+    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context ddp_timeout torch_empty_cache_steps gradient_checkpointing
+    gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs allow_change overwrite
+"""
+# What changes the result, by the name that training.allow_change takes.
+_GROUPS: Mapping[str, str] = {
+    "data": """data.path data.name data.split data.eval_path data.eval_split data.eval_fraction data.columns
+        data.completion_only_loss data.assistant_only_loss data.chat_template_path data.streaming""",
+    "max_length": "data.max_length",
+    "packing": "data.packing",
+    "seed": "training.seed training.data_seed",
+    "order": "training.train_sampling_strategy training.dataloader_drop_last training.dataloader_in_order",
+    "batch_size": "training.per_device_train_batch_size",
+    "accumulation": "training.gradient_accumulation_steps",
+    "loss": """training.average_tokens_across_devices training.label_smoothing_factor
+        training.neftune_noise_alpha""",
+    "dropout": "model.lora.lora_dropout",
+    "betas": "training.adam_beta1 training.adam_beta2 training.adam_epsilon",
+    "weight_decay": "training.weight_decay",
+    "clipping": "training.max_grad_norm",
+    "precision": "training.bf16 training.fp16 training.tf32 model.dtype",
+    "kernels": """training.full_determinism training.use_cpu training.torch_compile training.torch_compile_backend
+        training.torch_compile_mode training.use_liger_kernel training.liger_kernel_config
+        model.attn_implementation""",
+    "model": "model.name_or_path model.config model.lora.lora_alpha model.lora.use_rslora",
+}
+_SAID = """
+    training.learning_rate training.max_steps training.num_train_epochs training.lr_scheduler_type
+    training.lr_scheduler_kwargs training.warmup_steps
+"""
+_NEVER = """
+    training.optim model.tokenizer model.lora model.lora.r model.lora.target_modules model.lora.bias
+    model.lora.modules_to_save model.lora.use_dora
+"""
+RULES: Mapping[str, str] = {
+    **{f"training.{name}": SILENT for name in _SILENT_TRAINING.split()},
+    "data.num_proc": SILENT,
+    "model.trust_remote_code": SILENT,
+    **{key: name for name, keys in _GROUPS.items() for key in keys.split()},
+    **dict.fromkeys(_SAID.split(), SAID),
+    **dict.fromkeys(_NEVER.split(), NEVER),
+}
+# What an unset key means, where that is known; writing it out is no change.
+UNSET: Mapping[str, object] = {
+    "training.weight_decay": 0.0,
+    "training.adam_beta1": 0.9,
+    "training.adam_beta2": 0.999,
+    "training.adam_epsilon": 1e-8,
+    "training.lr_scheduler_type": "linear",
+    "training.warmup_steps": 0,
+    "training.label_smoothing_factor": 0.0,
+    "training.full_determinism": False,
+    "training.torch_compile": False,
+    "training.use_liger_kernel": False,
+    "training.dataloader_drop_last": False,
+    "training.average_tokens_across_devices": True,
+    "training.dataloader_in_order": True,
+    "training.train_sampling_strategy": "random",
+}
+# Keys of Hugging Face's model configs on which names or shapes of parameters depend, or how a head is cut out of them.
+_SHAPES = """
+    model_type vocab_size hidden_size n_embd d_model dim intermediate_size n_inner ffn_dim d_ff num_hidden_layers
+    n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads num_key_value_heads head_dim
+    word_embed_proj_dim max_position_embeddings n_positions n_ctx tie_word_embeddings attention_bias mlp_bias
+    num_local_experts num_experts moe_intermediate_size num_experts_per_tok
+"""
+SHAPES = frozenset(_SHAPES.split())
+FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")
+
+
+class Line(NamedTuple):
+    """A difference that is refused: the dotted key, its value now, and what to do."""
+
+    key: str
+    value: object
+    what: str
+
+
+class Changes(NamedTuple):
+    """All differences that matter: keys that are honoured or allowed, what to log of them, and what is refused."""
+
+    keys: frozenset[str]
+    said: tuple[str, ...]
+    refused: tuple[Line, ...]
+
+
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, int], name: str) -> Changes:
+    """Compare two configs as trees.
+
+    Args:
+        ranks: how many saved, and how many resume.
+        name: of the checkpoint, for the lines.
+    """
+    allowed = now.get("training", {}).get("allow_change", ())
+    found = [(key, rule_of(key), old, new) for key, old, new in differences(saved, now)]
+    if ranks[0] != ranks[1]:
+        found.append(("ranks", "ranks", *ranks))
+    keys, said, refused = set(), [], []
+    for key, rule, old, new in found:
+        if rule == SILENT or (key == "model.tokenizer" and not any(isinstance(value, Mapping) for value in (old, new))):
+            continue  # tokenizers that are named are compared when they are open
+        if why := _cannot(key, rule, old, new, now.get("training", {}).get("lr_scheduler_type")):
+            refused.append(Line(key, new, f"{name} was saved with {_shown(old)}, {why}"))
+        elif rule in (SAID, MOVES) or rule in allowed:
+            keys.add(key)
+            said.append(f"{key} = {_shown(new)} (was {_shown(old)})")
+        else:
+            back = "start that many" if key == "ranks" else "write that"
+            what = f"{name} was saved with {_shown(old)}, and the result would be another run's; {back}, or allow it"
+            refused.append(Line(key, new, f"{what} with training.allow_change: [{rule}]"))
+    return Changes(frozenset(keys), tuple(said), tuple(refused))
+
+
+def compare_contents(
+    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str], changed: Collection[str], name: str
+) -> Changes:
+    """Compare what is known after data, tokenizer and model config were opened, and before anything is made of them.
+
+    Args:
+        saved, now: ``sources`` and ``tokenizer`` (hashes), ``fingerprint`` of the rows, ``config`` of the model.
+        allowed: ``training.allow_change``.
+        changed: keys of the config that differ and may.
+    """
+    keys, said, refused = set(), [], []
+    expected = any(key.startswith("data.") or key == "training.seed" for key in changed)
+    other_rows = saved["fingerprint"] != now["fingerprint"] and not expected
+    if saved["tokenizer"] != now["tokenizer"]:
+        what = (
+            f"it is not the one that {name} was saved with, and the model has learned that one's tokens; use that one"
+        )
+        refused.append(Line("model.tokenizer", None, what))
+    elif saved["sources"] != now["sources"] or other_rows:
+        if "data" in allowed:
+            keys.add("data.path")
+            said.append("other rows of data.path than the checkpoint's")
+        else:
+            what = f"the rows made of it are not those that {name} was trained on; bring those back, or allow it with"
+            refused.append(Line("data.path", None, f"{what} training.allow_change: [data]"))
+    # Releases of Transformers add keys, so only what both have is compared.
+    both = saved["config"].keys() & now["config"].keys()
+    trees = [{"model": {"config": {key: tree["config"][key] for key in both}}} for tree in (saved, now)]
+    rest = compare(trees[0], {**trees[1], "training": {"allow_change": list(allowed)}}, (1, 1), name)
+    return Changes(rest.keys | keys, (*said, *rest.said), (*refused, *rest.refused))
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys with both values, where they differ; a section without rules inside is one key."""
+    old, new = leaves(saved), leaves(now)
+    if bool(_in_config(old)) is not bool(_in_config(new)):  # then model.name_or_path differs, which says it all
+        old, new = ({key: tree[key] for key in tree if key not in _in_config(tree)} for tree in (old, new))
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, after = old.get(key, UNSET.get(key)), new.get(key, UNSET.get(key))
+        if key == "training.data_seed":  # unset, it is the seed
+            before, after = (tree.get(key, tree.get("training.seed")) for tree in (old, new))
+            if old.get(key) is None and new.get(key) is None:
+                continue  # the seed has its own line
+        if before != after:
+            yield key, before, after
+
+
+def _in_config(leaves: Mapping[str, Any]) -> list[str]:
+    return [key for key in leaves if key.startswith("model.config.")]
+
+
+def rule_of(key: str) -> str:
+    """The rule of a dotted key; keys of ``model.config`` by what they are."""
+    if key.startswith("strategies."):
+        return MOVES
+    if key.startswith("model.config."):
+        last = key.rpartition(".")[2]
+        if key.removeprefix("model.config.") in SHAPES or last in SHAPES:
+            return NEVER
+        return "dropout" if "drop" in last else "model"
+    return RULES.get(key, NEVER)
+
+
+def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config by their dotted keys."""
+    return dict(_leaves("", tree))
+
+
+def _leaves(at: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values. A strategy is one value with its options; so is what has a rule of its own."""
+    for name, value in tree.items():
+        key = f"{at}{name}"
+        inside = isinstance(value, Mapping) and (key in ("model", "data", "training", "strategies", "model.lora"))
+        if isinstance(value, Mapping) and (inside or key.startswith("model.config")):
+            yield from _leaves(f"{key}.", value)
+        else:
+            yield key, value
+
+
+def _cannot(key: str, rule: str, old: object, new: object, schedule: object) -> str:
+    """Why a change cannot work at all, and the way out; empty if it can. ``schedule`` is this run's."""
+    if rule == NEVER:
+        return "and its state does not fit another; write that, or start anew in another training.output_dir"
+    if key == "training.lr_scheduler_type" and (old in FOLLOWS_LOSS) is not (new in FOLLOWS_LOSS):
+        return "and a schedule that follows the evaluation loss cannot go on from one that does not; write that"
+    if key == "training.learning_rate" and schedule in FOLLOWS_LOSS:
+        return "and a schedule that follows the evaluation loss goes on from the rate that it has reached; write that"
+    return ""
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+assert set(ALLOWABLE) == {*_GROUPS, "ranks"}, "training.allow_change names the groups of this table"

@@ -1,0 +1,64 @@
+"""Saves that find no space: one line, and the run goes on to the next save.
+
+Problem. A checkpoint is many times the size of the model, and disks fill up. Then safetensors raises an error of its
+own, torch one about streams, and the run is lost with all that is not saved.
+
+So the space is looked at before training, where the plan says how much a checkpoint takes, and before each save but the
+first, which needs as much as the one before. A disk that fills up during a save is an ``OSError`` on every rank
+(``trainer/run/saving.py``), whatever library met it. In both cases nothing but the line remains of the save, the
+earlier checkpoints are as they were, and the next save tries again.
+
+Refused: nothing. A run that was asked to stop and cannot save ends with exit code 14.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from strategies.core.plan import Kind, Plan
+from strategies.core.sizes import human
+
+
+class Saves:
+    """What is known about this run's saves: the step of the newest that succeeded, and how much it takes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.newest_step: int | None = None
+        self.num_bytes = 0
+
+    def succeeded(self, step: int) -> None:
+        """Note a save; the next one will take as much."""
+        self.newest_step, self.num_bytes = step, size_of(self.folder / f"checkpoint-{step}")
+
+    def shortage(self, estimate: int = 0) -> str | None:
+        """Why no checkpoint fits now; None if one does, or if its size is not known."""
+        needed = self.num_bytes or estimate
+        try:
+            free = shutil.disk_usage(nearest(self.folder)).free
+        except OSError:
+            return None
+        if free >= needed:
+            return None
+        return f"a checkpoint takes about {human(needed)}, and the disk of {self.folder} has {human(free)} free"
+
+
+def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
+    """What a checkpoint of this plan takes: weights (of adapters alone, if there are), and the optimizer's state."""
+
+    def over_ranks(kind: Kind) -> int:
+        return sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in plan.facts.units)
+
+    weights = plan.facts.num_trainable * 4 if adapters else over_ranks(Kind.PARAM)
+    return weights + over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)
+
+
+def nearest(folder: Path) -> Path:
+    """The folder itself, or what exists of the path to it."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in ``folder``; 0 if there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

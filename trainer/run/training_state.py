@@ -1,0 +1,270 @@
+"""What a checkpoint holds besides the model's files, for every strategy; written and read in place of Hugging Face's.
+
+    checkpoint-100/
+        model.safetensors, config.json, trainer_state.json, ...       Hugging Face's
+        optimizer/                                                    counts, moments, masters (state/saved_state.py)
+        scheduler.json                                                how far the learning rate's schedule is
+        random_state-00000-of-00002.json                              the generators of rank 0 of 2
+
+Problem. Hugging Face and DeepSpeed write pickles that fit one strategy and one number of ranks. Here every rank writes
+spans of named parameters, and every rank reads those that it needs, whatever wrote them.
+
+Exact weights are masters where there are any, otherwise the model's files. ``save_pretrained`` may rename or convert
+weights (experts of a mixture); those that are not in the files under their own names are written as spans, too.
+
+Hyperparameters are those of this run; the checkpoint has those of the run that saved it.
+
+Refused, in one line and before anything is changed: state of another model or rule, damaged or missing files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from strategies.engine import StowOptimizer, state_file
+from strategies.state import saved_state
+from strategies.state.saved_state import Holder, Weights
+from strategies.state.spans import WEIGHT, Span, Store
+from trainer.run import random_state, schedule
+
+OPTIMIZER = "optimizer"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def holder_of(trainer: Any) -> Any:
+    """The training state of a trainer, wherever its strategy keeps it: a ``Holder`` that can also write weights."""
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps what is not stowed
+    if isinstance(trainer.optimizer, StowOptimizer):
+        return state_file.EngineState(trainer.optimizer, trainer.model, writes=trainer.args.should_save)
+    if trainer.is_deepspeed_enabled:
+        from strategies.backends.deepspeed_state import DeepSpeedState
+
+        return DeepSpeedState(trainer.model_wrapped, trainer.model)
+    from strategies.state.torch_state import plain_state
+
+    return plain_state(inner, trainer.model, writes=trainer.args.should_save)
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(trainer: Any, checkpoint: Path) -> None:
+    """Write what this rank holds, after the model's files have been written. Ranks do not wait for each other.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: something has no place in the format.
+    """
+    args, holder, folder = trainer.args, holder_of(trainer), checkpoint / OPTIMIZER
+    folder.mkdir(parents=True, exist_ok=True)
+    names, is_first = _to_write(checkpoint, trainer.model, holder, args.process_index), args.process_index == 0
+    more = [*holder.weight_spans(names), *_buffer_spans(trainer.model, names, writes=is_first)]
+    saved_state.write_part(folder, holder, more, rank=args.process_index, ranks=args.world_size, hashed=False)
+    if is_first:
+        saved_state.write_index(folder, holder, args.world_size, _extra(trainer, holder))
+        schedule.save(checkpoint / schedule.FILE, trainer.lr_scheduler)
+
+
+def check(trainer: Any, checkpoint: Path) -> None:
+    """Whether a checkpoint that all ranks have written can be resumed; for the first rank, before it counts.
+
+    Raises:
+        ValueError: something is missing in it.
+    """
+    saved = saved_state.opened(checkpoint / OPTIMIZER)
+    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.model))
+    _refuse(list(_weight_faults(trainer.model, weights)), checkpoint)
+
+
+def _to_write(checkpoint: Path, model: nn.Module, holder: Any, rank: int) -> set[str]:
+    """Names of weights and buffers that are written as spans, since the model's files do not have them.
+
+    Only the first rank knows those files. Where each rank writes its share, all have to know without them.
+    """
+    if not getattr(holder, "divides_weights", False):
+        return _not_in_files(checkpoint, model) if rank == 0 else set()
+    if _is_converted(model) or hasattr(model, "peft_config"):
+        return set(_needed(model))
+    return _not_in_files(checkpoint, model) & {name for name, _ in _buffers(model)} if rank == 0 else set()
+
+
+def save_stowed(trainer: Any, checkpoint: Path) -> None:
+    """The same for a trainer that does not seal its checkpoints: files have hashes of their own."""
+    if trainer.args.should_save:
+        holder = holder_of(trainer)
+        absent = _not_in_files(checkpoint, trainer.model)
+        more = [*holder.weight_spans(absent), *_buffer_spans(trainer.model, absent, writes=True)]
+        state_file.save(holder, checkpoint / OPTIMIZER, more, _extra(trainer, holder))
+        schedule.save(checkpoint / schedule.FILE, trainer.lr_scheduler)
+
+
+def _extra(trainer: Any, holder: Any) -> dict[str, Any]:
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if hasattr(holder, "loss_scale"):
+        scale = holder.loss_scale()
+    else:
+        scale = None if scaler is None else {"scale": scaler.get_scale(), "held": scaler._get_growth_tracker()}
+    return {"steps": trainer.state.global_step, "ranks": trainer.args.world_size, "loss_scale": scale}
+
+
+def _not_in_files(checkpoint: Path, model: nn.Module) -> set[str]:
+    """Names of weights and buffers that the model's files do not have as they are in the model."""
+    shapes = _needed(model)
+    if _is_converted(model):
+        return set(shapes)
+    files, aliases = Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(model)
+    return {
+        name
+        for name, shape in shapes.items()
+        if all(files.shape(other, WEIGHT) != shape for other in (name, *aliases.get(name, ())))
+    }
+
+
+def _is_converted(model: Any) -> bool:
+    """Whether ``save_pretrained`` computes other tensors from the model's, possibly under the same names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    if not hasattr(model, "config") or hasattr(model, "peft_config"):
+        return False
+    found = getattr(model, "_weight_conversions", None)
+    if found is None:
+        found = get_model_conversion_mapping(model, add_legacy=False)
+    return any(isinstance(each, WeightConverter) for each in found)
+
+
+def _needed(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of all that a checkpoint restores; of a model with adapters only what is trained."""
+    adapters = hasattr(model, "peft_config")
+    named: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad or not adapters}
+    named |= {} if adapters else dict(_buffers(model))
+    return {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in named.items()}
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are in the state dict, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _buffer_spans(model: nn.Module, names: set[str], *, writes: bool) -> Iterator[Span]:
+    for name, buffer in _buffers(model) if writes else ():
+        if name in names:
+            yield Span(name, WEIGHT, tuple(buffer.shape), 0, buffer)
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each tied weight, by each of them."""
+    by_id: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(param), []).append(name)
+    return {name: names for names in by_id.values() if len(names) > 1 for name in names}
+
+
+def _model_files(checkpoint: Path) -> list[Path]:
+    """The files of the model's weights; none where a trainer writes others.
+
+    Raises:
+        ValueError: the list of shards is damaged.
+    """
+    whole, index = checkpoint / "model.safetensors", checkpoint / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole] if whole.is_file() else []
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        sound = all(SHARD.fullmatch(name) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{index}: damaged, not a list of the model's files")
+    return [checkpoint / name for name in sorted(names)]
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load(trainer: Any, checkpoint: Path) -> None:
+    """Take over weights, optimizer, loss scale and schedule.
+
+    Raises:
+        ValueError: they do not fit or are damaged, in one line. Nothing has changed then.
+    """
+    holder: Any = holder_of(trainer)
+    saved = saved_state.opened(checkpoint / OPTIMIZER)
+    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.model))
+    _refuse([*holder.misfits(saved), *_weight_faults(trainer.model, weights)], checkpoint)
+    holder.fill(saved)
+    _fill_weights(holder, trainer.model, weights)
+    scale, steps = saved.extra.get("loss_scale"), int(saved.extra.get("steps", 0))
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if hasattr(holder, "set_loss_scale"):
+        holder.set_steps(steps)
+        if scale is not None:
+            holder.set_loss_scale(scale)
+    elif scaler is not None and scale is not None:
+        kept = scaler.state_dict()
+        scaler.load_state_dict({**kept, "scale": scale["scale"], "_growth_tracker": int(scale["held"])})
+    schedule.load(checkpoint / schedule.FILE, trainer.lr_scheduler, saved.param_groups)
+
+
+def load_weights(trainer: Any, checkpoint: Path) -> None:
+    """Take over weights and masters alone, as of the best evaluation.
+
+    Raises:
+        ValueError: they do not fit or are damaged.
+    """
+    saved = saved_state.opened(checkpoint / OPTIMIZER)
+    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.model))
+    _refuse(list(_weight_faults(trainer.model, weights)), checkpoint)
+    _fill_weights(holder_of(trainer), trainer.model, weights)
+
+
+@torch.no_grad()
+def _fill_weights(holder: Holder, model: nn.Module, weights: Weights) -> None:
+    holder.fill_weights(weights)
+    for name, buffer in _buffers(model):
+        if weights.find(name) is not None:
+            weights.read(name, 0, buffer)
+
+
+def _weight_faults(model: nn.Module, weights: Weights) -> Iterator[str]:
+    for name, shape in _needed(model).items():
+        yield from weights.faults(name, shape)
+
+
+def _refuse(complaints: Sequence[str], checkpoint: Path) -> None:
+    if complaints:
+        more = f" (and {len(complaints) - 1} more like it)" if len(complaints) > 1 else ""
+        raise ValueError(f"{checkpoint}: {complaints[0]}{more}")
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+def save_random_state(trainer: Any, checkpoint: Path) -> None:
+    """Write the states of this rank's generators."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    random_state.save(random_state.file_of(checkpoint, trainer.args.process_index, trainer.args.world_size))
+
+
+def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
+    """Take over this rank's; a line if there is none, since the run that saved had fewer ranks.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    rank = trainer.args.process_index
+    path = random_state.found(checkpoint, rank)
+    if path is None:
+        return f"{checkpoint}: no random state of rank {rank}; it goes on from training.seed"
+    random_state.load(path)
+    return None
