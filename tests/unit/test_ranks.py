@@ -76,7 +76,12 @@ def test_ranks_of_a_machine_share_its_cores(
 
 
 def test_settled_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "LOCAL_SIZE": "1"}
+    environment = {
+        "PATH": "/bin",
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "LOCAL_SIZE": "1",
+    }
     monkeypatch.setattr(os, "environ", environment)
     settle_environment(Ranks(), 2)
     assert environment["PATH"] == f"{Path(sys.executable).parent}:/bin"
