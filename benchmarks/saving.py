@@ -1,10 +1,12 @@
-"""What it costs to seal a checkpoint: hashes, a look for values that are not finite, and a manifest.
+"""What a checkpoint costs training: written beside it and sealed, against a save that training waits for.
 
     python benchmarks/saving.py --megabytes 600 --rounds 5
 
-Trains a Llama of that size (weights and Adam's moments) for one step and saves it by the run's own Trainer in turn with
-and without sealing. Both write a draft, wait until everything is on the disk and rename it. Prints the medians, and
-what the hashes and the look at the values take alone.
+Trains a Llama of that size (weights and Adam's moments) for one step. Then each round computes the same forwards and
+backwards three times: without a save; after a save that waits until everything is on the disk and renames it, without
+a manifest; and after the run's own save, which is sealed (hashes, a look for values that are not finite, a manifest)
+while they are computed, and settled after them. Prints medians, how long training stands still, and what hashes and the
+look at the values take alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 from strategies.core.commit import sync
 from strategies.core.sealed import damage, read
@@ -35,28 +39,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--beside", type=int, default=12, help="forwards and backwards between two saves")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--offload", action="store_true", help="by the memory engine, which writes safetensors")
     arguments = parser.parse_args()
     took: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        trainer = trained(Path(name), arguments.megabytes, offload=arguments.offload)
+        trainer = trained(Path(name), arguments.megabytes)
+        compute = computing(trainer, arguments.beside)
+        compute()
+
+        def save() -> None:
+            took.setdefault("stands still", []).append(timed(lambda: trainer._save_checkpoint(trainer.model, None)))
+
         for _ in range(arguments.rounds):
-            took.setdefault("sealed", []).append(timed(lambda: trainer._save_checkpoint(trainer.model, None)))
+            took.setdefault("no save", []).append(timed(compute))
+            took.setdefault("sealed", []).append(timed(lambda: (save(), compute(), trainer.settle())))
             with mock.patch.multiple(saving, seal=synced, manifest_of=unlooked):
-                took.setdefault("only synced", []).append(timed(lambda: trainer._save_checkpoint(trainer.model, None)))
+                took.setdefault("only synced", []).append(timed(lambda: (save(), trainer.settle(), compute())))
+            took["stands still"].pop()
         trainer._save_checkpoint(trainer.model, None)
+        trainer.settle()
         (place,) = Path(name).glob("run/checkpoint-*")
         took["hashed alone"] = [timed(lambda: damage(place, read(place, KIND)))]
         took["values alone"] = [timed(lambda: saving.all_finite(place, ()))]
         size = sum(num_bytes for num_bytes, _ in read(place, KIND).files.values())
     for what, times in took.items():
         print(f"{what:12}  {statistics.median(times):6.2f} s   ({', '.join(f'{each:.2f}' for each in times)})")
-    plain, ours = (statistics.median(took[what]) for what in ("only synced", "sealed"))
-    print(f"{size / 1e6:.0f} MB: sealing adds {100 * (ours / plain - 1):.1f} %")
+    without, plain, ours = (statistics.median(took[what]) for what in ("no save", "only synced", "sealed"))
+    print(f"{size / 1e6:.0f} MB: a save adds {plain - without:.2f} s only synced, {ours - without:.2f} s sealed")
 
 
-def trained(folder: Path, megabytes: int, *, offload: bool) -> Any:
+def computing(trainer: Any, count: int) -> Callable[[], None]:
+    """``count`` forwards and backwards."""
+    batch = {"input_ids": torch.ones(1, 128, dtype=torch.long), "labels": torch.ones(1, 128, dtype=torch.long)}
+
+    def compute() -> None:
+        for _ in range(count):
+            trainer.model(**batch).loss.backward()
+            trainer.model.zero_grad()
+
+    return compute
+
+
+def trained(folder: Path, megabytes: int) -> Any:
     """A trainer after one step, with a checkpoint of about that size."""
     model = {
         "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 8,
@@ -67,7 +92,6 @@ def trained(folder: Path, megabytes: int, *, offload: bool) -> Any:
         "model": {"config": model, "tokenizer": "none"},
         "data": {"path": "random tokens", "max_length": 16},
         "training": {**training, "per_device_train_batch_size": 1, "use_cpu": True},
-        "strategies": {"offload": {"site": "host", "weights": "streamed"}} if offload else {},
     }
     trainer: Any = order.make_trainer(random_run(load_tree(tree), Ranks()))
     trainer.train()

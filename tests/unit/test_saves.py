@@ -43,10 +43,10 @@ def test_a_checkpoint_takes_as_much_as_the_one_before(tmp_path: Path, monkeypatc
     assert known.shortage(estimate=5001) is not None
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "weights").write_bytes(bytes(5000))
-    known.succeeded(4)
+    known.succeeded(tmp_path / "checkpoint-4")
     assert known.shortage() is None
     (tmp_path / "checkpoint-4" / "more").write_bytes(bytes(1))
-    known.succeeded(4)
+    known.succeeded(tmp_path / "checkpoint-4")
     assert known.shortage() == f"a checkpoint takes about 4.9 KiB, and the disk of {tmp_path} has 4.9 KiB free"
 
 

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +52,29 @@ class JobTrainer(Trainer):
         return super().training_step(*args, **kwargs)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self.settle()
         step, first = self.state.global_step, self.args.process_index == 0
         missing = self.saves.shortage() if first else None
         if self.together.any(missing is not None):
             if first:
                 write_line(f"step {step}: no checkpoint was saved: {missing}; the next save tries again")
             return
-        try:
+        with self._lasting():
             super()._save_checkpoint(model, trial)
+
+    def settle(self) -> None:
+        """As ever, but a save that failed is one line."""
+        save = self._saving
+        with self._lasting():
+            super().settle()
+            if save is not None:
+                self.saves.succeeded(save.folder)
+
+    @contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """The run goes on if the block cannot save."""
+        try:
+            yield
         except NotSaved as error:
-            if first:
+            if self.args.process_index == 0:
                 write_line(f"{error}; the next save tries again")
-            return
-        self.saves.succeeded(step)

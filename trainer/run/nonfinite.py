@@ -77,6 +77,7 @@ def described(trainer: Trainer, step: int, what: str, gradient: str | None = Non
         gradient: the name of the parameter, if the engine knows it.
     """
     first = next(_first(trainer, gradient), "nothing that could be found again")
+    trainer.settle()
     folder = Path(str(trainer.args.output_dir))
     newest = newest_complete(folder)
     kept = f"{newest} is the last checkpoint" if newest is not None else "there is no checkpoint yet"

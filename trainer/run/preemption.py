@@ -15,14 +15,16 @@ is made before.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
 
 from trainer.dist.agreement import Agreement
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.errors import ExitCode, UserError
-from trainer.run.saves import Saves
+
+if TYPE_CHECKING:
+    from trainer.run.job_trainer import JobTrainer
 
 
 class StoppedUnsaved(UserError):
@@ -34,8 +36,8 @@ class StoppedUnsaved(UserError):
 class SaveAndStop(TrainerCallback):
     """Asks for a save when a rank was asked to stop, and ends the run after it."""
 
-    def __init__(self, stop: Stop, together: Agreement, saves: Saves) -> None:
-        self._stop, self._together, self._saves = stop, together, saves
+    def __init__(self, stop: Stop, together: Agreement, trainer: JobTrainer) -> None:
+        self._stop, self._together, self._trainer = stop, together, trainer
         self._agreed = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -55,7 +57,8 @@ class SaveAndStop(TrainerCallback):
             return
         why = _why(self._together.gathered(self._stop.reason))
         step = state.global_step
-        if self._saves.newest_step != step:
+        self._trainer.settle()
+        if self._trainer.saves.newest != f"checkpoint-{step}":
             raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
         raise Stopped(
             f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"

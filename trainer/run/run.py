@@ -173,7 +173,7 @@ def show_sample(config: RunConfig) -> None:
 def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) -> None:
     """Train and finish. The trainer is a local variable, so that it is freed with this frame."""
     trainer = order.make_trainer(run, together)
-    trainer.add_callback(SaveAndStop(stop, together, trainer.saves))
+    trainer.add_callback(SaveAndStop(stop, together, trainer))
     trainer.add_callback(Watched(watchdog, timeout_s(run.config)))
     if run.resume is not None:
         run.say(f"resuming from {run.resume}")

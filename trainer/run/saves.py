@@ -25,12 +25,12 @@ class Saves:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.newest_step: int | None = None
+        self.newest = ""  # name of the newest checkpoint of this run
         self.num_bytes = 0
 
-    def succeeded(self, step: int) -> None:
+    def succeeded(self, checkpoint: Path) -> None:
         """Note a save; the next one will take as much."""
-        self.newest_step, self.num_bytes = step, size_of(self.folder / f"checkpoint-{step}")
+        self.newest, self.num_bytes = checkpoint.name, size_of(checkpoint)
 
     def shortage(self, estimate: int = 0) -> str | None:
         """Why no checkpoint fits now; None if one does, or if its size is not known."""

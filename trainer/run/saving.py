@@ -1,23 +1,26 @@
-"""How a checkpoint gets on the disk: all ranks write a draft, one seals it, gives it its name, and deletes older ones.
+"""How a checkpoint gets on the disk: all ranks write a draft; one seals it, beside training, and deletes older ones.
 
-    draft emptied by the writer ┆ every rank writes ┆ synced, hashed, manifest, renamed, older ones deleted ┆ all go on
-                             together             together                                             together
+    draft emptied by the writer ┆ every rank writes ┆ training goes on                                       ┆ settled
+                             together          together   the writer: sync, hash, manifest, rename, delete  together
 
 Problem. Hugging Face writes into ``checkpoint-N`` itself, file by file and without waiting for the disk, and deletes
 older checkpoints after that. A power cut then leaves empty files and no older checkpoint.
 
 So Hugging Face is told another folder, ``checkpoints.writing``. What is in it gets the name ``checkpoint-N`` when all
-of it is on the disk and its manifest, written last, is too. Only then older checkpoints are deleted.
+of it is on the disk and its manifest, written last, is too. Only then older checkpoints are deleted. Waiting for the
+disk and hashing take longer than writing and need nothing of the model, so a thread does them. The ranks settle a save
+before the next one begins, before a checkpoint is read, and before the run ends.
 
 Invariant. A folder ``checkpoint-N`` is complete from the moment it has that name. If a rank cannot write, all ranks
-learn it (``OSError``), and nothing else on the disk has changed.
+learn it (``OSError``), at the latest when they settle, and nothing else on the disk has changed. A kill loses at most
+what was trained since the save before the newest one began.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,8 @@ THREADS = 4  # that look for values that are not finite
 def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
     """An empty folder for all ranks to write into, each step inside ``together``; a collective at its beginning.
 
+    It is deleted if the block fails; otherwise it stays for ``commit``.
+
     Args:
         writes: whether this rank empties the folder and deletes what is left in it: the first one, or the first of
             each machine.
@@ -56,9 +61,42 @@ def draft(output_dir: Path, *, writes: bool) -> Iterator[Path]:
     together(lambda: _emptied(output_dir, folder) if writes else None)
     try:
         yield folder
-    finally:
+    except BaseException:
         if writes:
             remove_quietly(folder)
+        raise
+
+
+class Save:
+    """A save that is being sealed on a thread of its own.
+
+    Args:
+        seals: commits the draft, on the rank that does; its lines are said when the save is settled.
+        best: the best checkpoint before this save.
+    """
+
+    def __init__(self, folder: Path, seals: Callable[[], list[str]] | None, best: str | None) -> None:
+        self.folder, self.best = folder, best
+        self._sealing: Future[list[str]] | None = None
+        if seals is not None:
+            pool = ThreadPoolExecutor(1, "seal")
+            self._sealing = pool.submit(seals)
+            pool.shutdown(wait=False)  # the thread ends with its work, and the process not before it
+
+    def wait(self) -> None:
+        """Until the save is over on this rank, whatever became of it."""
+        if self._sealing is not None:
+            wait([self._sealing])
+
+    def settle(self) -> list[str]:
+        """Until the save is over on all ranks; a collective. Returns what is to be said.
+
+        Raises:
+            OSError: on every rank, if the draft could not be committed. It is deleted.
+        """
+        lines: list[str] = []
+        together(lambda: lines.extend(self._sealing.result() if self._sealing is not None else []))
+        return lines
 
 
 def of_the_disk(error: Exception) -> bool:
@@ -79,14 +117,17 @@ def remove_quietly(folder: Path) -> None:
         return
 
 
-def commit(written: Path, folder: Path, manifest: Manifest) -> None:
-    """Seal what all ranks have ``written`` and give it its name.
+def commit(written: Path, folder: Path, manifest: Callable[[], Manifest]) -> None:
+    """Seal what all ranks have ``written`` into a draft, give it its name, and delete what is left of the draft.
 
     Raises:
         OSError: it cannot be synced, read or renamed.
     """
-    seal(written, KIND, manifest.model_dump(mode="json"))
-    put_in_place(written, folder)
+    try:
+        seal(written, KIND, manifest().model_dump(mode="json"))
+        put_in_place(written, folder)
+    finally:
+        remove_quietly(written.parent)
 
 
 def manifest_of(run: About, step: int, written: Path, loss: float | None, buffers: Collection[str]) -> Manifest:

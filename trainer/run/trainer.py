@@ -4,13 +4,13 @@
 * evaluation loss is the mean over *tokens*, not over batches, so perplexity is right when lengths differ;
 * our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
 * a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
-* a checkpoint is written as a draft, sealed, and only then gets its name (``trainer/run/saving.py``);
+* a checkpoint is written as a draft, sealed beside training, and only then gets its name (``trainer/run/saving.py``);
 * what is in a checkpoint, and how it is read, is said in ``trainer/run/training_state.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
     ) -> None:
         self.meter, self.plan_check, self.plan, self.about = meter, plan_check, plan, about
         self._draft: Path | None = None
+        self._saving: saving.Save | None = None
         kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
@@ -80,13 +81,16 @@ class Trainer(StowedTrainer, transformers.Trainer):
         return self.plan
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's.
+        """As Hugging Face's; the newest save is over when it returns.
 
         Raises:
             NonFinite: gradients are not finite.
+            NotSaved: the newest checkpoint could not be sealed.
         """
         try:
-            return super().train(*args, **kwargs)
+            trained = super().train(*args, **kwargs)
+            self.settle()
+            return trained
         except NonFiniteError as error:
             first_step = self.state.global_step + 2 - error.steps_ago
             what = f"gradients are not finite since then, in {error.steps_ago} steps that were skipped"
@@ -96,6 +100,9 @@ class Trainer(StowedTrainer, transformers.Trainer):
                 raise
             what = "gradients are not finite though the loss scale is at its minimum"
             raise described(self, self.state.global_step + 1, what) from None
+        finally:
+            if self._saving is not None:  # after an error, when other ranks may be anywhere
+                self._saving.wait()
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any, **more: Any) -> torch.Tensor:
         self.meter.count(inputs["input_ids"].numel())
@@ -137,6 +144,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         Raises:
             ConfigError: that checkpoint is damaged.
         """
+        self.settle()
         best = Path(str(self.state.best_model_checkpoint))
         refuse_damaged(best, "training.load_best_model_at_end = true")
         with _as_config_error():
@@ -169,24 +177,47 @@ class Trainer(StowedTrainer, transformers.Trainer):
                 write_line(said)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Let Hugging Face write a draft, commit it, and only then delete older checkpoints; a collective.
+        """Let Hugging Face write a draft, and have it committed beside training; a collective.
 
         Raises:
-            NotSaved: on every rank, if one cannot write; older checkpoints are as they were.
+            NotSaved: on every rank, if one cannot write, or if the save before could not be sealed.
         """
-        output_dir, step, writes = Path(str(self.args.output_dir)), self.state.global_step, bool(self.args.should_save)
-        name = f"checkpoint-{step}"
+        self.settle()
+        output_dir, writes = Path(str(self.args.output_dir)), bool(self.args.should_save)
+        name = f"checkpoint-{self.state.global_step}"
         former = self.state.best_model_checkpoint
+        seals: list[Callable[[], list[str]]] = []
         try:
             with saving.draft(output_dir, writes=writes) as folder:
                 saving.together(lambda: self._write(folder, model, trial))
                 self.state.best_model_checkpoint = self._best(output_dir, former)
-                saving.together(lambda: self._commit(folder / name, output_dir / name) if writes else None)
+                saving.together(
+                    lambda: seals.append(self._commit(folder / name, output_dir / name)) if writes else None
+                )
         except OSError as error:
             self.state.best_model_checkpoint = former
-            raise saving.NotSaved(f"{output_dir / name} was not saved: {error}; older ones are as they were") from None
+            raise _not_saved(output_dir / name, error) from None
+        self._saving = saving.Save(output_dir / name, seals[0] if seals else None, former)
         if self.args.push_to_hub:
+            self.settle()
             super()._push_from_checkpoint(str(output_dir / name))
+
+    def settle(self) -> None:
+        """Wait until the newest save is over on all ranks, if that was not done yet; a collective.
+
+        Raises:
+            NotSaved: on every rank, if it could not be sealed; older checkpoints are as they were.
+        """
+        save, self._saving = self._saving, None
+        if save is None:
+            return
+        try:
+            lines = save.settle()
+        except OSError as error:
+            self.state.best_model_checkpoint = save.best
+            raise _not_saved(save.folder, error) from None
+        for line in lines:
+            write_line(line)
 
     def _write(self, folder: Path, model: torch.nn.Module, trial: Any) -> None:
         self._draft = folder
@@ -201,19 +232,21 @@ class Trainer(StowedTrainer, transformers.Trainer):
         is_there = best == self.state.global_step or (best and (output_dir / f"checkpoint-{best}").is_dir())
         return str(output_dir / f"checkpoint-{best}") if is_there else former
 
-    def _commit(self, written: Path, folder: Path) -> None:
+    def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
+        """What seals the draft; it uses nothing of the model, which trains meanwhile."""
         training_state.check(self, written)
         self.state.save_to_json(str(written / "trainer_state.json"))  # with the best one's name
         named = (name for name, _ in self.accelerator.unwrap_model(self.model).named_buffers())
         buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
         loss = float(self.last_loss) if hasattr(self, "last_loss") else None
+        step, keep, best = self.state.global_step, self.keep, self.state.best_model_checkpoint
         same_modes(written)
-        manifest = saving.manifest_of(self.about, self.state.global_step, written, loss, buffers)
-        saving.commit(written, folder, manifest)
-        if self.keep is not None:
-            best = self.state.best_model_checkpoint
-            for line in prune(folder.parent, self.keep, manifest.step, Path(best) if best else None):
-                write_line(line)
+
+        def seal() -> list[str]:
+            saving.commit(written, folder, lambda: saving.manifest_of(self.about, step, written, loss, buffers))
+            return [] if keep is None else prune(folder.parent, keep, step, Path(best) if best else None)
+
+        return seal
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where Hugging Face writes and looks for checkpoints: the draft while one is written."""
@@ -223,6 +256,10 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """Nothing while the draft is written: it is uploaded in the background, so it must have its name first."""
         if self._draft is None:
             super()._push_from_checkpoint(checkpoint_folder)
+
+
+def _not_saved(folder: Path, error: OSError) -> saving.NotSaved:
+    return saving.NotSaved(f"{folder} was not saved: {error}; older ones are as they were")
 
 
 @contextmanager

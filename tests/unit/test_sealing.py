@@ -1,0 +1,145 @@
+"""A save is sealed beside training, and settled before anything needs it."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.tiny import LLAMA, run_config
+from tests.unit.test_trainer import UNEVEN, prepared
+from trainer.config.sections import RunConfig
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.run.checkpoint import WRITING, verified
+
+pytestmark = pytest.mark.ranks
+OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
+SAVE, STEPS = 2, 4
+
+
+def config_in(folder: Path, strategies: dict[str, Any]) -> RunConfig:
+    return run_config(
+        LLAMA, output_dir=folder, strategies=strategies, max_steps=STEPS, save_strategy="steps", save_steps=SAVE,
+        save_total_limit=1, per_device_train_batch_size=2,
+    )  # fmt: skip
+
+
+def trainer_of(ranks: Ranks, config: RunConfig, at_step_end: Callable[[int], None]) -> Any:
+    from transformers import TrainerCallback
+
+    from trainer.run import order
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            at_step_end(state.global_step)
+
+    trainer = order.make_trainer(prepared(config, ranks, UNEVEN))
+    trainer.add_callback(Look())
+    return trainer
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint*"))
+
+
+def sealed_late(ranks: Ranks, config: RunConfig) -> dict[int, list[str]]:
+    """What is in the folder after each step; the first seal does not begin before the step after its save is over."""
+    from trainer.run import saving
+
+    folder, commit, may_begin = Path(config.training.output_dir), saving.commit, threading.Event()
+    seen: dict[int, list[str]] = {}
+
+    def late(*args: Any) -> None:
+        assert may_begin.wait(60.0), "training waits for the seal"
+        commit(*args)
+
+    def look(step: int) -> None:
+        seen[step] = there(folder)
+        if step > SAVE:
+            may_begin.set()
+
+    saving.commit = late
+    trainer = trainer_of(ranks, config, look)
+    trainer.train()
+    trainer.accelerator.free_memory()
+    return {**seen, STEPS + 1: there(folder)}
+
+
+@pytest.mark.parametrize("strategies", [{}, OFFLOAD], ids=["plain", "offload"])
+def test_training_goes_on(strategies: dict[str, Any], tmp_path: Path) -> None:
+    """And the checkpoint has the values of its step, though training has changed the weights since."""
+    seen = run_world(1, sealed_late, config_in(tmp_path / "late", strategies))
+    assert seen[SAVE + 1] == [WRITING], "sealed in the step after the save, or not at all"
+    assert seen[STEPS + 1] == [f"checkpoint-{STEPS}"], "the run does not end before its last save"
+    run_world(1, sealed_late, config_in(tmp_path / "again", strategies))
+    one, other = (verified(tmp_path / name / f"checkpoint-{STEPS}").path for name in ("late", "again"))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
+    """What every rank has said after a run in which the disk is full while one save is sealed."""
+    import torch.distributed
+
+    from trainer.run import job_trainer, saving
+
+    said: list[str] = []
+    job_trainer.write_line, commit = said.append, saving.commit
+
+    def failing(written: Path, folder: Path, manifest: Any) -> None:
+        if folder.name == f"checkpoint-{full_at}":
+            saving.remove_quietly(written.parent)
+            raise OSError(28, "No space left on device")
+        commit(written, folder, manifest)
+
+    saving.commit = failing
+    trainer = trainer_of(ranks, config, lambda step: None)
+    trainer.train()
+    trainer.accelerator.free_memory()
+    said.append(f"newest: {trainer.saves.newest}")
+    found: list[list[str]] = [[] for _ in range(ranks.world_size)]
+    torch.distributed.all_gather_object(found, said)
+    return found
+
+
+@pytest.mark.parametrize("full_at", [SAVE, STEPS], ids=["the next save succeeds", "the last save"])
+def test_a_seal_that_fails_is_one_line(full_at: int, tmp_path: Path) -> None:
+    """All ranks know it, and the checkpoint before is as it was."""
+    good = SAVE + STEPS - full_at
+    found = run_world(2, full_disk, config_in(tmp_path, {}), full_at)
+    error = "[Errno 28] No space left on device; older ones are as they were"
+    line = f"{tmp_path}/checkpoint-{full_at} was not saved: {error}"
+    assert found == [
+        [f"{line}; the next save tries again", f"newest: checkpoint-{good}"],
+        [f"newest: checkpoint-{good}"],
+    ]
+    assert there(tmp_path) == [f"checkpoint-{good}"]
+    assert verified(tmp_path / f"checkpoint-{good}")
+
+
+def broken_off(ranks: Ranks, config: RunConfig) -> bool:
+    """Whether the save is there when training has ended with an error in the step after it."""
+    from trainer.run import saving
+
+    commit, in_step = saving.commit, threading.Event()
+
+    def late(*args: Any) -> None:
+        in_step.wait(60.0)
+        commit(*args)
+
+    def fail(step: int) -> None:
+        if step > SAVE:
+            in_step.set()
+            raise ZeroDivisionError
+
+    saving.commit = late
+    trainer = trainer_of(ranks, config, fail)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.accelerator.free_memory()
+    return bool(verified(Path(config.training.output_dir) / f"checkpoint-{SAVE}"))
+
+
+def test_an_error_loses_no_save(tmp_path: Path) -> None:
+    assert run_world(1, broken_off, config_in(tmp_path, {}))
