@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from trainer.config.load import json_schema, load
 from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
 from trainer.dist.stopping import Stop, Stopped
-from trainer.errors import UserError
+from trainer.errors import ExitCode, UserError
 from trainer.machine.probe import cores
 
 
@@ -42,12 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(json_schema(), indent=2))
         return 0
     ranks = from_environment()
+    code: int | None = None
     try:
         with Stop().listening() as stop:
-            return train(arguments, ranks, stop)
+            code = train(arguments, ranks, stop)
     except Stopped as stopped:
         print(stopped.line, file=sys.stderr, flush=True)
         return stopped.code
+    except KeyboardInterrupt:  # before the run begins to look for it, or when it is over
+        if code is None:
+            if ranks.is_first:
+                print("interrupted before training began", file=sys.stderr, flush=True)
+            return ExitCode.INTERRUPTED
+    assert code is not None
+    return code
 
 
 def train(arguments: argparse.Namespace, ranks: Ranks, stop: Stop) -> int:

@@ -56,8 +56,8 @@ def step_of(folder: Path) -> int:
         return 0
 
 
-def at_step(job: Job, config: Path, step: int) -> None:
-    until(lambda: step_of(config.parent / "run") >= step, job, f"at step {step}")
+def at_step(job: Job, config: Path, step: int, timeout_s: float = 60.0) -> None:
+    until(lambda: step_of(config.parent / "run") >= step, job, f"at step {step}", timeout_s)
 
 
 def ranks_of(job: Job) -> list[int]:

@@ -6,15 +6,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist import stopping
 from trainer.dist.launcher import Launcher, find, is_launcher, started_at
+from trainer.dist.ranks import Ranks
 from trainer.dist.stopping import LAUNCHER, Phase, Stop, Stopped
+from trainer.errors import ConfigError, ExitCode
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
@@ -195,3 +199,45 @@ def _until(true: Callable[[], Any], timeout_s: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["before the run", "after it"])
+def test_the_keyboard_outside_the_run(
+    is_over: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the config is read, and while what listens to signals ends: no traceback."""
+    from launch import train
+
+    class Listening(Stop):
+        @contextmanager
+        def listening(self) -> Iterator[Stop]:
+            yield self
+            raise KeyboardInterrupt
+
+    def load(*arguments: object) -> object:
+        if is_over:
+            raise ConfigError("key: wrong")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "Stop", Listening)
+    monkeypatch.setattr(train, "load", load)
+    assert train.main(["--config", "any.yaml"]) == (ExitCode.CONFIG if is_over else ExitCode.INTERRUPTED)
+    assert capsys.readouterr().err == ("key: wrong\n" if is_over else "interrupted before training began\n")
+
+
+def test_a_peer_that_ends_while_the_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed
+
+    from trainer.run import run
+
+    @contextmanager
+    def meeting(*args: object, **kwargs: object) -> Iterator[None]:
+        raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes\nC++ CapturedTraceback:")
+        yield
+
+    monkeypatch.setattr(run, "process_group", meeting)
+    assert run.run(run_config(LLAMA, output_dir=tmp_path), Ranks(1, 1, 2, 2)) == ExitCode.PEER_DIED
+    said = "DistNetworkError: Failed to recv, got 0 bytes"
+    assert capsys.readouterr().err == f"rank 1: another rank has ended while the ranks met: {said}\n"

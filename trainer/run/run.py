@@ -21,7 +21,7 @@ from trainer.dist import deepspeed_ops
 from trainer.dist.agreement import Agreement, agreement, dotted
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
-from trainer.errors import ExitCode, UserError, report
+from trainer.errors import ExitCode, UserError, first_line, report
 from trainer.planning.from_config import check_installed, refuse_folder
 from trainer.run import finished, lock, oom, order, resuming
 from trainer.run.callbacks import write_line
@@ -69,8 +69,12 @@ def run(config: RunConfig, ranks: Ranks, stop: Stop | None = None) -> int:
     on_cpu = bool(config.training.use_cpu)
     single = Requirement.DEEPSPEED in requirements_of(config.strategies)
     shown = shown_by(write_line) if ranks.is_first else nullcontext()
-    with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
-        return _guarded(config, ranks, stop or Stop(), watchdog)
+    try:
+        with shown, process_group(ranks, timeout_s(config), single=single, on_cpu=on_cpu) as watchdog:
+            return _guarded(config, ranks, stop or Stop(), watchdog)
+    except torch.distributed.DistError as error:
+        print(f"rank {ranks.rank}: another rank has ended while the ranks met: {first_line(error)}", file=sys.stderr)
+        return ExitCode.PEER_DIED
 
 
 def timeout_s(config: RunConfig) -> int:
