@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, ExitCode, UserError
 
 ABSENT = "not set"
+T = TypeVar("T")
 
 
 class Agreement:
@@ -51,24 +52,35 @@ class Agreement:
         dist.all_gather_object(texts, json.dumps(value), group=self._group)
         return [json.loads(text) for text in texts]
 
-    def on_first(self, rank: int, work: Callable[[], Any]) -> Any:
+    def on_first(self, rank: int, work: Callable[[], T]) -> T:
         """What ``work`` returns on the first rank, on all of them; a collective.
 
         Raises:
             UserError: what ``work`` has raised, on every rank.
         """
-        value, error = None, None
-        if rank == 0:
-            try:
-                value = work()
-            except UserError as found:
-                error = found
-        said = self.gathered({"value": value, "lines": error and list(error.lines), "code": int(error.code) if error else 0})
-        if error is not None:
-            raise error
-        if said[0]["lines"]:
-            raise _Told(said[0]["lines"], said[0]["code"])
-        return said[0]["value"]
+        return self.by_some(rank == 0, work)[0]
+
+    def by_some(self, does: bool, work: Callable[[], T]) -> list[T]:
+        """What ``work`` returns on each rank that ``does`` it, in their order, on all ranks; a collective.
+
+        Raises:
+            UserError: what ``work`` has raised on the first of them that failed, on every rank.
+        """
+        if self._group is None:
+            return [work()]
+        import torch.distributed as dist
+
+        mine: tuple[T] | _Told | None = None
+        try:
+            mine = (work(),) if does else None
+        except UserError as error:
+            mine = _Told(error.lines, error.code)
+        said: list[tuple[T] | _Told | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(said, mine, group=self._group)
+        for each in said:
+            if isinstance(each, _Told):
+                raise each
+        return [each[0] for each in said if isinstance(each, tuple)]
 
     def refuse_different(self, config: Mapping[str, Any]) -> None:
         """Check that all ranks have the same config, ``config`` as dotted keys; a collective.
@@ -82,11 +94,14 @@ class Agreement:
 
 
 class _Told(UserError):
-    """An error of the first rank, on the others."""
+    """A user's error of one rank, on all of them."""
 
-    def __init__(self, lines: list[str], code: int) -> None:
+    def __init__(self, lines: Iterable[str], code: ExitCode) -> None:
         super().__init__(lines)
-        self.code = ExitCode(code)
+        self.code = code
+
+    def __reduce__(self) -> tuple[type[_Told], tuple[tuple[str, ...], ExitCode]]:
+        return _Told, (self.lines, self.code)
 
 
 def differences(configs: list[Mapping[str, str]]) -> str:

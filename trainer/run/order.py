@@ -22,9 +22,9 @@ from strategies.core.compose import in_order
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
-from trainer.dist.agreement import Agreement
+from trainer.dist.agreement import Agreement, agreement
 from trainer.dist.ranks import Ranks, name_device
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from trainer.run.resuming import Resumed
 
 T = TypeVar("T")
+WEEK_S = 7 * 24 * 3600
 
 
 @dataclass(slots=True)
@@ -151,27 +152,10 @@ def first_then_all(ranks: Ranks, work: Callable[[], T]) -> T:
     Tokenising can take hours, longer than a collective may wait, so the others wait on a separate group with a timeout
     of a week. An error on any machine is raised on every rank, and the job ends with one message.
     """
-    if ranks.world_size == 1:
-        return work()
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    result: T | None = None
-    error: UserError | None = None
-    if ranks.is_first_local:
-        try:
-            result = work()
-        except UserError as found:
-            error = found
-    errors: list[UserError | None] = [None] * ranks.world_size
-    dist.all_gather_object(errors, error, group=group)
-    dist.destroy_process_group(group)
-    first = next((found for found in errors if found is not None), None)
-    if first is not None:
-        raise first
-    return result if result is not None else work()
+    made: list[T] = []
+    with agreement(ranks, WEEK_S) as together:
+        together.by_some(ranks.is_first_local, lambda: made.append(work()))
+    return made[0] if made else work()
 
 
 def write_plan(run: Run, text: str, content: dict[str, Any]) -> None:

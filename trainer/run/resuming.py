@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import ConfigError, UserError
+from trainer.dist.agreement import agreement
+from trainer.errors import ConfigError
 from trainer.run import checkpoint, manifest, resume_rules
 from trainer.run.checkpoint import Found
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.run.resume_rules import Changes
 
-HASHING = timedelta(days=1)  # how long the first rank may take to compare a checkpoint with its manifest
+DAY_S = 24 * 3600  # how long the first rank may take to compare a checkpoint with its manifest
 
 
 @dataclass(slots=True)
@@ -89,7 +89,14 @@ def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resum
     Raises:
         ConfigError: there is none that could be resumed with this config.
     """
-    found, said = _by_first(ranks, each=bool(config.training.save_on_each_node), work=lambda: _look(config))
+    looks = ranks.is_first or (bool(config.training.save_on_each_node) and ranks.is_first_local)
+    with agreement(ranks, DAY_S) as together:
+        results = together.by_some(looks, lambda: _look(config))
+    steps = [each.step if each else None for each, _ in results]
+    if len(set(steps)) > 1:
+        what = f"the machines hold different checkpoints (steps {', '.join(map(str, steps))}); name one"
+        raise ConfigError(f"{checkpoint.KEY}: {what}")
+    found, said = results[0]
     if found is None:
         return None
     if ranks.is_first:
@@ -130,37 +137,3 @@ def _versions(found: Found) -> list[str]:
     then, now = found.manifest.run.versions, dict(manifest.versions())
     other = [f"{name} {now[name]} (was {then[name]})" for name in now if name in then and then[name] != now[name]]
     return [f"resumed with other versions than the checkpoint's: {', '.join(other)}"] if other else []
-
-
-def _by_first(
-    ranks: Ranks, *, each: bool, work: Callable[[], tuple[Found | None, list[str]]]
-) -> tuple[Found | None, list[str]]:
-    """The result of ``work`` on the first rank, for all ranks; with ``each`` the first of every machine works.
-
-    Raises:
-        UserError: the one that ``work`` raised, on every rank; ConfigError: the machines hold different checkpoints.
-    """
-    if ranks.world_size == 1:
-        return work()
-    import torch.distributed as dist
-
-    mine: tuple[Found | None, list[str]] | UserError | None = None
-    if ranks.is_first or (each and ranks.is_first_local):
-        try:
-            mine = work()
-        except UserError as error:
-            mine = error
-    group = dist.new_group(backend="gloo", timeout=HASHING)
-    results: list[tuple[Found | None, list[str]] | UserError | None] = [None] * ranks.world_size
-    dist.all_gather_object(results, mine, group=group)
-    dist.destroy_process_group(group)
-    for result in results:
-        if isinstance(result, UserError):
-            raise result
-    found = [result for result in results if result is not None and not isinstance(result, UserError)]
-    steps = [None if each_found is None else each_found.step for each_found, _ in found]
-    if len(set(steps)) > 1:
-        raise ConfigError(
-            f"{checkpoint.KEY}: the machines hold different checkpoints (steps {', '.join(map(str, steps))}); name one"
-        )
-    return found[0]

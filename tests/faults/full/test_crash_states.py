@@ -1,7 +1,7 @@
 """A power cut at any system call of a real run, with any part of what was not synced lost: it ends with the same bits.
 
-The calls are those that the run really made (``tests/helpers/disk.py``). Every state of the disk is looked at as a start
-of the run would look: it finds a good checkpoint, at most one interval older than the newest that was begun, with the
+The calls are those that the run really made (``tests/helpers/disk.py``). A look at every state of the disk, as a start
+of the run looks, finds a good checkpoint, at most one interval older than the newest that was begun, with the
 bytes that the run wrote. From some states the run is really started, and ends with the bits of the recorded one.
 Part of ``make faults``, not of ``make test`` (minutes).
 """

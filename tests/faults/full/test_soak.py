@@ -1,5 +1,10 @@
-"""2,000 steps with a save every 20: memory, descriptors and threads stay as they are. Part of ``make faults``."""
+"""Long runs: nothing grows in 2,000 steps with a save every 20, and a run that is killed again and again ends the same.
 
+Part of ``make faults``, not of ``make test`` (minutes).
+"""
+
+import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -7,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.commands import Server
-from tests.e2e.interrupted import at_step, config_in, ranks_of, start
+from tests.e2e.commands import Server, digest
+from tests.e2e.interrupted import at_step, checkpoints, config_in, ranks_of, send, start
 
 pytestmark = pytest.mark.ranks
 STEPS, FIRST, EVERY = 2000, 400, 200
@@ -44,3 +49,49 @@ def test_nothing_grows(variant: str, tmp_path: Path) -> None:
     memory, descriptors, threads = zip(*samples, strict=True)
     assert memory[-1] - memory[0] < MOST_MORE, samples
     assert len(set(descriptors[1:])) == 1 and len(set(threads[1:])) == 1, samples
+
+
+KILLED: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": VARIANTS["plain"],
+    "offload, recomputed on the host": (
+        1,
+        {**VARIANTS["offload"][1], "recompute": {"policy": "selective", "activation_offloading": True}},
+    ),
+    "stage 0": (1, {"zero": {"stage": 0}}),
+    "stage 1 on two ranks": (2, {"zero": {"stage": 1}}),
+    "stage 3 on two ranks": (2, {"zero": {"stage": 3}}),
+}
+LENGTH, SAVE, KILLS = 420, 3, 60
+
+
+@pytest.mark.parametrize("variant", KILLED)
+def test_killed_again_and_again(variant: str, tmp_path: Path) -> None:
+    """Whenever there is a new checkpoint, a moment later: all ranks, or one of them."""
+    num_ranks, strategies = KILLED[variant]
+    draw = random.Random(variant)
+    configs = [
+        config_in(tmp_path / name, strategies, max_steps=LENGTH, save_steps=save, save_total_limit=2)
+        for name, save in (("whole", LENGTH), ("killed", SAVE))
+    ]
+    server, kills = Server(), 0
+    try:
+        server.run(num_ranks, configs[0]).check()
+        while True:
+            job, before = start(server, num_ranks, configs[1]), max(checkpoints(configs[1]), default=0)
+            while job.poll() is None and max(checkpoints(configs[1]), default=0) == before:
+                time.sleep(0.002)
+            time.sleep(draw.random() * 0.1)
+            if job.poll() is None and num_ranks > 1 and draw.random() < 0.2:
+                send(draw.choice(ranks_of(job)), signal.SIGKILL)
+                job.wait(60.0)
+            elif job.poll() is None:
+                job.kill()
+            else:
+                job.wait().check()
+                break
+            kills += 1
+    finally:
+        server.close()
+    print(f"{variant}: killed {kills} times")
+    assert kills >= KILLS
+    assert digest(configs[1].parent / "run" / "export") == digest(configs[0].parent / "run" / "export")
