@@ -21,6 +21,7 @@ from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
+from trainer.run.optimizer_choice import refuse_under_zero
 from trainer.run.run import refuse_unbuildable
 from trainer.verify.verify import real_plan, train, verify
 
@@ -226,3 +227,24 @@ def test_neither_training_nor_verifying_begins_then(tmp_path: Path, monkeypatch:
     for begin in (lambda: refuse_unbuildable(config, Ranks()), lambda: real_plan(config, 1)):
         with pytest.raises(ConfigError, match=r"stage = 3: .*Transformers 5\.17\.2"):
             begin()
+
+
+@pytest.mark.parametrize(
+    ("training", "line"),
+    [
+        ({"optim": "adagrad"}, "training.optim = 'adagrad': strategies.zero.stage 2 would lose its parameter groups"),
+        (
+            {"learning_rate": 1e-3, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}},
+            "training.lr_scheduler_kwargs.min_lr = 0.0001: not with strategies.zero.stage 2",
+        ),
+    ],
+)
+def test_what_deepspeeds_optimizer_does_not_know_is_refused(
+    training: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    section = run_config(LLAMA, output_dir=tmp_path, **training).training
+    for stage in (None, 0):
+        refuse_under_zero(section, stage)
+    with pytest.raises(ConfigError) as caught:
+        refuse_under_zero(section, 2)
+    assert caught.value.lines[0].startswith(line)

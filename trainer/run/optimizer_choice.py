@@ -35,11 +35,21 @@ def refuse_optimizer(training: TrainingSection) -> None:
 
 
 def refuse_under_zero(training: TrainingSection, stage: int | None) -> None:
-    """Raise ConfigError if DeepSpeed would replace the optimizer: it makes another Adagrad, with one group for all."""
+    """Raise ConfigError for what DeepSpeed's optimizer, which replaces torch's, would do otherwise.
+
+    It makes another Adagrad, with one group for all, and does not know the rate that ``min_lr`` is a part of.
+    """
     if stage and training.optim == "adagrad":
         raise ConfigError(
             f"training.optim = 'adagrad': strategies.zero.stage {stage} would lose its parameter groups and with them "
             f"weight decay; write adamw_torch_fused, or stage 0"
+        )
+    lowest = (training.lr_scheduler_kwargs or {}).get("min_lr")
+    if stage and lowest is not None:
+        rate = f"{lowest / training.learning_rate:.6g}"
+        raise ConfigError(
+            f"training.lr_scheduler_kwargs.min_lr = {lowest}: not with strategies.zero.stage {stage}, whose optimizer "
+            f"does not know the first rate; write min_lr_rate: {rate}"
         )
 
 
