@@ -56,6 +56,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--config FILE is required; try --config configs/quickstart.yaml")
     if arguments.model and (arguments.config or not arguments.fit):
         parser.error("--model is for --fit, and instead of --config")
+    unused = [name for name in ("json", "plot", "explain", "deepspeed", "measure") if getattr(arguments, name)]
+    if arguments.fit and unused:
+        parser.error(f"--{unused[0]} is about one plan, and --fit compares several; leave one of the two out")
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
     local = arguments.ranks_per_machine

@@ -81,7 +81,7 @@ def read(folder: Path, kind: str) -> Sealed:
         found = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise Damaged(f"there is no {MANIFEST} in it") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise Damaged(f"{MANIFEST} cannot be read") from None
     try:
         content = found["content"]
@@ -91,7 +91,9 @@ def read(folder: Path, kind: str) -> Sealed:
             raise Damaged(f"{MANIFEST} has format {content['format']}, this release reads {FORMAT}")
         files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
         sealed = Sealed(str(content["kind"]), dict(content["about"]), files)
-    except (KeyError, TypeError, AttributeError):
+    except Damaged:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
         raise Damaged(f"{MANIFEST} is damaged, something is missing in it") from None
     if sealed.kind != kind:
         raise Damaged(f"{MANIFEST} is of the kind {sealed.kind}, not {kind}")

@@ -250,7 +250,7 @@ def problems(text: str) -> list[str]:
     """Everything that is wrong with the content of a ``plan.json``; empty if it can be carried out."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [f"not JSON: {error}"]
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != VERSION:

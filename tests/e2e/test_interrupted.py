@@ -60,6 +60,27 @@ def test_a_signal_saves_at_the_end_of_the_step(
     same_end(config, whole)
 
 
+def test_a_signal_between_evaluations_that_save_only_the_best(server: Server, tmp_path: Path) -> None:
+    """Evaluations change no bit of training, and the resumed run saves as often as its own config says."""
+    whole = config_in(tmp_path / "whole")
+    config = config_in(
+        tmp_path / "run", save_strategy="best", eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
+        greater_is_better=True,
+    )  # fmt: skip
+    server.run(1, whole).check()
+    overrides = [f"data.eval_path={tmp_path / 'run' / 'few.jsonl'}"]
+    job = start(server, 1, config, *overrides)  # the first evaluation, of the highest loss, is the best one
+    at_step(job, config, 4)
+    send(ranks_of(job)[0], signal.SIGTERM)
+    result = job.wait().check(10).quiet()
+    step = max(checkpoints(config))
+    assert step >= 4 and f"step {step} is saved, the run ends" in result.err
+    overrides += ["training.save_strategy=steps", "training.save_steps=20", "training.eval_strategy='no'"]
+    server.run(1, config, *overrides, "training.metric_for_best_model=null", "training.greater_is_better=null").check()
+    assert checkpoints(config)[-3:] == [20, 40, STEPS]
+    same_end(config, whole)
+
+
 def files(folder: Path) -> dict[str, str]:
     """Hash of every file by name."""
     return {

@@ -143,3 +143,79 @@ def broken_off(ranks: Ranks, config: RunConfig) -> bool:
 
 def test_an_error_loses_no_save(tmp_path: Path) -> None:
     assert run_world(1, broken_off, config_in(tmp_path, {}))
+
+
+def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
+    """What is left if Ctrl-C comes while the run waits for a seal."""
+    from trainer.run import saving
+
+    together, sealed = saving.together, threading.Event()
+    commit = saving.commit
+
+    def late(*args: Any) -> None:
+        sealed.wait(5.0)
+        commit(*args)
+
+    def interrupt(work: Any) -> None:
+        if trainer._saving is not None:
+            saving.together = together
+            raise KeyboardInterrupt
+        together(work)
+
+    saving.commit, saving.together = late, interrupt
+    trainer = trainer_of(ranks, config, lambda step: None)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    left = there(Path(config.training.output_dir))
+    trainer.accelerator.free_memory()
+    return left
+
+
+def test_an_interruption_while_it_is_settled_loses_no_save(tmp_path: Path) -> None:
+    assert run_world(1, interrupted, config_in(tmp_path, {})) == [f"checkpoint-{SAVE}"]
+
+
+def unprunable(ranks: Ranks, config: RunConfig) -> list[str]:
+    """What is said if older checkpoints cannot be deleted."""
+    from trainer.run import checkpoint
+    from trainer.run import trainer as trainer_file
+
+    said: list[str] = []
+    remove = checkpoint.remove
+
+    def stubborn(folder: Path) -> None:
+        if folder.name == checkpoint.DELETED and folder.exists():
+            raise OSError(39, "Directory not empty")
+        remove(folder)
+
+    checkpoint.remove, trainer_file.write_line = stubborn, said.append
+    trainer = trainer_of(ranks, config, lambda step: None)
+    trainer.train()
+    trainer.accelerator.free_memory()
+    return said
+
+
+def test_what_cannot_be_deleted_is_no_failed_save(tmp_path: Path) -> None:
+    (said,) = run_world(1, unprunable, config_in(tmp_path, {}))
+    assert said == f"{tmp_path}: older checkpoints could not be deleted: [Errno 39] Directory not empty"
+    assert verified(tmp_path / f"checkpoint-{STEPS}")
+
+
+def looked_at(ranks: Ranks, config: RunConfig) -> list[bool]:
+    """Whether a callback of the user's finds each checkpoint when it hears of it."""
+    from transformers import TrainerCallback
+
+    class Upload(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found.append((Path(args.output_dir) / f"checkpoint-{state.global_step}" / "manifest.json").is_file())
+
+    found: list[bool] = []
+    trainer = trainer_of(ranks, config, lambda step: None)
+    trainer.add_callback(Upload())
+    trainer.train()
+    trainer.accelerator.free_memory()
+    return found
+
+
+def test_callbacks_of_others_find_the_checkpoint(tmp_path: Path) -> None:
+    assert run_world(1, looked_at, config_in(tmp_path, {})) == [True, True]

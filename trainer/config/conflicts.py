@@ -74,6 +74,16 @@ CHECKS: tuple[tuple[str, Callable[[Values], object], str], ...] = (
         f"follows the evaluation loss; {EVALUATE}",
     ),
     (
+        "training.dataloader_persistent_workers",
+        lambda v: v["training.dataloader_persistent_workers"],
+        "a resumed run would draw other random numbers than one that was not interrupted; leave it out",
+    ),
+    (
+        "training.gradient_checkpointing_kwargs",
+        lambda v: (v["training.gradient_checkpointing_kwargs"] or {}).get("preserve_rng_state") is False,
+        "recomputing would draw another dropout mask; leave preserve_rng_state out",
+    ),
+    (
         "data.streaming",
         lambda v: v["data.streaming"] and v["training.max_steps"] == -1,
         "a stream has no known length; write training.max_steps",

@@ -25,6 +25,7 @@ POSITIVE = {
     *DEPTHS, *HEADS, GROUPS, *WIDTHS, "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner", "head_dim",
     "vocab_size", "max_position_embeddings", "n_positions",
 }  # fmt: skip
+ABOVE_0 = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"}
 
 
 def check(config: RunConfig, built: PretrainedConfig) -> None:
@@ -53,6 +54,8 @@ def _impossible(given: Mapping[str, Any], built: PretrainedConfig) -> Iterator[t
     for key, value in given.items():
         if key in POSITIVE and isinstance(value, int) and value < 1:
             yield key, "must be a whole number >= 1"
+        if key in ABOVE_0 and isinstance(value, int | float) and not value > 0:
+            yield key, "must be > 0"
     sizes = {name: value for name in POSITIVE if isinstance(value := getattr(built, name, None), int) and value > 0}
     heads = next((sizes[name] for name in HEADS if name in sizes), 1)
     width = next((sizes[name] for name in WIDTHS if name in sizes), heads)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,8 +137,9 @@ def clear(output_dir: Path) -> None:
     Raises:
         OSError: something cannot be deleted or renamed.
     """
-    for name in (WRITING, DELETED):
-        remove(output_dir / name)
+    remove(output_dir / WRITING)
+    with suppress(OSError):  # what cannot be deleted now is in nobody's way
+        remove(output_dir / DELETED)
     for path in output_dir.glob(f"checkpoint-*{EARLIER}"):
         if FOLDER.fullmatch(name := path.name.removesuffix(EARLIER)):
             restore_earlier(output_dir / name)

@@ -33,6 +33,7 @@ class JobTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.together = together
         self.saves = Saves(Path(str(self.args.output_dir)))
+        self.is_stopping = False  # the ranks have agreed to save and to end
         self._trained = False
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -41,6 +42,10 @@ class JobTrainer(Trainer):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As Hugging Face's; with ``save_strategy: best`` its answer decides about a save, which a stop needs."""
+        return bool(super()._determine_best_metric(metrics, trial)) or self.is_stopping
 
     def log(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
         """As ever; no record of a training that did not take place."""

@@ -32,7 +32,7 @@ from trainer.model import build, config_keys
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plan_of, refuse_folder, refuse_impossible
-from trainer.run import manifest, optimizer_choice, resuming
+from trainer.run import manifest, optimizer_choice, resuming, taken_over
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
 if TYPE_CHECKING:
@@ -265,6 +265,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> JobTrainer:
             MetricsFile(run.folder / "metrics.jsonl"),
             *sample,
             *([plan_check] if plan_check else []),
+            taken_over.TakenOver(taken_over.other(run.resumed, run.config)),
             StepSeen(),
             meter,
         ],

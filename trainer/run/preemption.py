@@ -46,7 +46,7 @@ class SaveAndStop(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._agreed = self._agreed or self._together.any(self._stop.is_asked)
         if self._agreed:
-            control.should_save = True
+            self._trainer.is_stopping = control.should_save = True
 
     on_evaluate = on_step_end
 

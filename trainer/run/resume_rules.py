@@ -100,6 +100,8 @@ _SHAPES = """
 """
 SHAPES = frozenset(_SHAPES.split())
 FOLLOWS_LOSS = ("reduce_lr_on_plateau", "greedy")
+_EVALUATIONS = "eval_strategy eval_steps eval_delay eval_on_start metric_for_best_model greater_is_better"
+_FOLLOWED = {f"training.{name}" for name in _EVALUATIONS.split()}
 
 
 class Line(NamedTuple):
@@ -131,9 +133,11 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], ranks: tuple[int, 
         found.append(("ranks", "ranks", *ranks))
     keys, said, refused = set(), [], []
     for key, rule, old, new in found:
+        schedule = now.get("training", {}).get("lr_scheduler_type")
+        rule = NEVER if key in _FOLLOWED and schedule in FOLLOWS_LOSS else rule
         if rule == SILENT or (key == "model.tokenizer" and not any(isinstance(value, Mapping) for value in (old, new))):
             continue  # tokenizers that are named are compared when they are open
-        if why := _cannot(key, rule, old, new, now.get("training", {}).get("lr_scheduler_type")):
+        if why := _cannot(key, rule, old, new, schedule):
             refused.append(Line(key, new, f"{name} was saved with {_shown(old)}, {why}"))
         elif rule in (SAID, MOVES) or rule in allowed:
             keys.add(key)
@@ -226,6 +230,8 @@ def _leaves(at: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _cannot(key: str, rule: str, old: object, new: object, schedule: object) -> str:
     """Why a change cannot work at all, and the way out; empty if it can. ``schedule`` is this run's."""
+    if key in _FOLLOWED and rule == NEVER:
+        return "and the schedule follows the evaluations; write that"
     if rule == NEVER:
         return "and its state does not fit another; write that, or start anew in another training.output_dir"
     if key == "training.lr_scheduler_type" and (old in FOLLOWS_LOSS) is not (new in FOLLOWS_LOSS):

@@ -101,7 +101,8 @@ class Save:
 
 def of_the_disk(error: Exception) -> bool:
     """Whether an error says that a file could not be written; torch and safetensors have types of their own for it."""
-    return isinstance(error, OSError | SafetensorError) or "PytorchStreamWriter" in str(error)
+    is_one = isinstance(error, OSError | SafetensorError | MemoryError)
+    return is_one or any(said in str(error) for said in ("PytorchStreamWriter", "can't start new thread"))
 
 
 def _emptied(output_dir: Path, folder: Path) -> None:
@@ -165,7 +166,7 @@ def together(work: Callable[[], Any]) -> None:
     failed: tuple[int, str, str | None] | None = None
     try:
         work()
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
         if not of_the_disk(error):
             raise
         number, said_by = getattr(error, "errno", None), getattr(error, "strerror", None)

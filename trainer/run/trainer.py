@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from strategies.core.modes import same_modes
@@ -118,6 +119,11 @@ class Trainer(StowedTrainer, transformers.Trainer):
         self.meter.add_to(logs, self.state)
         super().log(logs, *rest, **more)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's, but it draws no random number of training's: its loader would."""
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """As Hugging Face's, but the loss is the mean over trained tokens."""
         kwargs["metric_key_prefix"] = metric_key_prefix
@@ -198,8 +204,9 @@ class Trainer(StowedTrainer, transformers.Trainer):
             self.state.best_model_checkpoint = former
             raise _not_saved(output_dir / name, error) from None
         self._saving = saving.Save(output_dir / name, seals[0] if seals else None, former)
-        if self.args.push_to_hub:
+        if self.args.push_to_hub or any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
+        if self.args.push_to_hub:
             super()._push_from_checkpoint(str(output_dir / name))
 
     def settle(self) -> None:
@@ -208,14 +215,16 @@ class Trainer(StowedTrainer, transformers.Trainer):
         Raises:
             NotSaved: on every rank, if it could not be sealed; older checkpoints are as they were.
         """
-        save, self._saving = self._saving, None
+        save = self._saving
         if save is None:
             return
         try:
             lines = save.settle()
         except OSError as error:
+            self._saving = None
             self.state.best_model_checkpoint = save.best
             raise _not_saved(save.folder, error) from None
+        self._saving = None  # not before: who interrupts this waits for it in ``train``
         for line in lines:
             write_line(line)
 
@@ -244,7 +253,10 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
         def seal() -> list[str]:
             saving.commit(written, folder, lambda: saving.manifest_of(self.about, step, written, loss, buffers))
-            return [] if keep is None else prune(folder.parent, keep, step, Path(best) if best else None)
+            try:
+                return [] if keep is None else prune(folder.parent, keep, step, Path(best) if best else None)
+            except OSError as error:  # the new one is saved nevertheless
+                return [f"{folder.parent}: older checkpoints could not be deleted: {error}"]
 
         return seal
 
@@ -256,6 +268,12 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """Nothing while the draft is written: it is uploaded in the background, so it must have its name first."""
         if self._draft is None:
             super()._push_from_checkpoint(checkpoint_folder)
+
+
+def _reads_saves(callback: TrainerCallback) -> bool:
+    """Whether a callback that is not ours may look for the checkpoint when it hears of a save."""
+    kind = type(callback)
+    return kind.on_save is not TrainerCallback.on_save and not kind.on_save.__module__.startswith("trainer.")
 
 
 def _not_saved(folder: Path, error: OSError) -> saving.NotSaved:

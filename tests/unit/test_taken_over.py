@@ -1,0 +1,62 @@
+"""What a resumed run takes over of the state in its checkpoint: its own best checkpoint, and never another run's."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerState
+
+from tests.helpers.tiny import LLAMA, run_config
+from trainer.run import taken_over
+
+
+def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState, list[str]]:
+    state = TrainerState(max_steps=100, save_steps=50, best_metric=4.5, best_model_checkpoint=best, best_global_step=6)
+    args: Any = SimpleNamespace(output_dir=str(folder), process_index=0, logging_steps=1, eval_steps=7, save_steps=0.1)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(taken_over, "write_line", said.append)
+        taken_over.TakenOver(said_other).on_train_begin(args, state, None)
+    assert (state.save_steps, state.eval_steps) == (10, 7), (
+        "the intervals are the config's, a share is one of all steps"
+    )
+    return state, said
+
+
+def test_the_best_one_is_found_in_this_folder_wherever_it_was(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-6").mkdir()
+    state, said = after(tmp_path, "/elsewhere/run/checkpoint-6", "")
+    assert (state.best_metric, state.best_model_checkpoint) == (4.5, str(tmp_path / "checkpoint-6"))
+    assert said == []
+
+
+@pytest.mark.parametrize("best", [None, "/elsewhere/run/checkpoint-6"])
+def test_the_bar_stays_without_its_checkpoint(best: str | None, tmp_path: Path) -> None:
+    """The best evaluation was not at a save, or its checkpoint is gone: a worse one is not best for that."""
+    state, _ = after(tmp_path, best, "")
+    assert (state.best_metric, state.best_model_checkpoint) == (4.5, None)
+
+
+def test_what_is_not_this_runs_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-6").mkdir()
+    state, said = after(tmp_path, str(tmp_path / "checkpoint-6"), "is another run's")
+    assert (state.best_metric, state.best_model_checkpoint, state.best_global_step) == (None, None, None)
+    assert said == ["the best evaluation so far, of step 6, is another run's: it is forgotten"]
+
+
+@pytest.mark.parametrize(
+    ("inside", "saved", "why"),
+    [
+        (True, {"metric_for_best_model": "loss"}, ""),
+        (False, {"metric_for_best_model": "loss"}, "is another run's"),
+        (True, {"metric_for_best_model": "loss", "greater_is_better": True}, "was chosen by another greater_is_better"),
+    ],
+)
+def test_whose_the_best_one_is(inside: bool, saved: dict[str, Any], why: str, tmp_path: Path) -> None:
+    config = run_config(LLAMA, output_dir=tmp_path / "own", metric_for_best_model="loss")
+    manifest = SimpleNamespace(run=SimpleNamespace(config={"training": saved}))
+    folder = tmp_path / ("own" if inside else "other") / "checkpoint-6"
+    resumed: Any = SimpleNamespace(path=folder, found=SimpleNamespace(manifest=manifest))
+    assert taken_over.other(resumed, config) == why
+    assert taken_over.other(None, config) == ""
