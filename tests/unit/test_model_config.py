@@ -50,6 +50,10 @@ def lines(tmp_path: Path, config: str) -> list[str]:
         ),
         ("model_type: gpt2, n_embed: 64", ["n_embed = 64: unknown key of gpt2; did you mean 'n_embd'?"]),
         ("model_type: gpt2, n_layer: -2", ["n_layer = -2: must be a whole number >= 1"]),
+        (
+            f"{LLAMA}, rope_theta: -1.0, rms_norm_eps: 0.0",
+            ["rope_theta = -1.0: must be > 0", "rms_norm_eps = 0.0: must be > 0"],
+        ),
         ("model_type: gpt2, n_head: 5, n_embd: 64", ["n_head = 5: must divide the model's width, which is 64"]),
         (
             "model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 3",

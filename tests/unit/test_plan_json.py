@@ -145,5 +145,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     file.write_text(json.dumps(content))
     assert main(["--check", str(file)]) == 2
     assert all(line.startswith(f"{file}: ") for line in capsys.readouterr().err.splitlines())
+    file.write_text("[" * 100_000)
+    assert main(["--check", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"{file}: not JSON: ")
     assert main(["--check", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err.endswith("none.json: No such file or directory\n")

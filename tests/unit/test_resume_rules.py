@@ -149,7 +149,7 @@ def test_the_number_of_ranks() -> None:
 
 def test_from_a_config_to_a_folder_is_one_line() -> None:
     saved, now = run_config(GPT2).tree(), run_config(None, model={"name_or_path": "runs/x/export"}).tree()
-    assert [line.key for line in compare(saved, now, (1, 1), "c").refused] == ["model.name_or_path"]
+    assert [line.key for line in resume_rules.compare(saved, now, (1, 1), "c").refused] == ["model.name_or_path"]
 
 
 def test_an_unknown_strategy_key_moves_and_an_unknown_key_is_refused() -> None:
@@ -222,3 +222,12 @@ def test_a_schedule_that_follows_the_loss_keeps_its_rate() -> None:
     now = {"training": {"learning_rate": 2.0, "lr_scheduler_type": "reduce_lr_on_plateau"}}
     (line,) = resume_rules.compare(saved, now, (1, 1), "checkpoint-3").refused
     assert line.key == "training.learning_rate" and "the rate that it has reached" in line.what
+
+
+def test_a_schedule_that_follows_the_loss_keeps_its_evaluations() -> None:
+    for schedule, refused in (("reduce_lr_on_plateau", ("training.eval_steps",)), ("linear", ())):
+        saved, now = (
+            {"training": {"eval_steps": steps, "eval_strategy": "steps", "lr_scheduler_type": schedule}}
+            for steps in (2, 3)
+        )
+        assert tuple(line.key for line in resume_rules.compare(saved, now, (1, 1), "c").refused) == refused

@@ -78,6 +78,7 @@ def test_exchanged_files_are_both_named(folder: Path) -> None:
         (None, "there is no manifest.json in it"),
         ("", "manifest.json cannot be read"),
         ("{", "manifest.json cannot be read"),
+        ("[" * 200_000, "manifest.json cannot be read"),
         ("[]", "manifest.json is damaged, something is missing in it"),
         ("{}", "manifest.json is damaged, something is missing in it"),
         ('{"sha256": "x", "content": {}}', "manifest.json is damaged, its hash is another"),
