@@ -54,6 +54,11 @@ ENVIRONMENT = {
     "trainer/dist/deepspeed_ops.py": "torch finds compilers and its folder of compiled extensions by it",
     "trainer/verify/differences.py": "cuBLAS repeats its sums only where it is asked to by it",
 }
+# Who may unpickle, and what; never what was read from a file.
+UNPICKLES = {
+    "trainer/model/forked.py": "what its own child has written into a pipe",
+    "trainer/run/stowed_trainer.py": "what the first rank of the same job has broadcast",
+}
 # Whose functions need no docstring, and why.
 UNDOCUMENTED = {
     "trainer/config/conflicts.py": "one function per check; its name and the line that it gives to the user say all",
@@ -212,6 +217,22 @@ def test_the_environment_is_read_in_one_place() -> None:
         ]
         reads += [0 for name in imports(tree_of(path)) if name in ("os.environ", "os.getenv")]
         assert bool(reads) is (str(path) in ENVIRONMENT), (path, reads)
+
+
+def test_no_text_reaches_a_shell_and_no_file_is_executed() -> None:
+    """A config, a checkpoint or a dataset may come from a stranger; ``UNPICKLES`` lists who may unpickle, and what."""
+    unsafe = {"os.system", "os.popen", "pickle.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+    unpickling = set()
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert called not in unsafe and given.get("shell", "False") == "False", f"{path}:{node.lineno}: {called}"
+            assert called != "torch.load" or given.get("weights_only") == "True", f"{path}:{node.lineno}: {called}"
+            unpickling |= {str(path)} if called == "pickle.loads" else set()
+    assert unpickling == set(UNPICKLES)
 
 
 def test_cuda_is_named_in_one_place() -> None:
