@@ -219,3 +219,50 @@ def looked_at(ranks: Ranks, config: RunConfig) -> list[bool]:
 
 def test_callbacks_of_others_find_the_checkpoint(tmp_path: Path) -> None:
     assert run_world(1, looked_at, config_in(tmp_path, {})) == [True, True]
+
+
+BEST = {
+    "eval_strategy": "steps", "eval_steps": SAVE, "load_best_model_at_end": True, "metric_for_best_model": "loss",
+}  # fmt: skip
+
+
+def evaluated(ranks: Ranks, config: RunConfig, where: str) -> str:
+    """The newest checkpoint of a run with evaluations whose disk is full at the last save, while writing or sealing."""
+    from trainer.run import order, saving
+
+    commit = saving.commit
+    trainer: Any = order.make_trainer(prepared(config, ranks, UNEVEN, UNEVEN))
+
+    def is_last() -> bool:
+        return trainer.state.global_step == STEPS
+
+    def failing(*args: Any) -> None:
+        if where == "sealing" and is_last():
+            raise OSError(28, "No space left on device")
+        commit(*args)
+
+    saving.commit = failing
+    save_model = trainer.save_model
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        if where == "writing" and is_last() and ranks.is_first:
+            raise OSError(28, "No space left on device")
+        save_model(*args, **kwargs)
+
+    trainer.save_model = full
+    trainer.train()
+    trainer.accelerator.free_memory()
+    return str(trainer.saves.newest)
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "every"), [("sealing", 1, SAVE), ("sealing", 1, STEPS), ("writing", 2, SAVE)]
+)
+def test_a_full_disk_where_there_is_a_best_checkpoint(where: str, ranks: int, every: int, tmp_path: Path) -> None:
+    """All ranks go on, to the best of those that are saved, or without one."""
+    training = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": every, "save_total_limit": 1}
+    training |= {"per_device_train_batch_size": 2, "ddp_timeout": 20, **BEST, "eval_steps": every}
+    data = {"max_length": 24, "eval_fraction": 0.1}
+    config = run_config(LLAMA, output_dir=tmp_path, data=data, **training)
+    newest = run_world(ranks, evaluated, config, where, timeout_s=60.0)
+    assert newest == ("" if every == STEPS else f"checkpoint-{SAVE}")

@@ -24,9 +24,11 @@ def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState
     return state, said
 
 
-def test_the_best_one_is_found_in_this_folder_wherever_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("best", [None, "/elsewhere/run/checkpoint-6"])
+def test_the_best_one_is_found_in_this_folder_wherever_it_was(best: str | None, tmp_path: Path) -> None:
+    """Hugging Face forgets the path if there is no such folder any more."""
     (tmp_path / "checkpoint-6").mkdir()
-    state, said = after(tmp_path, "/elsewhere/run/checkpoint-6", "")
+    state, said = after(tmp_path, best, "")
     assert (state.best_metric, state.best_model_checkpoint) == (4.5, str(tmp_path / "checkpoint-6"))
     assert said == []
 
@@ -57,6 +59,8 @@ def test_whose_the_best_one_is(inside: bool, saved: dict[str, Any], why: str, tm
     config = run_config(LLAMA, output_dir=tmp_path / "own", metric_for_best_model="loss")
     manifest = SimpleNamespace(run=SimpleNamespace(config={"training": saved}))
     folder = tmp_path / ("own" if inside else "other") / "checkpoint-6"
-    resumed: Any = SimpleNamespace(path=folder, found=SimpleNamespace(manifest=manifest))
+    resumed: Any = SimpleNamespace(path=folder, found=SimpleNamespace(manifest=manifest), changed=frozenset())
     assert taken_over.other(resumed, config) == why
+    resumed.changed = frozenset({"data.eval_path"})
+    assert taken_over.other(resumed, config) == (why or "was one of other data")
     assert taken_over.other(None, config) == ""

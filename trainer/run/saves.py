@@ -14,6 +14,7 @@ Refused: nothing. A run that was asked to stop and cannot save ends with exit co
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from strategies.core.plan import Kind, Plan
@@ -30,7 +31,9 @@ class Saves:
 
     def succeeded(self, checkpoint: Path) -> None:
         """Note a save; the next one will take as much."""
-        self.newest, self.num_bytes = checkpoint.name, size_of(checkpoint)
+        self.newest = checkpoint.name
+        with suppress(OSError):  # it is saved, whatever cannot be looked at
+            self.num_bytes = size_of(checkpoint)
 
     def shortage(self, estimate: int = 0) -> str | None:
         """Why no checkpoint fits now; None if one does, or if its size is not known."""

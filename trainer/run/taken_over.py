@@ -43,8 +43,12 @@ class TakenOver(TrainerCallback):
                     f"the best evaluation so far, of step {state.best_global_step}, {self._other}: it is forgotten"
                 )
             state.best_metric, state.best_model_checkpoint, state.best_global_step = None, None, None
-        elif state.best_model_checkpoint is not None:
-            own = Path(str(args.output_dir)) / Path(state.best_model_checkpoint).name
+        elif state.best_metric is not None:
+            # Hugging Face has dropped the path already if there is no folder any more.
+            own = (
+                Path(str(args.output_dir))
+                / Path(state.best_model_checkpoint or f"checkpoint-{state.best_global_step}").name
+            )
             state.best_model_checkpoint = str(own) if own.is_dir() else None
 
 
@@ -56,4 +60,6 @@ def other(resumed: Resumed | None, config: RunConfig) -> str:
         return "is another run's"
     now, then = (tree.get("training", {}) for tree in (config.tree(), resumed.found.manifest.run.config))
     changed = [name for name in METRIC if now.get(name) != then.get(name)]
+    if not changed and any(key.startswith("data.") for key in resumed.changed):
+        return "was one of other data"
     return f"was chosen by another {changed[0]}" if changed else ""

@@ -144,6 +144,11 @@ class Trainer(StowedTrainer, transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """Nothing: weights are loaded with the optimizer, exactly, once both are where they stay."""
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's, which looks for the best checkpoint: by then the newest is there, or known not to be."""
+        self.settle()
+        return super()._finalize_training(*args, **kwargs)
+
     def _load_best_model(self) -> None:
         """Weights of the best evaluation, under every strategy.
 
@@ -192,21 +197,24 @@ class Trainer(StowedTrainer, transformers.Trainer):
         output_dir, writes = Path(str(self.args.output_dir)), bool(self.args.should_save)
         name = f"checkpoint-{self.state.global_step}"
         former = self.state.best_model_checkpoint
-        seals: list[Callable[[], list[str]]] = []
+        started: list[saving.Save] = []
+
+        def start(folder: Path) -> None:
+            seals = self._commit(folder / name, output_dir / name) if writes else None
+            started.append(saving.Save(output_dir / name, seals, former))
+
         try:
             with saving.draft(output_dir, writes=writes) as folder:
                 saving.together(lambda: self._write(folder, model, trial))
                 self.state.best_model_checkpoint = self._best(output_dir, former)
-                saving.together(
-                    lambda: seals.append(self._commit(folder / name, output_dir / name)) if writes else None
-                )
+                saving.together(lambda: start(folder))
         except OSError as error:
             self.state.best_model_checkpoint = former
             raise _not_saved(output_dir / name, error) from None
-        self._saving = saving.Save(output_dir / name, seals[0] if seals else None, former)
+        (self._saving,) = started
         if self.args.push_to_hub or any(map(_reads_saves, self.callback_handler.callbacks)):
             self.settle()
-        if self.args.push_to_hub:
+        if self.args.push_to_hub and (output_dir / name).is_dir():
             super()._push_from_checkpoint(str(output_dir / name))
 
     def settle(self) -> None:
@@ -229,11 +237,16 @@ class Trainer(StowedTrainer, transformers.Trainer):
             write_line(line)
 
     def _write(self, folder: Path, model: torch.nn.Module, trial: Any) -> None:
+        """Hugging Face's save, without the barrier that it has in the middle where there is a best step.
+
+        A rank that cannot write would not come to it; all ranks meet after it.
+        """
+        best, self.state.best_global_step = self.state.best_global_step, None
         self._draft = folder
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._draft = None
+            self._draft, self.state.best_global_step = None, best
 
     def _best(self, output_dir: Path, former: str | None) -> str | None:
         """The best checkpoint by the name that it will have; Hugging Face has looked for it in the draft."""
@@ -271,9 +284,12 @@ class Trainer(StowedTrainer, transformers.Trainer):
 
 
 def _reads_saves(callback: TrainerCallback) -> bool:
-    """Whether a callback that is not ours may look for the checkpoint when it hears of a save."""
+    """Whether a callback that is not ours may look for the checkpoint when it hears of a save; on all ranks alike."""
     kind = type(callback)
-    return kind.on_save is not TrainerCallback.on_save and not kind.on_save.__module__.startswith("trainer.")
+    if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("trainer."):
+        return False
+    uploads = getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint"
+    return kind.__name__ != "TrackioCallback" and (kind.__name__ != "WandbCallback" or uploads)
 
 
 def _not_saved(folder: Path, error: OSError) -> saving.NotSaved:
