@@ -66,8 +66,7 @@ def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> Sealed:
         "about": dict(about),
         "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()},
     }
-    text = json.dumps({"sha256": digest_of(content), "content": content}, indent=1, allow_nan=False)
-    replace_file(folder / MANIFEST, text)  # syncs the folder as well
+    replace_file(folder / MANIFEST, signed(content))  # syncs the folder as well
     return Sealed(kind, json.loads(json.dumps(about)), files)
 
 
@@ -78,15 +77,14 @@ def read(folder: Path, kind: str) -> Sealed:
         Damaged: there is no manifest, or it is not what ``seal`` has written for this ``kind``.
     """
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        content = content_of((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise Damaged(f"there is no {MANIFEST} in it") from None
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         raise Damaged(f"{MANIFEST} cannot be read") from None
+    except Damaged as error:
+        raise Damaged(f"{MANIFEST} {error}") from None
     try:
-        content = found["content"]
-        if found["sha256"] != digest_of(content):
-            raise Damaged(f"{MANIFEST} is damaged, its hash is another")
         if content["format"] != FORMAT:
             raise Damaged(f"{MANIFEST} has format {content['format']}, this release reads {FORMAT}")
         files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
@@ -164,6 +162,30 @@ def _is_inside(name: str) -> bool:
 
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(len(os.sched_getaffinity(0)) + WAITING, "seal")
+
+
+def signed(content: Any) -> str:
+    """``content`` as JSON together with a hash of its own; for ``content_of``."""
+    return json.dumps({"sha256": digest_of(content), "content": content}, indent=1, allow_nan=False)
+
+
+def content_of(text: bytes) -> Any:
+    """What ``signed`` was given.
+
+    Raises:
+        Damaged: "cannot be read", or it is not what was written.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Damaged("cannot be read") from None
+    try:
+        content, known = found["content"], found["sha256"]
+    except (KeyError, TypeError):
+        raise Damaged("is damaged, something is missing in it") from None
+    if known != digest_of(content):
+        raise Damaged("is damaged, its hash is another")
+    return content
 
 
 def digest_of(content: Any) -> str:

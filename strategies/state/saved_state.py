@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from strategies.core.sealed import digest_of, size_and_hash
+from strategies.core.sealed import Damaged, content_of, signed, size_and_hash
 from strategies.state import spans
 from strategies.state.spans import WEIGHT, Span, SpanError, Store
 
@@ -167,7 +167,7 @@ def write_index(folder: Path, holder: Holder, ranks: int, extra: Mapping[str, An
 
 def sign(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` with a hash of its own."""
-    path.write_text(json.dumps({"sha256": digest_of(content), "content": content}, indent=1, allow_nan=False))
+    path.write_text(signed(content))
 
 
 def _record_of(rank: int, ranks: int) -> str:
@@ -261,13 +261,10 @@ def _signed(path: Path, is_sound: Callable[[Mapping[str, Any]], bool]) -> dict[s
     if path.is_symlink() or not path.is_file():
         raise SpanError(f"{path}: missing; {AGAIN}")
     try:
-        read = json.loads(path.read_bytes())
-        content: dict[str, Any] = read["content"]
-        intact, version = read["sha256"] == digest_of(content), content["version"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        intact, version = False, None
-    if not intact:
-        raise SpanError(f"{path}: damaged, its hash is another; {AGAIN}")
+        content: dict[str, Any] = content_of(path.read_bytes())
+        version = content["version"]
+    except (OSError, Damaged, KeyError, TypeError):
+        raise SpanError(f"{path}: damaged, its hash is another; {AGAIN}") from None
     if version != VERSION:
         raise SpanError(f"{path}: format {version}, this release reads {VERSION}; use the one that saved it")
     try:

@@ -76,11 +76,13 @@ class Span:
 def parts(spans: Iterable[Span]) -> Iterator[list[Span]]:
     """Group spans by file, up to ``FILE_BYTES`` or one span."""
     part: list[Span] = []
+    num_bytes = 0
     for span in spans:
-        if part and sum(each.tensor.nbytes for each in part) + span.tensor.nbytes > FILE_BYTES:
+        if part and num_bytes + span.tensor.nbytes > FILE_BYTES:
             yield part
-            part = []
+            part, num_bytes = [], 0
         part.append(span)
+        num_bytes += span.tensor.nbytes
     if part:
         yield part
 

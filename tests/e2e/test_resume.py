@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, metrics, write_config, write_text_data
+from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, metrics
+from tests.e2e.interrupted import config_in
 from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = pytest.mark.ranks
@@ -38,22 +39,11 @@ IDS = [
 ]
 
 
-def config_in(folder: Path, strategies: dict[str, Any]) -> Path:
-    write_text_data(folder / "few.jsonl", num_rows=15)  # 1 rank: 3.75 steps an epoch, 2 ranks: 2
-    return write_config(
-        folder,
-        data={"path": str(folder / "few.jsonl")},
-        training={
-            "max_steps": STEPS,
-            "save_strategy": "steps",
-            "save_steps": SAVE,
-            "gradient_accumulation_steps": 2,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 3,
-            "max_grad_norm": 0.5,
-        },
-        strategies=strategies,
-    )
+def config_of(folder: Path, strategies: dict[str, Any]) -> Path:
+    return config_in(
+        folder, strategies, max_steps=STEPS, save_steps=SAVE, lr_scheduler_type="cosine", max_grad_norm=0.5,
+        learning_rate=1e-2,
+    )  # fmt: skip
 
 
 def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
@@ -75,7 +65,7 @@ def test_killed_and_resumed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("resume")
-    whole, killed = config_in(folder / "whole", strategies), config_in(folder / "killed", strategies)
+    whole, killed = config_of(folder / "whole", strategies), config_of(folder / "killed", strategies)
     server.run(num_ranks, whole).check().quiet()
     if starter == "server":
         job: Job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
@@ -121,7 +111,7 @@ def same_history(expected: Path, found: Path) -> None:
 @pytest.fixture(scope="module")
 def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a finished run with two checkpoints."""
-    config = config_in(tmp_path_factory.mktemp("trained"), {})
+    config = config_of(tmp_path_factory.mktemp("trained"), {})
     server.run(1, config).check()
     return config
 

@@ -137,7 +137,7 @@ def test_values_that_are_not_finite_are_found_in_the_files(value: float, finite:
     assert not saving.manifest_of(about(), 3, tmp_path, float("nan"), {"mask"}).finite
 
 
-def disk_full_on(ranks: Ranks, output_dir: Path, failing: int) -> list[str]:
+def disk_full_on(ranks: Ranks, output_dir: Path, failing: int) -> list[list[str]]:
     """What each rank meets when one of them cannot write, and then when all can: the draft goes, or stays."""
 
     def write(folder: Path, failing: int) -> None:
@@ -157,7 +157,7 @@ def disk_full_on(ranks: Ranks, output_dir: Path, failing: int) -> list[str]:
             said.append(str(error))
     found: list[list[str]] = [[] for _ in range(ranks.world_size)]
     torch.distributed.all_gather_object(found, said)
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.ranks

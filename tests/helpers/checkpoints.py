@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from strategies.core.sealed import seal
+from strategies.core.sealed import digest_of, seal
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run.manifest import KIND, About, DataFacts, Manifest, ModelFacts, digest
+from trainer.run.manifest import KIND, About, DataFacts, Manifest, ModelFacts
 
 CONTENT: Mapping[str, bytes] = {"model.safetensors": b"weights", "inner/optimizer.pt": b"moments", "empty": b""}
 
@@ -16,7 +16,7 @@ def about(config: Mapping[str, Any] | None = None, ranks: int = 1) -> About:
     tree = dict(config or run_config(LLAMA).tree())
     return About(
         config=tree,
-        config_sha256=digest(tree),
+        config_sha256=digest_of(tree),
         versions={"torch": "1"},
         world_size=ranks,
         data=DataFacts(fingerprint="f", sources="s", tokenizer="t", rows=3),

@@ -11,13 +11,13 @@ gloo's, so that the host does not wait for the device. With one rank nothing is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from strategies.core.sealed import digest_of
 from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, ExitCode, UserError
 
@@ -88,8 +88,7 @@ class Agreement:
         Raises:
             ConfigError: they have not; the line names the keys that differ, with both values.
         """
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-        if len(set(self.gathered(digest))) > 1:
+        if len(set(self.gathered(digest_of(config)))) > 1:
             raise ConfigError(differences(self.gathered({key: json.dumps(value) for key, value in config.items()})))
 
 

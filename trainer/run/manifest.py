@@ -12,7 +12,6 @@ that the config does not name. Two runs that are the same have the same manifest
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strategies.core import sealed
-from strategies.core.sealed import Damaged, Sealed
+from strategies.core.sealed import Damaged, Sealed, digest_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,7 +99,7 @@ def about(
     rows = len(prepared.train) if hasattr(prepared.train, "__len__") else None
     return About(
         config=tree,
-        config_sha256=digest(tree),
+        config_sha256=digest_of(tree),
         versions=dict(versions()),
         world_size=ranks,
         data=DataFacts(
@@ -124,12 +123,7 @@ def _plain(text: str) -> dict[str, Any]:
 
 def digest_of_shapes(shapes: Mapping[str, Iterable[int]]) -> str:
     """A hash of names and shapes, whatever their order."""
-    return digest({name: list(shape) for name, shape in shapes.items()})
-
-
-def digest(content: Any) -> str:
-    """SHA-256 of a value as JSON."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest_of({name: list(shape) for name, shape in shapes.items()})
 
 
 def versions() -> Iterable[tuple[str, str]]:

@@ -3,8 +3,8 @@
 Problem. A signal reaches one rank, or several at different moments, and hosts run ahead of their devices by different
 numbers of steps. A rank that saved on its own would wait for the others in the collectives of saving.
 
-So the ranks agree at the end of every step, by the maximum of one number (``trainer/dist/agreement.py``; 0.1 to 0.4 ms
-between two ranks of one machine, nothing with one rank). It cannot hang where training would not: every rank passes the
+So the ranks agree at the end of every step, by the maximum of one number (``trainer/dist/agreement.py``; nothing
+is sent with one rank). It cannot hang where training would not: every rank passes the
 end of every step. They agree again after an evaluation and after a save, which take long: a request that came during a
 save ends the run right after it.
 
@@ -38,27 +38,28 @@ class SaveAndStop(TrainerCallback):
 
     def __init__(self, stop: Stop, together: Agreement, trainer: JobTrainer) -> None:
         self._stop, self._together, self._trainer = stop, together, trainer
-        self._agreed = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._stop.phase = Phase.TRAINING
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._agreed = self._agreed or self._together.any(self._stop.is_asked)
-        if self._agreed:
-            self._trainer.is_stopping = control.should_save = True
+        trainer = self._trainer
+        trainer.is_stopping = trainer.is_stopping or self._together.any(self._stop.is_asked)
+        if trainer.is_stopping:
+            control.should_save = True
 
     on_evaluate = on_step_end
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # Also what makes every rank wait for the first one, which is the last to leave a save.
-        self._agreed = self._together.any(self._stop.is_asked or self._agreed)
-        if not self._agreed:
+        trainer = self._trainer
+        trainer.is_stopping = self._together.any(self._stop.is_asked or trainer.is_stopping)
+        if not trainer.is_stopping:
             return
         why = _why(self._together.gathered(self._stop.reason))
         step = state.global_step
-        self._trainer.settle()
-        if self._trainer.saves.newest != f"checkpoint-{step}":
+        trainer.settle()
+        if trainer.saves.newest != f"checkpoint-{step}":
             raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
         raise Stopped(
             f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"

@@ -53,7 +53,7 @@ def load(path: Path) -> None:
     Raises:
         ValueError: the file cannot be read, or something is missing in it. Nothing has changed then.
     """
-    before = random.getstate(), np.random.get_state(legacy=True)
+    before = random.getstate(), np.random.get_state(legacy=True), torch.random.get_rng_state()
     try:
         content = json.loads(path.read_bytes())
         if content["version"] != VERSION:
@@ -68,6 +68,7 @@ def load(path: Path) -> None:
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
         random.setstate(before[0])
         np.random.set_state(before[1])
+        torch.random.set_rng_state(before[2])
         reason = str(error) if str(error).startswith(str(path)) else f"{path}: damaged, not the state of generators"
         raise ValueError(reason) from None
 

@@ -100,7 +100,7 @@ class Save:
 
 
 def of_the_disk(error: Exception) -> bool:
-    """Whether an error says that a file could not be written; torch and safetensors have types of their own for it."""
+    """Whether an error says that the disk, or memory to look at it, is short; torch and safetensors have their own."""
     is_one = isinstance(error, OSError | SafetensorError | MemoryError)
     return is_one or any(said in str(error) for said in ("PytorchStreamWriter", "can't start new thread"))
 

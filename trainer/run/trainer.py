@@ -89,9 +89,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
             NotSaved: the newest checkpoint could not be sealed.
         """
         try:
-            trained = super().train(*args, **kwargs)
-            self.settle()
-            return trained
+            return super().train(*args, **kwargs)
         except NonFiniteError as error:
             first_step = self.state.global_step + 2 - error.steps_ago
             what = f"gradients are not finite since then, in {error.steps_ago} steps that were skipped"
@@ -155,7 +153,6 @@ class Trainer(StowedTrainer, transformers.Trainer):
         Raises:
             ConfigError: that checkpoint is damaged.
         """
-        self.settle()
         best = Path(str(self.state.best_model_checkpoint))
         refuse_damaged(best, "training.load_best_model_at_end = true")
         with _as_config_error():
