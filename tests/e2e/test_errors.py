@@ -103,6 +103,13 @@ def test_bad_data_on_two_ranks(server: Server, config: Path) -> None:
     assert found.out == ""
 
 
+def test_what_deepspeeds_optimizer_does_not_know(server: Server, tmp_path: Path) -> None:
+    schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
+    config = write_config(tmp_path, training={"max_steps": 4, **schedule}, strategies={"zero": {"stage": 2}})
+    (line,) = server.run(1, config).check(2).quiet().err.splitlines()
+    assert line.startswith("training.lr_scheduler_kwargs.min_lr = 0.0001: not with strategies.zero.stage 2")
+
+
 def test_bad_data_met_while_training(server: Server, tmp_path: Path) -> None:
     """A stream is read by the first rank, which knows what is wrong; the second only sees its peer go."""
     rows = [{"text": f"row {i} of a stream of rows"} for i in range(20)]

@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
+from trainer.dist import deepspeed_ops
 from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment
 from trainer.dist.spawn import run_world
 from trainer.errors import ExitCode
@@ -146,7 +148,11 @@ def test_no_thread_outlives_its_group(tmp_path: Path, stage: int | None, fails: 
     config = run_config(
         LLAMA, output_dir=tmp_path, stage=stage, max_steps=1, per_device_train_batch_size=1, data={"max_length": 32}
     )
+    left = deepspeed_ops.SHARED / f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{uuid4().hex}_0"
+    left.touch()
+    os.utime(left, (0, 0))
     seen = run_world(2, train_guarded, config, tmp_path, fails)
+    assert not left.exists(), "what an earlier run's DeepSpeed left stays in memory"
     assert seen["code"] == (ExitCode.FAILED if fails else ExitCode.FINISHED)
     assert seen["during"] > 0
     assert [(tmp_path / f"threads-{rank}").read_text() for rank in (0, 1)] == ["0", "0"]

@@ -29,6 +29,7 @@ Usage = namedtuple("Usage", "total used free")
             RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/3"),
             True,
         ),
+        (MemoryError(), True),  # a copy of what is saved does not fit: the next save may
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )

@@ -43,6 +43,12 @@ def test_a_file_is_an_ordinary_one(tmp_path: Path) -> None:
     assert digest == saved_state.size_and_hash(tmp_path / "f")[1]
 
 
+def test_spans_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = cut((0, 4), (4, 8), (8, 9), (9, 19), (19, 20), (20, 21))  # elements of 4 bytes
+    monkeypatch.setattr(spans, "FILE_BYTES", 32)
+    assert [[span.tensor.numel() for span in part] for part in spans.parts(held)] == [[4, 4], [1], [10], [1, 1]]
+
+
 @pytest.mark.parametrize("piece_bytes", [16, spans.PIECE_BYTES])
 def test_every_range_from_any_division(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     monkeypatch.setattr(spans, "PIECE_BYTES", piece_bytes)

@@ -132,6 +132,22 @@ def test_damaged_generators_change_nothing(tmp_path: Path, change: dict[str, Any
     assert torch.equal(torch.random.get_rng_state(), before[2])
 
 
+def test_a_device_that_does_not_take_its_state_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(state: torch.Tensor) -> None:
+        raise RuntimeError("RNG state is wrong size")
+
+    device = SimpleNamespace(get_rng_state=lambda: torch.zeros(4, dtype=torch.uint8), set_rng_state=refuse)
+    monkeypatch.setattr(random_state.accelerator, "kind", lambda: "sim")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    path = random_state.file_of(tmp_path, 0, 1)
+    random_state.save(path)
+    torch.rand(1)
+    before = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match="damaged"):
+        random_state.load(path)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 # Loss scale
 
 
