@@ -98,6 +98,12 @@ class Offload(Strategy):
     gradients: Literal["auto", "device", "host"] = Field(
         default="auto", description="Where gradients wait for the update."
     )
+    weight_copies: bool = Field(
+        default=True,
+        description="In bf16, weights that travel rest on the host as bf16, beside their fp32 masters. false: they are "
+        "rounded from the masters each time they are fetched, which saves 2 bytes of host memory per parameter "
+        "wherever a gradient does not use the same place, and takes time of the CPU.",
+    )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
     )
@@ -147,6 +153,9 @@ class Offload(Strategy):
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             raise Refusal("strategies.offload.update_in_backward", True, cure)
 
+        if not self.weight_copies and facts.run.precision is Precision.FP32:
+            cure = "in fp32 the copy on the host is the master itself; leave it out"
+            raise Refusal("strategies.offload.weight_copies", False, cure)
         if self._sums_over_ranks(facts) and self.gradients == "host":
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
             raise Refusal("strategies.offload.gradients", "host", cure)
@@ -168,6 +177,7 @@ class Offload(Strategy):
             site=self.site,
             weights=self.weights,
             gradients="device" if self._sums_over_ranks(facts) else self.gradients,
+            keeps_copies=self.weight_copies,
         )
 
     def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:

@@ -7,7 +7,8 @@ valid in backward after the bucket was evicted and fetched again.
 Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``m`` fp32 moments (Adam: 2):
 
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
-    COPY      e on the host, if the weight travels. In fp32 it is the master
+    COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
+              if the master is on the host
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
               written here too, and copied up from here: the gradient has been read by then. 0 if it lies in COPY
@@ -24,6 +25,11 @@ copy is needed until backward has fetched it for the last time, the gradient fro
 new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
 rounded from the master again, whose rounded value it always is. So with Adam a bucket whose gradient waits on the host
 costs 14 bytes per element there instead of 16.
+
+Without ``keeps_copies`` the master is all that the host has of a mixed-precision weight (``rounded_to_fetch``): each
+fetch rounds it into a slot, which the copy up reads. That is 12 bytes per element where gradients wait on the device,
+and 14 where several micro-batches are added on the host. Where COPY is the place of PARKED, nothing would be saved, and
+it stays.
 
 Time inside an iteration is counted in ticks: forward of each unit in order of first use, then backward in reverse; 2 n
 ticks for n units. A weight that travels has ``resident_ticks``, half-open ranges during which it is on the device: it
@@ -130,7 +136,9 @@ class Layout:
         accumulation: micro-batches per update.
         max_grad_norm: what gradients are clipped to; 0 does not clip.
         moments: fp32 numbers of optimizer state per element.
-        grad_slots, visit_slots: number of slots for gradients on their way down, and for visiting state.
+        grad_slots, visit_slots: number of slots for gradients on their way down (and for weights that are rounded on
+            their way up), and for visiting state.
+        keeps_copies: weights that travel rest on the host in the dtype of compute, even beside their masters.
     """
 
     buckets: tuple[Bucket, ...]
@@ -141,6 +149,7 @@ class Layout:
     moments: int = 2
     grad_slots: int = 2
     visit_slots: int = 2
+    keeps_copies: bool = True
 
     @property
     def num_ticks(self) -> int:
@@ -188,6 +197,12 @@ def parks_in_copy(bucket: Bucket, layout: Layout) -> bool:
     return bucket.mixed and not bucket.resident and goes_down and layout.accumulation == 1
 
 
+def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
+    """Whether the host has only the master of its weight, and each fetch rounds it; see the module docstring."""
+    with_master = bucket.mixed and bucket.site in (Site.HOST, Site.STREAMED)
+    return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Memory that a bucket needs: for the whole run, or only while it is in use (``passes``)."""
@@ -204,7 +219,7 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     name, weight = bucket.name, bucket.weight_bytes
     yield Need(name, Item.WEIGHT, Home.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
-        yield Need(name, Item.COPY, Home.HOST, weight)
+        yield Need(name, Item.COPY, Home.HOST, weight, passes=rounded_to_fetch(bucket, layout))
     if bucket.site is Site.NONE:
         return
     grads_leave = bucket.grad_home is Home.HOST

@@ -9,7 +9,8 @@ parameters are to the model (``parameter_views.py``).
                 NOTHING -> HOST -> NOTHING                an update by the worker: ``submit``, ``settled_on_host``
     present     its home holds its weights, or UP is writing them: from ``claim`` until ``vacate``
     given_up    the host's copy is overwritten by the gradient, whose place it is (``parks_in_copy``): from
-                ``give_up_copy`` until the next update or ``restored``. Its weights are the rounded masters then
+                ``give_up_copy`` until the next update or ``restored``. Its weights are the rounded masters then. Always
+                if the copy is a slot through which weights of several buckets pass (``rounded_to_fetch``)
     open        how many scopes that use it have been entered and not left
 
 Events of a bucket, each the last of its kind:
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy
+from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
 from strategies.core.plan import Home
 from strategies.engine.gradient_state import GradientState
 from strategies.engine.memory.arena import Arena
@@ -98,6 +99,7 @@ class BucketState:
     visit: Tensor | None
     views: ParameterViews
     grads: GradientState
+    copy_passes: bool = False  # the copy is a slot that fetches round masters into, never the weight's resting place
     leads: tuple[int, int] = (1, 1)  # ticks ahead of its use that its weight may come, in forward and in backward
 
     present: bool = False  # the home is this bucket's
@@ -184,7 +186,7 @@ class BucketState:
     def take_in(self) -> None:
         """Copy the model's own weights to their places; afterwards the model's own memory is free."""
         for index, param in enumerate(self.params):
-            for flat in (self.newest, self.master):
+            for flat in (None if self.given_up else self.newest, self.master):
                 if flat is not None:
                     self.part(flat, index).copy_(param.detach().reshape(-1))
             put(param, self.views.absent(index))
@@ -267,12 +269,12 @@ class BucketState:
 
     def write_back(self, *, stored: Event) -> None:
         """DOWN has been given the copies of what the update wrote, the host's copy among it if there is one."""
-        self.stored, self.given_up = stored, False
+        self.stored, self.given_up = stored, self.copy_passes
 
     def settled_on_host(self) -> None:
         """The worker has computed the update, and written the host's copy if the gradient was in its place."""
         self.pending, self.job, self.future = Pending.NOTHING, None, None
-        self.given_up = False
+        self.given_up = self.copy_passes
 
     def refuse_loans(self) -> None:
         """Raise RuntimeError if a parameter is on loan when an update is to begin."""
@@ -344,6 +346,8 @@ def make_bucket(
         visit=flat(Item.VISIT, torch.float32, num_moments + spec.mixed),
         views=views,
         grads=GradientState(spec.params),
+        copy_passes=rounded_to_fetch(spec, layout),
+        given_up=rounded_to_fetch(spec, layout),
         leads=leads(spec, layout),
     )
 

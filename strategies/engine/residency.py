@@ -15,6 +15,10 @@ after the weight's gradient was made. Then the host rounds the master, which nob
 copies what comes out, one parameter after the other; slow, but seldom. If the gradient has been dropped (``zero_grad``
 without a step), the host rounds the master into the place itself, which then is the copy again.
 
+[Note: rounded to be fetched] Where the host has only the masters (``copy_passes``), each fetch rounds one into a slot.
+The host writes the slot after UP has read the weight of the bucket that had it before (``arrived``). It reads the
+master after DOWN has written it (``stored``) or the worker has, whose update was settled. UP reads the slot after that.
+
 Refused: two buckets in use at the same time whose homes overlap.
 """
 
@@ -38,6 +42,7 @@ class Residency:
 
     def __init__(self, transfer: Transfer, *, debug: bool) -> None:
         self.transfer, self.debug = transfer, debug
+        self._slots: dict[int, BucketState] = {}  # by address of a slot that masters are rounded into: the last bucket
 
     def claim(self, bucket: BucketState) -> None:
         """Give ``bucket`` its home; UP may write it afterwards. See [Note: moving in].
@@ -67,7 +72,10 @@ class Residency:
         assert bucket.copy is not None and bucket.settled, f"{bucket.name} has nothing to fetch"
         self.claim(bucket)
         self.restore(bucket)
-        if bucket.given_up:
+        if bucket.copy_passes:
+            self._round_into_slot(bucket)
+            self._bring(bucket, bucket.copy)
+        elif bucket.given_up:
             self._bring_rounded(bucket)
         else:
             self._bring(bucket, bucket.copy)
@@ -80,7 +88,7 @@ class Residency:
         place: DOWN has written the last weight and its master before, and UP has read that weight. UP reads what the
         host has written, and the next gradient overwrites it.
         """
-        if not bucket.given_up or not bucket.settled or bucket.grads.touched:
+        if not bucket.given_up or bucket.copy_passes or not bucket.settled or bucket.grads.touched:
             return
         assert bucket.copy is not None and bucket.master is not None
         transfer = self.transfer
@@ -92,6 +100,18 @@ class Residency:
         transfer.wait(Lane.UP, written)
         transfer.wait(Lane.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it
         bucket.restored()
+
+    @torch.no_grad()
+    def _round_into_slot(self, bucket: BucketState) -> None:
+        """Round the master into the slot from which UP will read it; see [Note: rounded to be fetched]."""
+        assert bucket.copy is not None and bucket.master is not None
+        transfer, former = self.transfer, self._slots.get(bucket.copy.data_ptr(), bucket)
+        transfer.host_wait(former.arrived, bucket.stored)
+        self._slots[bucket.copy.data_ptr()] = bucket
+        transfer.reads(Lane.HOST, bucket.master)
+        transfer.writes(Lane.HOST, bucket.copy)
+        bucket.round_master(bucket.copy, bucket.master)
+        transfer.wait(Lane.UP, transfer.record(Lane.HOST))
 
     @torch.no_grad()
     def _bring_rounded(self, bucket: BucketState) -> None:

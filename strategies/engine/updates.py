@@ -19,7 +19,8 @@ Ordering, by memory that two lanes touch:
     host state   UP reads after the DOWN that wrote it (``stored``); the worker's own state is written by nobody else
     PARKED       the worker reads after DOWN (``sent``); UP reads after the worker (its future, or ``added``); the
                  next DOWN waits for that UP (``arrived``)
-    COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``)
+    COPY         written by DOWN (``stored``) or the worker (future), read by UP (``arrived``); as a slot, see
+                 ``residency.py``
     both in one  (``parks_in_copy``) DOWN writes the gradient after UP has read the copy (``arrived``), and so after
                  whoever wrote that. The update reads the gradient before it writes the new weight over it: the worker
                  in program order; of a streamed bucket UP reads (``arrived``), then COMPUTE updates (``used``), then
@@ -185,7 +186,7 @@ class Updates:
         if bucket.visit is not None:
             for place, target in zip(state, bucket.states(), strict=True):
                 transfer.copy(Lane.DOWN, target, place)
-        if bucket.copy is not None:
+        if bucket.copy is not None and not bucket.copy_passes:
             transfer.copy(Lane.DOWN, bucket.copy, bucket.weight)
         bucket.write_back(stored=transfer.record(Lane.DOWN))
 
@@ -213,7 +214,7 @@ class Updates:
         factor = None if job.scale.factor is None else job.scale.on_host[0]
         with torch.no_grad():
             self._apply(bucket, job, bucket.parked, [master, *bucket.moments], self._host_scratch, factor)
-            if bucket.spec.mixed:
+            if bucket.spec.mixed and not bucket.copy_passes:
                 self._round_on_host(bucket, bucket.parked if bucket.copy is None else bucket.copy)
         return True, transfer.record(Lane.HOST)
 

@@ -22,6 +22,7 @@ from strategies.core.layout import (
     Site,
     aligned,
     parks_in_copy,
+    rounded_to_fetch,
     scratch_bytes,
 )
 from strategies.core.plan import RUN, Kind, Plan, Reserve, Rest, Share
@@ -31,6 +32,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.WEIGHT: ("slots for weights", "weights in flight"),
     Item.GRAD: ("slots for gradients", "gradients going down"),
     Item.ARRIVAL: ("slots for arrivals", "gradients arriving"),
+    Item.COPY: ("slots for rounded weights", "weights on their way up"),
     Item.VISIT: ("slots for state", "state passing through the device"),
     Item.STEPS: ("counts", "one update count per parameter"),
     Item.SCRATCH: ("scratch", "gradients in fp32, a stretch at a time"),
@@ -59,6 +61,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     if kind is Kind.PARAM:
         if bucket.resident:
             return Resting(Home.DEVICE, size, "always present")
+        if rounded_to_fetch(bucket, layout):
+            return Resting(Home.HOST, 0, "rounded from its master for use")
         parks = parks_in_copy(bucket, layout)
         return Resting(Home.HOST, size, "fetched for use; the gradient takes its place" if parks else "fetched for use")
     if bucket.site is Site.NONE:

@@ -56,6 +56,7 @@ class Update:
         state_bytes: come up before a streamed update and go down after it.
         grad_slot, arrival_slot, visit_slot: the slot for its gradient on the device, for a gradient that arrives on the
             host to be added, and for its visiting state; weights of the same slot use it in turn. None: its own memory.
+        copy_slot: the slot on the host that its master is rounded into for each reload. None: the host has a copy.
     """
 
     site: Site
@@ -67,6 +68,7 @@ class Update:
     grad_slot: int | None = None
     arrival_slot: int | None = None
     visit_slot: int | None = None
+    copy_slot: int | None = None
 
     @property
     def sends_down(self) -> bool:

@@ -50,6 +50,7 @@ class OffloadRequest:
     site: Literal["auto", "device", "host", "streamed"] = "auto"
     weights: Literal["auto", "resident", "streamed"] = "auto"
     gradients: Literal["auto", "device", "host"] = "auto"
+    keeps_copies: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class StatePlacements:
             max_grad_norm=facts.run.max_grad_norm,
             moments=facts.run.moments,
             grad_slots=1 + max(passing.values(), default=1),
+            keeps_copies=request.keeps_copies,
         )
         ticks = ticks_of(self._empty.units)
         self.weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]

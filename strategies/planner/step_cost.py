@@ -206,6 +206,7 @@ def _update(
         grad_slot=slots.get((bucket.name, Item.GRAD)),
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
+        copy_slot=slots.get((bucket.name, Item.COPY)),
     )
 
 

@@ -4,6 +4,7 @@ tick        waits for the tick before it, its weights' reloads and new values, a
             makes: until what was there before has gone down
 reload      waits for the tick before its issue, the reload needed before it, the weight on the host, and new weights
             at the same addresses that still go down
+round       where the host has only the master, the CPU rounds it into a slot first; the reload frees the slot
 gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration
 sum         a further micro-batch's gradient that rests on the host is added there by the CPU
 update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm
@@ -36,6 +37,7 @@ class Resource(Enum):
 
 COPIES = (Resource.UP, Resource.DOWN)
 SUM_NUMBERS = 3  # that adding a gradient touches per element: two are read, one is written
+ROUND_NUMBERS = 3  # of the weight's size that rounding touches: a master of twice the size is read, a weight is written
 
 
 class Task:
@@ -108,6 +110,12 @@ class TaskBuilder:
         self._compute = self._task(Resource.COMPUTE, label, (self._compute, self._slot, *after))
         self._compute.seconds, self._slot = seconds, None
         return self._compute
+
+    def _on_cpu(self, label: str, touched_bytes: int, after: Iterable[Task | None]) -> Task:
+        """Work of the CPU that is as fast as its memory."""
+        task = self._task(Resource.CPU, label, after)
+        task.touched_bytes, task.seconds = touched_bytes, touched_bytes / self._problem.shared.dram
+        return task
 
     def _free(self, slot: int | None) -> Task | None:
         """The task after which ``slot`` is free."""
@@ -182,9 +190,7 @@ class TaskBuilder:
         self._occupy(update.grad_slot, down)
         self._landed[weight] = down
         if update.grad_home is Home.HOST and not is_first:
-            added = self._task(Resource.CPU, f"sum {name}", [down])
-            added.touched_bytes = SUM_NUMBERS * update.grad_bytes
-            added.seconds = added.touched_bytes / self._problem.shared.dram
+            added = self._on_cpu(f"sum {name}", SUM_NUMBERS * update.grad_bytes, [down])
             added.priority = (self._at, -1, self._problem.rank[weight])
             self._occupy(slot, added)
             self._landed[weight] = added
@@ -202,9 +208,15 @@ class TaskBuilder:
         """The reload that the tick ``need`` waits for."""
         info = self._problem.weights[weight]
         leaving = (self._leaving.get(other) for other in info.overlapping)
-        after = (ended, self._reload, self._weight.get(weight), *leaving)
+        on_host, slot = self._weight.get(weight), None if info.update is None else info.update.copy_slot
+        if slot is not None:
+            waits = (ended, on_host, self._free(slot))
+            on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.num_bytes, waits)
+            on_host.priority = (*need, self._problem.rank[weight])
+        after = (ended, self._reload, on_host, *leaving)
         self._reload = self._copy(Resource.UP, f"weight {info.name}", info.num_bytes, after)
         self._reload.priority = (*need, self._problem.rank[weight])
+        self._occupy(slot, self._reload)
         self._gate.setdefault(weight, []).append(self._reload)
 
     def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
@@ -244,7 +256,9 @@ class TaskBuilder:
         if update.site is Site.STREAMED:
             state = self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done])
             self._occupy(update.visit_slot, state)
-        if weight in self._leaves:
+            if update.copy_slot is not None:
+                self._weight[weight] = state  # the next reload rounds the master that this brings down
+        if weight in self._leaves and update.copy_slot is None:
             down = self._copy(Resource.DOWN, f"weight {info.name}", info.num_bytes, [done])
             self._weight[weight] = self._leaving[weight] = down
 

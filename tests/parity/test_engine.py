@@ -74,6 +74,22 @@ def test_slots_of_several_sizes(site: str, accumulation: int) -> None:
         assert differences(wanted, stowed(build("words"), plan, batches, transfer=transfer, **loop)) == []
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("where", [name for name in LAYOUTS if "travelling" in name])
+def test_masters_as_the_only_copy(where: str, accumulation: int) -> None:
+    """Weights that travel are rounded as they are fetched, unless a gradient needs the copy's place."""
+    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.05}
+    batches, dtype = tokens("llama", STEPS * accumulation), torch.bfloat16
+    wanted = plain(build("llama", dtype=dtype), batches, **loop)
+    for transfer in (Delayed(), RaceDetector()):
+        plan = plan_of(build("llama", dtype=dtype), **LAYOUTS[where], **loop)
+        made = dataclasses.replace(plan.layout, keeps_copies=False)
+        plan = dataclasses.replace(plan, layout=made, place=SimpleNamespace(addresses=place(made), debug=True))
+        rounded = sum(layout.rounded_to_fetch(bucket, made) for bucket in made.buckets)
+        assert bool(rounded) is (accumulation > 1 and "device" not in where)
+        assert differences(wanted, stowed(build("llama", dtype=dtype), plan, batches, transfer=transfer, **loop)) == []
+
+
 # --- the test itself -------------------------------------------------------------------------------------------------
 
 

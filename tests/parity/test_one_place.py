@@ -1,8 +1,9 @@
 """A weight's copy on the host and the gradient that waits there share one place: no loop sees one for the other.
 
 The ordinary loops are in the grid (``test_engine.py``). Here weights are wanted while gradients are in their place, and
-gradients are dropped or not taken. Each loop runs on a plain model with fp32 masters and on a stowed one, under the
-double that is as late as it may and leaves nothing where a weight was, and under the race detector.
+gradients are dropped or not taken; or there is no copy, and every weight is rounded from its master. Each loop runs on
+a plain model with fp32 masters and on a stowed one, under the double that is as late as it may and leaves nothing where
+a weight was, and under the race detector.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from strategies.core.facts import Home
-from strategies.core.layout import Item, parks_in_copy
+from strategies.core.layout import Item, parks_in_copy, rounded_to_fetch
 from strategies.engine import AdamW, stow
 from strategies.engine.bucket_state import BucketState
 from strategies.engine.transfer.race_detector import RaceDetector
@@ -38,6 +39,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "host, two ahead": {"site": "host", "gradients": "host", "prefetch": 2, "bucket_size": "4KiB"},
     "streamed": {"site": "streamed", "gradients": "host", "prefetch": 0},
     "streamed, ahead": {"site": "streamed", "gradients": "host", "prefetch": 1, "bucket_size": "8KiB"},
+}
+WITHOUT_COPIES: dict[str, dict[str, Any]] = {
+    "masters": {"site": "streamed", "gradients": "device", "prefetch": 0, "weight_copies": False},
+    "masters, ahead": {"site": "streamed", "gradients": "device", "prefetch": 2, "weight_copies": False},
 }
 TRANSFERS: list[type[Transfer]] = [Vacant, RaceDetector]
 
@@ -89,10 +94,11 @@ def made(**options: Any) -> Net:
 
 def stowed(layout: str, transfer: Transfer, max_norm: float = NORM, **options: Any) -> tuple[Any, Any]:
     model = made(**options)
-    wishes = {"weights": "streamed", **LAYOUTS[layout]}
+    wishes = {"weights": "streamed", **(LAYOUTS | WITHOUT_COPIES)[layout]}
     plan = plan_for(model, machine=MACHINE, max_grad_norm=max_norm, debug=not isinstance(transfer, Vacant), **wishes)
     assert plan.layout is not None
-    assert sum(parks_in_copy(bucket, plan.layout) for bucket in plan.layout.buckets) >= 4
+    special = rounded_to_fetch if layout in WITHOUT_COPIES else parks_in_copy
+    assert sum(special(bucket, plan.layout) for bucket in plan.layout.buckets) >= 4
     rule = AdamW(lr=LR)
     return model, stow(ground.feed(model), plan, rule=rule, device=ground.device, transfer=transfer, beside=True)  # type: ignore[arg-type]
 
@@ -298,13 +304,13 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS | WITHOUT_COPIES)
 def test_loops(layout: str, loop: Loop, transfer: type[Transfer]) -> None:
     compare(loop, layout, transfer())
 
 
 @pytest.mark.parametrize("options", [{"recomputes": True}, {"looks_back": True}], ids=["recomputes", "looks back"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS | WITHOUT_COPIES)
 def test_backward_needs_weights_again(layout: str, options: dict[str, Any]) -> None:
     """For recomputation; and after the weight's own gradient was made and sent."""
     for loop in (train, evaluates):
@@ -340,7 +346,7 @@ def test_the_calling_thread_rounds_nothing_in_ordinary_loops(layout: str, monkey
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS | WITHOUT_COPIES)
 def test_updates_in_backward(layout: str, transfer: type[Transfer]) -> None:
     for loop in (train, skips, leaves_out_quietly):
         compare(loop, layout, transfer(), max_norm=0.0)

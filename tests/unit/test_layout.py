@@ -1,5 +1,7 @@
 """The layout's sizes, from the table in its docstring, and buckets formed from parameters."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,6 +101,25 @@ def test_a_gradient_that_waits_on_the_host_takes_the_place_of_the_copy(site: Sit
     assert on_host("bfloat16", True, 2) == {"COPY": 2, "PARKED": 2, "MASTER": 4, "MOMENTS": 8}
     assert on_host("bfloat16", False, 1) == {"PARKED": 2, "MASTER": 4, "MOMENTS": 8}
     assert on_host("float32", True, 1) == {"COPY": 4, "PARKED": 4, "MOMENTS": 8}
+
+
+@pytest.mark.parametrize("site", [Site.HOST, Site.STREAMED])
+def test_without_copies_the_host_has_masters_only(site: Site) -> None:
+    """12 bytes per element, or 14 if micro-batches are added there; all else is as it was."""
+
+    def on_host(accumulation: int, grad_home: Home, **changes: Any) -> dict[str, tuple[bool, int]]:
+        case = {"dtype": "bfloat16", "site": site, "resident_ticks": ((0, 1),), "grad_home": grad_home} | changes
+        found = needs(bucket("b", "layers.0", N, **case), layout(accumulation=accumulation, keeps_copies=False))
+        return {n.item.name: (n.passes, n.num_bytes // N) for n in found if n.home is HOST and n.item is not Item.STEPS}
+
+    state = {"MASTER": (False, 4), "MOMENTS": (False, 8)}
+    waits = {"PARKED": (False, 2)} if site is Site.HOST else {}
+    assert on_host(2, DEVICE) == state | waits | {"COPY": (True, 2)}
+    assert on_host(2, HOST) == state | {"COPY": (True, 2), "PARKED": (False, 2), "ARRIVAL": (True, 2)}
+    assert on_host(1, HOST) == state | {"COPY": (False, 2)}, "the gradient needs the place"
+    assert on_host(2, DEVICE, resident_ticks=()) == state | ({"PARKED": (False, 2)} if site is Site.HOST else {})
+    assert on_host(2, DEVICE, dtype="float32", site=Site.STREAMED)["COPY"] == (False, 4), "it is the master"
+    assert on_host(1, DEVICE, site=Site.NONE, group=None) == {"COPY": (False, 2)}, "a frozen weight has no master"
 
 
 def test_micro_batches_arrive_one_by_one() -> None:

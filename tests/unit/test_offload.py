@@ -134,6 +134,8 @@ def test_refusals() -> None:
         plan_of(transformer(precision=Precision.FP16))
     with pytest.raises(Refusal, match=r"update_in_backward = true: the norm is known only after backward"):
         plan_of(transformer(max_grad_norm=1.0), update_in_backward=True)
+    with pytest.raises(Refusal, match=r"weight_copies = false: in fp32 the copy on the host is the master itself"):
+        plan_of(transformer(), weight_copies=False)
     with pytest.raises(AssertionError, match="do not list them"):
         plan_of(facts(block(0, 10)))
 

@@ -271,14 +271,16 @@ def fits(known: Facts, saved: int, device_bytes: int, host_bytes: int, **asked: 
 
 
 @settings(max_examples=60, deadline=None)
-@given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans())
-def test_a_refusal_is_true_and_its_advice_is_enough(known: Facts, device: int, host: int, knows_rates: bool) -> None:
+@given(random_facts(), st.integers(1, 300_000), st.integers(1, 600_000), st.booleans(), st.booleans())
+def test_a_refusal_is_true_and_its_advice_is_enough(
+    known: Facts, device: int, host: int, knows_rates: bool, copies: bool
+) -> None:
     """Nothing that the options leave open would have fitted, and what the message says to write does."""
     saved = sum(unit.saved_bytes for unit in known.units)
     machine = replace(known.machine, rates=ASSUMED if knows_rates else None)
     known = replace(known, machine=machine, run=replace(known.run, forward_flops=10**9))
     try:
-        made = choose(known, request(device, host), saved)
+        made = choose(known, request(device, host, keeps_copies=copies), saved)
     except Refusal as refused:
         text = str(refused)
     else:
@@ -286,18 +288,20 @@ def test_a_refusal_is_true_and_its_advice_is_enough(known: Facts, device: int, h
         assert addresses.num_bytes(DEVICE) + saved <= device and addresses.num_bytes(HOST) <= host
         return
     for site in ("device", "host", "streamed"):
-        assert not fits(known, saved, device, host, site=site)
+        assert not fits(known, saved, device, host, site=site, keeps_copies=copies)
     block = block_bytes(known)
     for part in (1, 2, 3, 4, 6, 8) if block else ():
-        assert not fits(known, saved, device, host, bucket_bytes=-(-block // part))
+        assert not fits(known, saved, device, host, bucket_bytes=-(-block // part), keeps_copies=copies)
     enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
     if "host_memory = " in text.split(": ")[0]:
-        assert fits(known, saved, device, enough)
+        assert fits(known, saved, device, enough, keeps_copies=copies)
         if "or strategies.offload.gpu_memory: " in text:
-            assert fits(known, saved, parse_bytes(text.split("gpu_memory: ")[1].split(",")[0]), host)
+            assert fits(
+                known, saved, parse_bytes(text.split("gpu_memory: ")[1].split(",")[0]), host, keeps_copies=copies
+            )
     else:
         also = parse_bytes(text.split("host_memory: ")[1].split(" too")[0]) if "too small as well" in text else host
-        assert fits(known, saved, enough, also)
+        assert fits(known, saved, enough, also, keeps_copies=copies)
 
 
 # Any model, any options
@@ -309,6 +313,7 @@ options = st.fixed_dictionaries(
         "gradients": st.sampled_from(["auto", "auto", "device", "host"]),
         "bucket_bytes": st.none() | st.integers(1024, 40_000),
         "prefetch": st.none() | st.integers(0, 3),
+        "keeps_copies": st.booleans(),
     }
 )
 
