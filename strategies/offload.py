@@ -17,10 +17,10 @@ engine beside this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
 from strategies.core.layout import Layout, leads
@@ -30,6 +30,9 @@ from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
 from strategies.planner.state_placement import OffloadRequest
+
+if TYPE_CHECKING:
+    from strategies.zero import Zero
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
@@ -60,6 +63,7 @@ class Offload(Strategy):
 
     phase = Phase.WHERE
     implies = ("buffers", "cross_entropy")
+    takes_over = ("zero",)
     to_fit = {}
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])
     examples = (
@@ -108,6 +112,13 @@ class Offload(Strategy):
         default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
     )
 
+    _stage: int = PrivateAttr(default=0)  # of strategies.zero, if that is on
+
+    def beside(self, others: Mapping[str, Strategy]) -> Strategy:
+        shared = self.model_copy()
+        shared._stage = cast("Zero", others["zero"]).stage
+        return shared
+
     def parity(self, run: RunFacts) -> Parity:
         """Bit for bit in fp32 if one kernel updates everything; bf16 rounds at other places than autocast."""
         if run.precision is not Precision.FP32:
@@ -144,6 +155,15 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
+        if self._stage == 2:
+            cure = "beside strategies.offload write 1 (optimizer state) or 3 (and whatever waits on the host)"
+            raise Refusal("strategies.zero.stage", 2, cure)
+        if self._ways(facts) > 1 and self.update_in_backward is True:
+            cure = "ranks that share the state agree on a step first; write auto"
+            raise Refusal("strategies.offload.update_in_backward", True, cure)
+        if self._stage == 1 and self.weights == "streamed":
+            cure = "strategies.zero.stage 1 keeps all weights on each device; write auto, or stage 3"
+            raise Refusal("strategies.offload.weights", "streamed", cure)
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
@@ -160,6 +180,10 @@ class Offload(Strategy):
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
             raise Refusal("strategies.offload.gradients", "host", cure)
 
+    def _ways(self, facts: Facts) -> int:
+        """How many ranks hold a span of each bucket."""
+        return facts.run.world_size if self._stage else 1
+
     def _sums_over_ranks(self, facts: Facts) -> bool:
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
         return facts.run.world_size > 1 and facts.run.accumulation > 1
@@ -173,9 +197,12 @@ class Offload(Strategy):
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
             prefetch=None if self.prefetch == "auto" else self.prefetch,
-            in_backward=facts.run.max_grad_norm == 0 if self.update_in_backward == "auto" else self.update_in_backward,
+            in_backward=self._ways(facts) == 1 and facts.run.max_grad_norm == 0
+            if self.update_in_backward == "auto"
+            else self.update_in_backward,
             site=self.site,
-            weights=self.weights,
+            weights="resident" if self._stage == 1 else self.weights,
+            ways=self._ways(facts),
             gradients="device" if self._sums_over_ranks(facts) else self.gradients,
             keeps_copies=self.weight_copies,
         )

@@ -43,7 +43,10 @@ ORDER = tuple(Phase)
 
 
 def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """``strategies``, and those that they imply with default options, in the order of deciding: by phase and name."""
+    """``strategies``, and those that they imply with default options, in the order of deciding: by phase and name.
+
+    Those that another one takes over decide nothing themselves.
+    """
     whole = dict(strategies)
     waiting = list(whole.values())
     while waiting:
@@ -51,6 +54,9 @@ def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
             if name not in whole:
                 whole[name] = find(name)()
                 waiting.append(whole[name])
+    for name, strategy in tuple(whole.items()):
+        if others := {other: whole.pop(other) for other in strategy.takes_over if other in whole}:
+            whole[name] = strategy.beside(others)
     return dict(sorted(whole.items(), key=lambda item: (ORDER.index(item[1].phase), item[0])))
 
 

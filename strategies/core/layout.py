@@ -18,7 +18,13 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     STEPS     4 per parameter: torch counts updates per parameter
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
+    RECEIVED  on the device, one for all: the gradients of a bucket's span from all ranks, before they are added
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
+
+Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
+rank while they are there; everything else holds the rank's own span only, so the host's bytes and those of the state
+fall to a part. A parameter is whole in one span where that costs little room; otherwise it is cut at aligned elements,
+and its owners are several ranks (``planner/buckets.py``).
 
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
 copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
@@ -86,6 +92,7 @@ class Item(Enum):
     STEPS = "update counts"
     VISIT = "visiting state"
     SCRATCH = "scratch"
+    RECEIVED = "received gradients"
     SAVED = "saved tensors"
 
 
@@ -106,6 +113,7 @@ class Bucket:
     dtype: str
     group: int | None  # of the optimizer; None: frozen
     site: Site
+    ways: int = 1  # ranks that hold a span each, see ``share``
     resident_ticks: tuple[Range, ...] = ()  # when its weight is on the device; empty: always
     grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
 
@@ -113,6 +121,19 @@ class Bucket:
     def resident(self) -> bool:
         """Whether its weight is always on the device."""
         return not self.resident_ticks
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's span: rank r holds those from ``r * share`` on."""
+        return self.num_elements // self.ways
+
+    @property
+    def cut(self) -> bool:
+        """Whether a parameter is in the spans of several ranks."""
+        return any(
+            start // self.share != (start + max(size, 1) - 1) // self.share
+            for start, size in zip(self.offsets, self.sizes, strict=True)
+        )
 
     @property
     def mixed(self) -> bool:
@@ -217,40 +238,50 @@ class Need:
 def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     """All the memory of one bucket. Planner, arena and tables take its sizes from here only."""
     name, weight = bucket.name, bucket.weight_bytes
+    own = weight // bucket.ways
     yield Need(name, Item.WEIGHT, Home.DEVICE, weight, passes=not bucket.resident)
     if not bucket.resident:
-        yield Need(name, Item.COPY, Home.HOST, weight, passes=rounded_to_fetch(bucket, layout))
+        yield Need(name, Item.COPY, Home.HOST, own, passes=rounded_to_fetch(bucket, layout))
     if bucket.site is Site.NONE:
         return
     grads_leave = bucket.grad_home is Home.HOST
     yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=grads_leave)
     if (grads_leave or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
-        yield Need(name, Item.PARKED, Home.HOST, weight)
+        yield Need(name, Item.PARKED, Home.HOST, own)
     if grads_leave and layout.accumulation > 1:
-        yield Need(name, Item.ARRIVAL, Home.HOST, weight, passes=True)
+        yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)
     state_home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     if bucket.mixed or (bucket.site is Site.HOST and bucket.resident):
-        yield Need(name, Item.MASTER, state_home, 4 * bucket.num_elements)
+        yield Need(name, Item.MASTER, state_home, 4 * bucket.share)
     if layout.moments:
-        yield Need(name, Item.MOMENTS, state_home, 4 * layout.moments * bucket.num_elements)
+        yield Need(name, Item.MOMENTS, state_home, 4 * layout.moments * bucket.share)
     count_home = Home.HOST if bucket.site is Site.HOST else Home.DEVICE
     yield Need(name, Item.STEPS, count_home, aligned(4 * len(bucket.params)))
     numbers = layout.moments + bucket.mixed
     if bucket.site is Site.STREAMED and numbers:
-        yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.num_elements, passes=True)
+        yield Need(name, Item.VISIT, Home.DEVICE, 4 * numbers * bucket.share, passes=True)
 
 
 def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
     """The memory that belongs to no single bucket; ``hosted_bytes``: of saved tensors that wait on the host."""
     if scratch := scratch_bytes(layout):
         yield Need("", Item.SCRATCH, Home.DEVICE, scratch)
+    if received := received_bytes(layout):
+        yield Need("", Item.RECEIVED, Home.DEVICE, received)
     if hosted_bytes:
         yield Need("", Item.SAVED, Home.HOST, hosted_bytes)
 
 
+def received_bytes(layout: Layout) -> int:
+    """Size of the RECEIVED region; 0 if ranks share no bucket that is trained."""
+    return max(
+        (bucket.weight_bytes for bucket in layout.buckets if bucket.ways > 1 and bucket.group is not None), default=0
+    )
+
+
 def scratch_bytes(layout: Layout) -> int:
     """Size of the SCRATCH region; 0 if no mixed-precision bucket is updated on the device."""
-    return scratch_of([b.num_elements for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)])
+    return scratch_of([b.share for b in layout.buckets if b.mixed and b.site in (Site.DEVICE, Site.STREAMED)])
 
 
 def scratch_of(elements: Sequence[int]) -> int:

@@ -81,6 +81,8 @@ class Strategy(BaseModel, ABC):
     excludes: ClassVar[Mapping[str, str]] = {}
     # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
     to_fit: ClassVar[Mapping[str, Any] | None] = None
+    # Strategies whose questions this one answers itself, where both are on; see ``beside``.
+    takes_over: ClassVar[tuple[str, ...]] = ()
     # Whether it saves memory on several ranks only.
     needs_ranks: ClassVar[bool] = False
 
@@ -96,6 +98,10 @@ class Strategy(BaseModel, ABC):
             Refusal: the options cannot work with these facts; the message says what would.
             Idle: there is nothing to decide for these facts; the message says why.
         """
+
+    def beside(self, others: Mapping[str, Strategy]) -> Strategy:
+        """This strategy as it decides instead of ``others``, which it takes over."""
+        return self
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Change the model as the plan says, before an engine gets it. Does nothing by default.

@@ -13,8 +13,11 @@ parameters are to the model (``parameter_views.py``).
                 if the copy is a slot through which weights of several buckets pass (``rounded_to_fetch``)
     open        how many scopes that use it have been entered and not left
 
+Over ranks (``ways`` of the layout) the home and the gradient slot are whole, and all other memory is this rank's span:
+``own`` is the span of a whole view, ``pieces`` are the parameters' parts in it.
+
 Events of a bucket, each the last of its kind:
-    arrived   UP wrote the home, or read PARKED or COPY for it
+    arrived   UP wrote the home, or read PARKED or COPY for it; and NET brought the other ranks' spans of the home
     used      COMPUTE used the home, or wrote it in an update
     stored    DOWN read the home or a visit slot and wrote the host's copy
     sent      (of ``grads``) DOWN wrote PARKED or ARRIVAL from the gradient slot
@@ -22,7 +25,7 @@ Events of a bucket, each the last of its kind:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -81,9 +84,34 @@ class Job:
     scale: Scale
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of parameter ``index``, which begin at element ``at`` of this rank's span."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
+    """The parameters, or parts of them, in the span of ``rank``."""
+    low, high = rank * spec.share, (rank + 1) * spec.share
+    for index, (offset, size) in enumerate(zip(spec.offsets, spec.sizes, strict=True)):
+        start, stop = max(offset, low), min(offset + size, high)
+        if start < stop or (size == 0 and (spec.ways == 1 or low <= offset < high)):
+            yield Piece(index, start - offset, stop - offset, start - low)
+
+
 @dataclass(slots=True, eq=False)
 class BucketState:
-    """A bucket of the layout with its tensors: flat views of the whole bucket, None if the layout needs no such."""
+    """A bucket of the layout with its tensors: flat views, None if the layout needs no such. ``weight`` and ``grad``
+    are of the whole bucket, the others of this rank's span, which is the whole bucket unless ranks share it.
+    """
 
     spec: Bucket
     index: int
@@ -99,6 +127,8 @@ class BucketState:
     visit: Tensor | None
     views: ParameterViews
     grads: GradientState
+    pieces: tuple[Piece, ...]
+    rank: int = 0
     copy_passes: bool = False  # the copy is a slot that fetches round masters into, never the weight's resting place
     leads: tuple[int, int] = (1, 1)  # ticks ahead of its use that its weight may come, in forward and in backward
 
@@ -133,8 +163,23 @@ class BucketState:
         """Whether gradients wait on the host, so that the gradient slot is shared with other buckets."""
         return self.spec.grad_home is Home.HOST
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks hold a span each."""
+        return self.spec.ways > 1
+
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's span of a flat view of the whole bucket."""
+        share = self.spec.share
+        return flat[self.rank * share : (self.rank + 1) * share]
+
+    def pieces_in(self, indices: Container[int]) -> list[Piece]:
+        """This rank's pieces of these parameters."""
+        return [piece for piece in self.pieces if piece.index in indices]
+
     def part(self, flat: Tensor, index: int) -> Tensor:
-        """The elements of parameter ``index`` in a flat view of the bucket, flat."""
+        """The elements of parameter ``index`` in a flat view of the whole bucket, flat."""
+        assert flat.numel() == self.spec.num_elements, f"{self.name}: a span, and the whole is wanted"
         start = self.spec.offsets[index]
         return flat[start : start + self.spec.sizes[index]]
 
@@ -160,6 +205,11 @@ class BucketState:
         """
         return self.weight if self.copy is None else self.copy
 
+    def rounded(self, piece: Piece) -> Tensor:
+        """The rounded master of a piece."""
+        assert self.master is not None
+        return self.master[piece.at : piece.at + piece.size].to(self.weight.dtype)
+
     def weight_of(self, index: int) -> Tensor:
         """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
 
@@ -168,13 +218,21 @@ class BucketState:
         """
         if not self.given_up:
             return self.shaped(self.newest, index)
-        assert self.master is not None
-        return self.shaped(self.master, index).to(self.weight.dtype)
+        assert not self.is_shared, f"{self.name}: other ranks hold parts of it"
+        return self.rounded(self.pieces[index]).view(self.views.homes[index].shape)
 
     def round_master(self, target: Tensor, master: Tensor) -> None:
-        """Round the masters to compute weights, parameter by parameter, leaving out the padding."""
-        for index in range(len(self.params)):
-            self.part(target, index).copy_(self.part(master, index))
+        """Round the masters of this rank's span to compute weights, piece by piece, leaving out the padding."""
+        for piece in self.pieces:
+            target[piece.at : piece.at + piece.size].copy_(master[piece.at : piece.at + piece.size])
+
+    def measures(self, index: int) -> bool:
+        """Whether this rank's slot has the whole summed gradient of a parameter: its owner's, or all if any is cut."""
+        return not self.is_shared or self.spec.cut or self.speaker(index) == self.rank
+
+    def speaker(self, index: int) -> int:
+        """The rank that tells the others about a parameter: its owner, or the first of them."""
+        return min(self.spec.offsets[index] // self.spec.share, self.spec.ways - 1)
 
     def states(self) -> list[Tensor]:
         """What an update on the device needs besides the weight, in the order of the visit slot."""
@@ -185,10 +243,14 @@ class BucketState:
     @torch.no_grad()
     def take_in(self) -> None:
         """Copy the model's own weights to their places; afterwards the model's own memory is free."""
+        values = [param.detach().reshape(-1) for param in self.params]
+        if self.copy is None:
+            for index, value in enumerate(values):
+                self.part(self.weight, index).copy_(value)
+        for flat in (None if self.given_up else self.copy, self.master):
+            if flat is not None:
+                self.fill(flat, dict(enumerate(values)))
         for index, param in enumerate(self.params):
-            for flat in (None if self.given_up else self.newest, self.master):
-                if flat is not None:
-                    self.part(flat, index).copy_(param.detach().reshape(-1))
             put(param, self.views.absent(index))
         if self.spec.site is Site.DEVICE:
             for moment in self.moments:
@@ -199,6 +261,11 @@ class BucketState:
         if self.spec.resident:
             self.present = True
             self.views.show()
+
+    def fill(self, span: Tensor, values: Mapping[int, Tensor]) -> None:
+        """Copy flat whole parameters, given by their indices, into ``span``, as far as they are in this rank's."""
+        for piece in self.pieces_in(values):
+            span[piece.at : piece.at + piece.size].copy_(values[piece.index][piece.start : piece.stop])
 
     def claim(self) -> None:
         """The home is this bucket's from now on; UP may write it."""
@@ -302,6 +369,7 @@ def make_bucket(
     nan: Tensor,
     layout: Layout,
     fused: Collection[int] = (),
+    rank: int = 0,
 ) -> BucketState:
     """The state of bucket ``spec``, number ``index`` of ``layout``, with its views of ``arena``.
 
@@ -309,12 +377,14 @@ def make_bucket(
         params: the model's, in the order of ``spec.params``.
         nan: a single NaN of their dtype on the device.
         fused: ids of parameters of modules with a fused kernel; see ``ParameterViews``.
+        rank: whose span this is, where ranks share the bucket.
     """
     dtype = getattr(torch, spec.dtype)
-    count, num_moments = spec.num_elements, layout.moments
+    num_moments = layout.moments
 
     def flat(item: Item, of: torch.dtype, numbers: int = 1) -> Tensor | None:
         region = arena.of(spec.name, item, of)
+        count = spec.num_elements if item in (Item.WEIGHT, Item.GRAD) else spec.share
         return None if region is None else region[: numbers * count]
 
     weight = flat(Item.WEIGHT, dtype)
@@ -341,11 +411,13 @@ def make_bucket(
         parked=copy if parks_in_copy(spec, layout) else flat(Item.PARKED, dtype),
         arrival=flat(Item.ARRIVAL, dtype),
         master=flat(Item.MASTER, torch.float32),
-        moments=[] if moments is None else list(moments.view(num_moments, count)),
+        moments=[] if moments is None else list(moments.view(num_moments, spec.share)),
         steps=None if steps is None else steps[: len(params)],
         visit=flat(Item.VISIT, torch.float32, num_moments + spec.mixed),
         views=views,
         grads=GradientState(spec.params),
+        pieces=tuple(pieces_of(spec, rank)),
+        rank=rank,
         copy_passes=rounded_to_fetch(spec, layout),
         given_up=rounded_to_fetch(spec, layout),
         leads=leads(spec, layout),

@@ -30,10 +30,11 @@ from strategies.engine.outside_modes import unseen
 from strategies.engine.prefetch import Prefetch
 from strategies.engine.rank_sync import SharedBuffers
 from strategies.engine.residency import Residency
+from strategies.engine.shares import Shares
 from strategies.engine.skipped_steps import SkippedSteps
 from strategies.engine.tensors.guard import refuse_transforms
 from strategies.engine.tensors.parameters import Copied
-from strategies.engine.transfer.transfer import Transfer
+from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updates import Updates
 from strategies.engine.worker import Worker, spare_cores
 
@@ -72,12 +73,15 @@ class Engine(Copied):
         dtypes = {param.dtype for param in model.parameters()}
         self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
         self._buffers = None if group is None else SharedBuffers(model, device, group)
+        self.shares = None
+        if group is not None and any(bucket.ways > 1 for bucket in layout.buckets):
+            self.shares = Shares(group, transfer, self.arena.of("", Item.RECEIVED, torch.uint8))
         self.buckets = list(self._make_buckets(model))
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
         scopes = find_scopes(model, self.bucket_of)
-        self.residency = Residency(transfer, debug=debug)
+        self.residency = Residency(transfer, debug=debug, shares=self.shares)
         self.hooks = ModuleHooks(
             scopes,
             self._enter_forward,
@@ -92,8 +96,9 @@ class Engine(Copied):
         order = [self.bucket_of[id(param)] for param in model.parameters() if param.requires_grad]
         self.trained = {id(bucket.params[index]) for bucket, index in order}
         self.gradients = Gradients(
-            layout, order, transfer, self.worker, self.updates, self._completed, self._settle_after_backward, group
-        )
+            layout, order, transfer, self.worker, self.updates, self._completed, self._settle_after_backward, group,
+            self.shares,
+        )  # fmt: skip
         self.prefetch = Prefetch(scopes, self.residency, self.updates)
         self._used: dict[int, dict[str, Any]] = {}  # copies of the groups that this step's jobs have, by number
         self._ready: list[BucketState] = []  # complete buckets whose updates start in backward
@@ -109,9 +114,10 @@ class Engine(Copied):
     def _make_buckets(self, model: nn.Module) -> Iterator[BucketState]:
         params = dict(model.named_parameters())
         fused = {id(p) for module in model.modules() if isinstance(module, FUSED) for p in module.parameters()}
+        rank = 0 if self.shares is None else self.shares.rank
         for index, spec in enumerate(self.layout.buckets):
-            members = [params[name] for name in spec.params]
-            bucket = make_bucket(spec, index, members, self.arena, self._nans[members[0].dtype], self.layout, fused)
+            members, nan = [params[name] for name in spec.params], self._nans[params[spec.params[0]].dtype]
+            bucket = make_bucket(spec, index, members, self.arena, nan, self.layout, fused, rank)
             bucket.take_in()
             yield bucket
 
@@ -138,8 +144,11 @@ class Engine(Copied):
     @unseen
     def _enter_backward(self, scope: Scope) -> None:
         self._update_ready()
+        self.prefetch.come_back_to(scope)
+        if self.shares is not None:
+            self.gradients.exchange_all_but(self.prefetch.still_used())
         self.ensure(*scope.buckets)
-        self.prefetch.in_backward(scope)
+        self.prefetch.in_backward()
 
     @unseen
     def _bring_unannounced(self, bucket: BucketState) -> None:
@@ -159,6 +168,18 @@ class Engine(Copied):
             if not bucket.present:
                 self.residency.fetch(bucket)
             self.residency.use(bucket)
+
+    def whole_weight(self, bucket: BucketState, index: int, device: torch.device | str) -> Tensor:
+        """The newest weight of one parameter of a bucket that ranks share: its home if that is always its own, else a
+        copy on ``device``. A collective if the weight is away.
+        """
+        self.ensure(bucket)
+        home = bucket.shaped(bucket.weight, index)
+        if bucket.spec.resident:
+            return home
+        copy = home.to(device, copy=True)
+        bucket.was_used(used=self.transfer.record(Lane.COMPUTE))
+        return copy
 
     @unseen
     def settle(self, bucket: BucketState) -> None:

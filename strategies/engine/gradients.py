@@ -14,9 +14,10 @@ Exactness. Adding in the slot is what autograd does with a gradient that it find
 order of ``model.parameters()``, so that it does not depend on buckets. In bf16 the norm is that of the gradient as
 fp32.
 
-Over ranks, plain data parallelism: a complete bucket is divided by the number of ranks and summed over them, always in
-the order of the buckets, so that all ranks call the same collectives. Afterwards all ranks have the same norm and so
-skip the same steps.
+Over ranks a bucket is divided by their number and summed over them, always in the order of the buckets, so that all
+ranks call the same collectives: by plain data parallelism; or where ranks share the bucket, so that each has the sum of
+its span (``shares.py``), which alone goes on from the slot. Norms of owners are combined, so that all ranks have the
+same norm and skip the same steps.
 
 Refused: a gradient for a bucket that has been sent for this update (more backward passes than the plan's accumulation);
 sparse gradients.
@@ -24,7 +25,7 @@ sparse gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.bucket_state import BucketState
+from strategies.engine.shares import Shares
 from strategies.engine.tensors.parameters import on_gradient, take_grad
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.updates import Updates
@@ -63,7 +65,9 @@ class Gradients:
         complete: Callable[[BucketState], None],
         settle: Callable[[BucketState], None],
         group: ProcessGroup | None,
+        shares: Shares | None = None,
     ) -> None:
+        self._shares = shares
         self._layout, self._order = layout, order
         self._transfer, self._worker, self._updates = transfer, worker, updates
         self._complete, self._settle, self._group = complete, settle, group
@@ -76,6 +80,7 @@ class Gradients:
         self.passes = 0  # backward passes since the last update
         self._fresh = True  # the next gradient belongs to a new pass
         self._finished = False  # no more gradients may come before the next update
+        self._combined = False  # every rank has the norms of all
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trained parameter; the handles take the hooks off again."""
@@ -147,7 +152,12 @@ class Gradients:
         if former is bucket and bucket.grads.unsent:
             return
         if former is not None and former is not bucket and former.grads.unsent:
-            if self._group is not None:
+            if self._shares is not None and former.index not in self._done:
+                raise RuntimeError(
+                    f"{former.name} and {bucket.name} get gradients at the same time and have one slot, which a bucket "
+                    f"that ranks share keeps until backward has left it: set strategies.offload.gradients: device"
+                )
+            if self._group is not None and self._shares is None:
                 raise RuntimeError(
                     f"a parameter of {former.name} has no gradient, which the ranks must learn before the bucket "
                     f"leaves: set strategies.offload.gradients: device"
@@ -162,11 +172,25 @@ class Gradients:
                 self._send(bucket)
         elif self._group is None:
             self._finish(bucket)
-        else:  # all ranks reduce in one order, whatever the order in which their gradients land
+        elif self._shares is None:  # all ranks reduce in one order, whatever the order in which their gradients land
             while self._to_reduce and self._to_reduce[0].grads.complete:
                 first = self._to_reduce.pop(0)
                 self._reduce(first)
                 self._finish(first)
+
+    @torch.no_grad()
+    def exchange_all_but(self, still_used: Container[int]) -> None:
+        """Backward has come so far that only these buckets get further gradients: exchange the others, in order.
+
+        A rank may have no gradient for a parameter for which others have one. So what it exchanges, and when, follows
+        from where backward is, and not from what has landed.
+        """
+        if self._fresh:
+            self._start_pass()
+        while self.last_pass and self._to_reduce and self._to_reduce[0].index not in still_used:
+            first = self._to_reduce.pop(0)
+            self._reduce(first)
+            self._finish(first)
 
     @torch.no_grad()
     def learn(self) -> None:
@@ -207,6 +231,12 @@ class Gradients:
         for index in range(len(bucket.params)):
             if index not in bucket.grads.touched:
                 bucket.part(bucket.grad, index).zero_()
+        if self._shares is not None and bucket.is_shared:
+            self._shares.sum_to_owners(bucket)
+            if bucket.grads_on_host or bucket.spec.site is Site.HOST:  # it leaves; for others see ``_share_touched``
+                for index in self._shares.any_of(bucket, bucket.grads.touched):
+                    bucket.grads.touch(index)
+            return
         bucket.grad.div_(dist.get_world_size(self._group))
         dist.all_reduce(bucket.grad, group=self._group)
 
@@ -227,7 +257,8 @@ class Gradients:
             return
         assert bucket.grad is not None and bucket.parked is not None
         if bucket.grads_on_host and self._layout.accumulation == 1:  # the next bucket may take the slot at once
-            grads.measured(leaving, norms_of(bucket.gradients(leaving)))
+            whole = [index for index in leaving if bucket.measures(index)]
+            grads.measured(whole, norms_of(bucket.gradients(whole)))
         adds = not summed.isdisjoint(leaving)
         target = bucket.arrival if adds else bucket.parked
         assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
@@ -241,11 +272,12 @@ class Gradients:
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
         if bucket.parks_in_copy:
             bucket.give_up_copy()
+        source = bucket.own(bucket.grad)
         if len(leaving) == len(bucket.params):
-            transfer.copy(Lane.DOWN, target, bucket.grad)
+            transfer.copy(Lane.DOWN, target, source)
         else:
-            for index in leaving:
-                transfer.copy(Lane.DOWN, bucket.part(target, index), bucket.part(bucket.grad, index))
+            for piece in bucket.pieces_in(leaving):
+                transfer.copy(Lane.DOWN, *(flat[piece.at : piece.at + piece.size] for flat in (target, source)))
         grads.send(sent=transfer.record(Lane.DOWN))
         if adds:
             work = partial(self._add, bucket, target, leaving, summed, grads.sent)
@@ -260,9 +292,9 @@ class Gradients:
         self._transfer.host_wait(sent)
         self._transfer.reads(Lane.HOST, arrival)
         self._transfer.writes(Lane.HOST, bucket.parked)
-        for index in indices:
-            target, source = bucket.part(bucket.parked, index), bucket.part(arrival, index)
-            if index in summed:
+        for piece in bucket.pieces_in(indices):
+            target, source = (flat[piece.at : piece.at + piece.size] for flat in (bucket.parked, arrival))
+            if piece.index in summed:
                 target.add_(source)
             else:
                 target.copy_(source)
@@ -289,11 +321,12 @@ class Gradients:
         return list(bucket.grads.norms.values())
 
     def _measure(self, buckets: Sequence[BucketState]) -> None:
-        """The norms of gradients that wait on the device, in one call: one kernel for all of them."""
-        found = iter(norms_of([grad for bucket in buckets for grad in bucket.gradients(sorted(bucket.grads.touched))]))
-        for bucket in buckets:
-            touched = sorted(bucket.grads.touched)
-            bucket.grads.measured(touched, [next(found) for _ in touched])
+        """The norms of gradients that are whole in their slots, in one call: one kernel for all of them."""
+        known = [[index for index in sorted(bucket.grads.touched) if bucket.measures(index)] for bucket in buckets]
+        pairs = list(zip(buckets, known, strict=True))
+        found = iter(norms_of([grad for bucket, indices in pairs for grad in bucket.gradients(indices)]))
+        for bucket, indices in pairs:
+            bucket.grads.measured(indices, [next(found) for _ in indices])
 
     def norm(self, device: torch.device) -> Tensor:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
@@ -302,11 +335,26 @@ class Gradients:
         self._measure([bucket for bucket in self._buckets if not bucket.grads_on_host and not bucket.grads.norms])
         for bucket in self._buckets:
             self.norms_in(bucket, device)
+        if self._shares is not None:
+            self._combine(self._shares, device)
         in_order = [bucket.grads.norms[index] for bucket, index in self._order if index in bucket.grads.norms]
         if not in_order:
             return torch.zeros((), device=device)
         total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
         return total
+
+    def _combine(self, shares: Shares, device: torch.device) -> None:
+        """Every rank gets the norms that others have computed."""
+        wanted = [
+            (bucket, index) for bucket, index in self._order if index in bucket.grads.touched and bucket.is_shared
+        ]
+        if not wanted or self._combined:
+            return
+        self._combined = True
+        zero = torch.zeros((), device=device)
+        mine = [bucket.grads.norms[index] if bucket.rank == bucket.speaker(index) else zero for bucket, index in wanted]
+        for (bucket, index), norm in zip(wanted, shares.combined(torch.stack(mine)).unbind(), strict=True):
+            bucket.grads.measured([index], [norm])
 
     def norms(self) -> dict[str, Tensor]:
         """The norms that were computed, by parameter, in the order in which backward made the gradients."""
@@ -314,7 +362,16 @@ class Gradients:
         return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
 
     def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
-        """A copy of one gradient, summed over the micro-batches so far."""
+        """A copy of one gradient, summed over the micro-batches so far.
+
+        Raises:
+            RuntimeError: ranks share it.
+        """
+        if bucket.is_shared:
+            raise RuntimeError(
+                f"the gradient of {bucket.spec.params[index]} is shared over ranks: no rank has all of it. Clip with "
+                f"optimizer.clip_grad_norm_, or take zero out of strategies"
+            )
         if self.last_pass:
             self.finish()
         elif bucket.grads_on_host:
@@ -350,7 +407,7 @@ class Gradients:
             bucket.grads.reset()
         self._done.clear()
         self._landed_in.clear()
-        self.passes, self._fresh, self._finished = 0, True, False
+        self.passes, self._fresh, self._finished, self._combined = 0, True, False, False
         self.window += 1
 
 

@@ -262,6 +262,16 @@ class StowOptimizer(torch.optim.Optimizer):
         return self.engine.skipped_steps.skipped
 
     @property
+    def is_shared(self) -> bool:
+        """Whether each rank has a span of the state. State dicts, ``present``, ``drain``, ``close`` are collectives."""
+        return any(bucket.is_shared for bucket in self.engine.buckets)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether of some weights each rank holds a span."""
+        return any(bucket.is_shared and not bucket.spec.resident for bucket in self.engine.buckets)
+
+    @property
     def device_bytes(self) -> int:
         """Size of the arena on the device."""
         return self.engine.arena.num_bytes(Home.DEVICE)
@@ -332,8 +342,10 @@ class StowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a hyperparameter cannot be written as JSON.
+            RuntimeError: ranks share the state.
             OSError: writing failed; an earlier save in ``folder`` is intact.
         """
+        self._refuse_shared("save")
         self.drain()
         state_file.save(state_file.EngineState(self, self._model), Path(folder))
 
@@ -347,8 +359,13 @@ class StowOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: all reasons, if it is of another model or rule, or damaged. Nothing has changed then.
         """
+        self._refuse_shared("load")
         self.drain()
         state_file.load(state_file.EngineState(self, self._model), Path(folder), self.param_groups)
+
+    def _refuse_shared(self, what: str) -> None:
+        if self.is_shared:
+            raise RuntimeError(f"{what}: ranks share this state, and each has a part; use the run's checkpoints")
 
     def close(self) -> None:
         """Move the weights back to ordinary memory on the CPU and remove all hooks. Closing twice does nothing."""

@@ -6,6 +6,9 @@ and fetches its own buckets when it is entered (``engine.py``).
 Invariant. Nothing is started that would take memory from a bucket in use, from one that is needed sooner, or from an
 update under way; and an offloaded weight comes no earlier than the plan says, since until then its address belongs to
 other buckets. New weights of residents, which have their home, come as soon as they are computed.
+
+Where ranks share buckets, bringing one is a collective, and all ranks have to begin them in the same order. So nothing
+here depends on how far the worker is: a bucket is due when the plan says so, and its update is waited for.
 """
 
 from __future__ import annotations
@@ -40,13 +43,20 @@ class Prefetch:
         self._at = next((i for i in later if self._order[i] is scope), self._at)
         self._start(self._order[self._at + 1 :], self._here)
 
-    def in_backward(self, scope: Scope) -> None:
-        """Backward has come to ``scope``: start what the rest of it needs."""
+    def come_back_to(self, scope: Scope) -> None:
+        """Backward has come to ``scope``."""
         if self._entered:
             self._order, self._entered, self._at = self._entered, [], len(self._entered)
         earlier = range(min(self._at, len(self._order)) - 1, -1, -1)
         self._at = next((i for i in earlier if self._order[i] is scope), self._at)
+
+    def in_backward(self) -> None:
+        """Start what the rest of backward needs."""
         self._start(self._order[: max(self._at, 0)][::-1], self._here, backward=True)
+
+    def still_used(self) -> set[int]:
+        """The buckets, by index, of the scope that backward has come to and of those that it has not reached."""
+        return {bucket.index for scope in self._order[: self._at + 1] for bucket in scope.buckets}
 
     def in_step(self) -> None:
         """Start what the next forward needs."""
@@ -63,7 +73,8 @@ class Prefetch:
             ticks += here is not None and (here.is_block or scope.is_block)  # between blocks scopes share one tick
             here = scope
             for bucket in scope.buckets:
-                wanted = not bucket.settled if bucket.spec.resident else ticks <= bucket.leads[backward]
+                early = bucket.spec.resident and not bucket.is_shared
+                wanted = not bucket.settled if early else ticks <= bucket.leads[backward]
                 if wanted and not self._start_one(bucket, sooner):
                     return
                 sooner.add(bucket.index)
@@ -71,7 +82,7 @@ class Prefetch:
     def _start_one(self, bucket: BucketState, sooner: set[int]) -> bool:
         """Start the update or the copy of ``bucket``. False: it has to wait, and so does all that comes after it."""
         if bucket.pending is Pending.HOST:
-            if bucket.future is None or not bucket.future.done():
+            if bucket.future is None or not (bucket.is_shared or bucket.future.done()):
                 return False
             self._updates.settle(bucket)
         if not bucket.present or bucket.pending is Pending.DEVICE:

@@ -5,9 +5,9 @@ to evict a bucket is to make its parameters absent. Eviction is also lazy: a buc
 address. So the last blocks of forward are still present when backward begins with them, and are not fetched again.
 
 [Note: moving in] UP, which alone moves buckets in, waits for all earlier work on the home: its use by COMPUTE
-(``used``) and the write-back that reads it (``stored``), by this bucket and all that overlap it, not only the last one,
-since homes may overlap in part. Waits already made are free (``transfer.py``); copies up that were never used need no
-wait, for UP made them itself.
+(``used``), the write-back that reads it (``stored``) and what NET brought (``arrived``), by this bucket and all that
+overlap it, not only the last one, since homes may overlap in part. Waits already made are free (``transfer.py``), and
+copies up that were never used need no wait, for UP made them itself.
 
 [Note: weights under gradients] Where a gradient waits in the place of the host's copy (``parks_in_copy``), an absent
 weight can still be wanted before the update: by a forward between backward and step, or by a node of backward that runs
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from strategies.engine.bucket_state import BucketState, Pending
+from strategies.engine.shares import Shares
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 
@@ -38,10 +39,11 @@ class Residency:
 
     Args:
         debug: fill homes with NaN before a bucket moves in, and check at every use which bucket the home holds.
+        shares: brings the spans of the other ranks, where ranks share buckets.
     """
 
-    def __init__(self, transfer: Transfer, *, debug: bool) -> None:
-        self.transfer, self.debug = transfer, debug
+    def __init__(self, transfer: Transfer, *, debug: bool, shares: Shares | None = None) -> None:
+        self.transfer, self.debug, self._shares = transfer, debug, shares
         self._slots: dict[int, BucketState] = {}  # by address of a slot that masters are rounded into: the last bucket
 
     def claim(self, bucket: BucketState) -> None:
@@ -54,7 +56,7 @@ class Residency:
             if other.present:
                 self._evict(other, bucket)
         for former in (bucket, *bucket.overlapping):
-            self.transfer.wait(Lane.UP, former.used, former.stored)
+            self.transfer.wait(Lane.UP, former.used, former.stored, former.arrived)
         bucket.claim()
 
     def _evict(self, bucket: BucketState, wanted_by: BucketState) -> None:
@@ -122,9 +124,10 @@ class Residency:
         if self.debug:
             transfer.poison(Lane.UP, bucket.weight)
         transfer.wait(Lane.UP, transfer.record(Lane.HOST))  # the host rounds before it issues each copy
-        for index in range(len(bucket.params)):
-            transfer.copy(Lane.UP, bucket.part(bucket.weight, index), bucket.weight_of(index).view(-1))
-        bucket.arrive(arrived=transfer.record(Lane.UP))
+        own = bucket.own(bucket.weight)
+        for piece in bucket.pieces:
+            transfer.copy(Lane.UP, own[piece.at : piece.at + piece.size], bucket.rounded(piece))
+        self._arrive(bucket)
 
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
@@ -134,8 +137,17 @@ class Residency:
     def _bring(self, bucket: BucketState, source: Tensor) -> None:
         if self.debug:
             self.transfer.poison(Lane.UP, bucket.weight)
-        self.transfer.copy(Lane.UP, bucket.weight, source)
+        self.transfer.copy(Lane.UP, bucket.own(bucket.weight), source)
+        self._arrive(bucket)
+
+    def _arrive(self, bucket: BucketState) -> None:
         bucket.arrive(arrived=self.transfer.record(Lane.UP))
+        self.gather(bucket)
+
+    def gather(self, bucket: BucketState) -> None:
+        """The other ranks' spans of the home, where its own has the newest weights. A collective if ranks share it."""
+        if self._shares is not None and bucket.is_shared:
+            self._shares.gather(bucket)
 
     def use(self, bucket: BucketState) -> None:
         """COMPUTE is about to use the home: it waits for the weights, and the parameters show them."""

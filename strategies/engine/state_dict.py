@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ class StateAccess(Copied):
     def newest_of(self, param: nn.Parameter) -> Tensor:
         """The newest weight of ``param`` itself, which the host may read."""
         bucket, index = self.settle(param)
-        return bucket.weight_of(index)
+        return self._engine.whole_weight(bucket, index, "cpu") if bucket.is_shared else bucket.weight_of(index)
 
     def settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
         """The bucket of ``param`` and its index there, settled, so that the host may read its newest weight."""
@@ -147,10 +147,12 @@ class StateAccess(Copied):
     def set_weight(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """Copy a new weight to every place that has the weight, and to the master unless ``master`` is False."""
         bucket, index = self.settle(param)
-        copy = None if bucket.given_up else bucket.newest  # if it is, the gradient stays, and the master is the weight
-        for place in (copy, bucket.master if master else None, bucket.weight if bucket.present else None):
-            if place is not None and bucket.part(place, index).data_ptr() != value.data_ptr():
-                bucket.part(place, index).copy_(value.reshape(-1))
+        copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
+        for place in (copy, bucket.master if master else None):
+            if place is not None:
+                bucket.fill(place, {index: value.reshape(-1)})
+        if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():
+            bucket.part(bucket.weight, index).copy_(value.reshape(-1))
         loan = _lent_value(param)
         if loan is not None and loan.data_ptr() != value.data_ptr():
             loan.copy_(value)
@@ -172,23 +174,43 @@ class StateAccess(Copied):
         for bucket in self._engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                bucket.views.lend(index, bucket.weight_of(index).to("cpu", copy=True), nn.Parameter)
+                bucket.views.lend(index, self.newest_of(param).to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
 
     # --- optimizer state ---------------------------------------------------------------------------------------------
 
     def state_of(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Views by torch's names; ``master`` where the weight is in a lower precision."""
+        """Views by torch's names; ``master`` where the weight is in a lower precision.
+
+        Raises:
+            RuntimeError: ranks share it.
+        """
         bucket, index = self._engine.bucket_of[id(param)]
         assert bucket.steps is not None, "a frozen parameter has no state"
-        names = self._engine.rule.names
-        state = {"step": bucket.steps[index]}
-        state |= {name: bucket.shaped(moment, index) for name, moment in zip(names, bucket.moments, strict=True)}
+        if bucket.is_shared:
+            raise RuntimeError(
+                f"the optimizer's state of {bucket.spec.params[index]} is shared over ranks, and no rank has all of "
+                f"it: save it in a checkpoint of the run"
+            )
+        state, shape = next(tensors for _, tensors in self.pieces_of(param)), param.shape
+        return {"step": bucket.steps[index]} | {name: tensor.view(shape) for name, tensor in state.items()}
+
+    def count_of(self, param: nn.Parameter) -> Tensor:
+        """How many updates ``param`` has had, as a view; on a rank that has a piece of it."""
+        bucket, index = self._engine.bucket_of[id(param)]
+        assert bucket.steps is not None, "a frozen parameter has no state"
+        return bucket.steps[index]
+
+    def pieces_of(self, param: nn.Parameter) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """What this rank has of the moments and the master: the first element, and flat views by torch's names."""
+        bucket, index = self._engine.bucket_of[id(param)]
+        flats = dict(zip(self._engine.rule.names, bucket.moments, strict=True))
         if bucket.spec.mixed:
             assert bucket.master is not None
-            state["master"] = bucket.shaped(bucket.master, index)
-        return state
+            flats["master"] = bucket.master
+        for piece in bucket.pieces_in([index]):
+            yield piece.start, {name: flat[piece.at : piece.at + piece.size] for name, flat in flats.items()}
 
     @torch.no_grad()
     def set_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
@@ -202,9 +224,11 @@ class StateAccess(Copied):
     @torch.no_grad()
     def forget_state(self, param: nn.Parameter) -> None:
         """As if ``param`` had never been updated; its master stays."""
-        for name, place in self.state_of(param).items():
-            if name != "master":
-                place.zero_()
+        self.count_of(param).zero_()
+        for _, state in self.pieces_of(param):
+            for name, place in state.items():
+                if name != "master":
+                    place.zero_()
 
 
 class Keeper(Copied):
@@ -230,8 +254,13 @@ class Keeper(Copied):
             transfer.host_wait(bucket.stored)
             transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
             loan = _lent_value(bucket.params[self._index])
-            newest = bucket.weight_of(self._index) if loan is None else loan
+            newest = self._newest() if loan is None else loan
             return newest.to(self._engine.device, copy=True)
+
+    def _newest(self) -> Tensor:
+        if self._bucket.is_shared:
+            return self._engine.whole_weight(self._bucket, self._index, self._engine.device)
+        return self._bucket.weight_of(self._index)
 
     def value_to_lend(self) -> Tensor:
         """The memory of a parameter on loan: the home of a resident weight, so that its views see writes, or a copy."""

@@ -35,10 +35,16 @@ if TYPE_CHECKING:
 
 
 class EngineState:
-    """The ``Holder`` for a stowed model. Every rank has the same, so one of them writes."""
+    """The ``Holder`` for a stowed model. If every rank has the same, one of them writes; if they share it, each does.
+
+    Attributes:
+        divides_weights: ranks share the weights, too.
+    """
 
     def __init__(self, optimizer: StowOptimizer, model: nn.Module, *, writes: bool = True) -> None:
-        self._optimizer, self._model, self._writes = optimizer, model, writes
+        self._shared = optimizer.is_shared
+        self.divides_weights = optimizer.shares_weights
+        self._optimizer, self._model, self._writes = optimizer, model, writes or self._shared
         self._params = dict(model.named_parameters())
         self.rule = type(optimizer.engine.rule).__name__
 
@@ -69,9 +75,18 @@ class EngineState:
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
         """The newest weights of ``names``."""
+        if self._shared:
+            self._optimizer.drain()  # a collective: on all ranks now, whatever they write
         for name in names if self._writes else ():
-            newest = self._optimizer.access.newest_of(self._params[name])
-            yield Span(name, WEIGHT, tuple(newest.shape), 0, newest)
+            param = self._params[name]
+            bucket, index = self._optimizer.engine.bucket_of[id(param)]
+            if not self.divides_weights:
+                yield Span(name, WEIGHT, tuple(param.shape), 0, self._optimizer.access.newest_of(param))
+                continue
+            resting = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
+            for piece in bucket.pieces_in([index]):
+                tensor = bucket.rounded(piece) if bucket.given_up else resting[piece.at : piece.at + piece.size]
+                yield Span(name, WEIGHT, tuple(param.shape), piece.start, tensor)
 
     def _entries(self) -> Iterator[tuple[str, str, float | None, list[Span]]]:
         """Name, dtype, updates and spans of every trained parameter."""
@@ -79,11 +94,17 @@ class EngineState:
         names = {id(param): name for name, param in self._params.items()}
         for bucket in self._optimizer.engine.buckets:
             for param in bucket.params if bucket.spec.group is not None else ():
-                name, state = names[id(param)], self._optimizer.access.state_of(param)
-                step = state.pop("step").item() or None
-                kept = state if step else {kind: tensor for kind, tensor in state.items() if kind == MASTER}
-                spans = [Span(name, kind, tuple(param.shape), 0, tensor) for kind, tensor in kept.items()]
-                yield name, bucket.spec.dtype, step, spans
+                name, access = names[id(param)], self._optimizer.access
+                pieces = list(access.pieces_of(param))
+                step = access.count_of(param).item() or None
+                spans = [
+                    Span(name, kind, tuple(param.shape), start, tensor)
+                    for start, state in pieces
+                    for kind, tensor in state.items()
+                    if step or kind == MASTER
+                ]
+                if pieces:
+                    yield name, bucket.spec.dtype, step, spans
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -104,22 +125,28 @@ class EngineState:
         self._optimizer.drain()
         self._optimizer.zero_grad()
         for name in saved.trained():
-            param, known = self._params[name], saved.parameters[name]
-            self._optimizer.access.forget_state(param)
-            places = self._optimizer.access.state_of(param)
-            places["step"].fill_(known.numbers.get("step", 0))
-            for kind in known.tensors:
-                if kind not in (MASTER, WEIGHT):
-                    saved.store.read(name, kind, 0, places[kind])
+            param, known, access = self._params[name], saved.parameters[name], self._optimizer.access
+            access.forget_state(param)
+            access.count_of(param).fill_(known.numbers.get("step", 0))
+            for start, places in access.pieces_of(param):
+                for kind in known.tensors:
+                    if kind not in (MASTER, WEIGHT):
+                        saved.store.read(name, kind, start, places[kind])
 
     def fill_weights(self, weights: Weights) -> None:
         """Take over every weight that was saved, one by one, and its master."""
         self._optimizer.drain()
         for name, param in self._params.items():
             if weights.find(name) is not None:
-                bucket, _ = self._optimizer.engine.bucket_of[id(param)]
+                bucket, index = self._optimizer.engine.bucket_of[id(param)]
                 mixed = bucket.spec.group is not None and bucket.spec.mixed
-                if mixed:
+                if bucket.is_shared:  # each rank reads all of it, for its home may hold all of it
+                    value = torch.empty(param.shape, dtype=torch.float32 if mixed else param.dtype)
+                    weights.read(name, 0, value)
+                    self._optimizer.access.set_weight(param, value.to(param.dtype), master=False)
+                    if bucket.master is not None:
+                        bucket.fill(bucket.master, {index: value.view(-1)})
+                elif mixed:
                     master = self._optimizer.access.state_of(param)[MASTER]
                     weights.read(name, 0, master)
                     self._optimizer.access.set_state(param, {MASTER: master})

@@ -53,7 +53,7 @@ HOST_CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements ``start`` to ``stop`` of parameter ``index``; ``last`` ends the parameter."""
+    """Elements ``start`` to ``stop`` of this rank's span, of parameter ``index``; ``last``: of what it has of it."""
 
     index: int
     start: int
@@ -62,17 +62,16 @@ class Chunk:
 
 
 def chunks_of(bucket: BucketState, touched: Sequence[int], limit: int) -> Iterator[list[Chunk]]:
-    """The parameters ``touched`` cut into chunks and grouped into calls of at most ``limit`` elements."""
+    """This rank's pieces of ``touched``, cut into chunks and grouped into calls of at most ``limit`` elements."""
     call: list[Chunk] = []
     room = limit
-    for index in touched:
-        size = bucket.spec.sizes[index]
-        for start in range(0, size, limit):
-            stop = min(size, start + limit)
+    for piece in bucket.pieces_in(touched):
+        for start in range(0, piece.size, limit):
+            stop = min(piece.size, start + limit)
             if stop - start > room:
                 yield call
                 call, room = [], limit
-            call.append(Chunk(index, start, stop, stop == size))
+            call.append(Chunk(piece.index, piece.at + start, piece.at + stop, stop == piece.size))
             room -= stop - start
     if call:
         yield call
@@ -112,7 +111,7 @@ class Updates:
             self._residency.claim(bucket)
             if not bucket.spec.mixed:  # in fp32 the weight is the master; else it is written from the master
                 assert bucket.copy is not None
-                transfer.copy(Lane.UP, bucket.weight, bucket.copy)
+                transfer.copy(Lane.UP, bucket.own(bucket.weight), bucket.copy)
         if bucket.visit is not None:
             self._visit(bucket)
         if bucket.grads_on_host:
@@ -120,7 +119,7 @@ class Updates:
             self.enter_slot(bucket, Lane.UP)
             if bucket.grads.added is not None:
                 transfer.wait(Lane.UP, bucket.grads.added.result())
-            transfer.copy(Lane.UP, bucket.grad, bucket.parked)
+            transfer.copy(Lane.UP, bucket.own(bucket.grad), bucket.parked)
         bucket.begin_visit(arrived=transfer.record(Lane.UP))
 
     def _visit(self, bucket: BucketState) -> None:
@@ -171,15 +170,15 @@ class Updates:
         transfer.reads(Lane.COMPUTE, bucket.grad)
         transfer.writes(Lane.COMPUTE, bucket.weight, *state)
         assert bucket.grad is not None
+        weight, grad = bucket.own(bucket.weight), bucket.own(bucket.grad)
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
         if flagged or not self._known_bad(job.scale):
-            operands, scratch = (state, self._scratch) if mixed else ([bucket.weight, *state], None)
-            self._apply(
-                bucket, job, bucket.grad, operands, scratch, job.scale.factor, job.scale.bad if flagged else None
-            )
+            operands, scratch = (state, self._scratch) if mixed else ([weight, *state], None)
+            self._apply(bucket, job, grad, operands, scratch, job.scale.factor, job.scale.bad if flagged else None)
         if mixed:
-            bucket.round_master(bucket.weight, state[0])
+            bucket.round_master(weight, state[0])
         bucket.settled_on_device(used=transfer.record(Lane.COMPUTE))
+        self._residency.gather(bucket)
         if bucket.visit is None and bucket.copy is None:
             return
         transfer.wait(Lane.DOWN, bucket.used)
@@ -187,7 +186,7 @@ class Updates:
             for place, target in zip(state, bucket.states(), strict=True):
                 transfer.copy(Lane.DOWN, target, place)
         if bucket.copy is not None and not bucket.copy_passes:
-            transfer.copy(Lane.DOWN, bucket.copy, bucket.weight)
+            transfer.copy(Lane.DOWN, bucket.copy, weight)
         bucket.write_back(stored=transfer.record(Lane.DOWN))
 
     def _known_bad(self, scale: Scale) -> bool:
@@ -248,15 +247,15 @@ class Updates:
         """Apply the update rule to all parameters that have a gradient, call by call.
 
         Args:
-            grad, state: flat views of the bucket, all on the device or all on the host; ``state`` is the master, or in
-                fp32 the weight, and the moments.
+            grad, state: flat views of this rank's span, all on the device or all on the host; ``state`` is the master,
+                or in fp32 the weight, and the moments.
             scratch: takes gradients of a lower precision as fp32. A call updates at most as many elements as it has.
         """
         assert bucket.steps is not None
-        limit = bucket.spec.num_elements if scratch is None else scratch.numel()
+        limit = bucket.spec.share if scratch is None else scratch.numel()
 
         def cut(flat: Tensor, chunk: Chunk) -> Tensor:
-            return bucket.part(flat, chunk.index)[chunk.start : chunk.stop]
+            return flat[chunk.start : chunk.stop]
 
         for call in chunks_of(bucket, job.touched, limit):
             grads = [cut(grad, chunk) for chunk in call]
@@ -279,4 +278,4 @@ class Updates:
 def _visit_views(bucket: BucketState) -> list[Tensor]:
     """The visit slot, split into one view for each of ``states``."""
     assert bucket.visit is not None
-    return list(bucket.visit.view(-1, bucket.spec.num_elements))
+    return list(bucket.visit.view(-1, bucket.spec.share))

@@ -14,6 +14,9 @@ A bucket holds parameters of one dtype and one optimizer group, in order of firs
 of the modules that own them have buckets of their own, which never leave. A bucket takes whole blocks while they fit
 into the capacity; a block that does not fit is split. Embedding and head are not split and never share a bucket with a
 block: they are used once per step, at its ends. A tied parameter is in the bucket of its first use.
+
+Over ranks, a bucket is cut into spans of equal size. The norm of a parameter is a reduction over all of it, so
+parameters are whole in one span where that leaves little of a span empty: embedding and head are cut, blocks seldom.
 """
 
 from __future__ import annotations
@@ -26,14 +29,16 @@ from strategies.core.facts import Facts, Param, UnitKind
 from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligned
 
 PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
+UNEVEN = 0.1  # of a span may be empty so that no parameter has several owners
 Like: TypeAlias = tuple[str, int | None, bool]  # dtype, group, read elsewhere: equal for all parameters of a bucket
 
 
-def form(facts: Facts, capacity: int | None = None) -> tuple[Bucket, ...]:
+def form(facts: Facts, capacity: int | None = None, ways: int = 1) -> tuple[Bucket, ...]:
     """Buckets of all parameters in order of first use, all on the device.
 
     Args:
         capacity: bytes of a bucket, unless one parameter is larger; None: those of the largest block in that dtype.
+        ways: ranks that hold a span of each bucket.
     """
     assert facts.params, "buckets are made of single parameters; these facts do not list them"
     place = {unit.name: index for index, unit in enumerate(facts.units)}
@@ -46,7 +51,8 @@ def form(facts: Facts, capacity: int | None = None) -> tuple[Bucket, ...]:
     ]
     order = {param.name: index for index, param in enumerate(params)}
     pieces.sort(key=lambda piece: order[piece[0].name])
-    return tuple(_bucket(name, piece, place) for name, piece in zip(_names(pieces, list(place)), pieces, strict=True))
+    names = _names(pieces, list(place))
+    return tuple(_bucket(name, piece, place, ways) for name, piece in zip(names, pieces, strict=True))
 
 
 def capacity(facts: Facts) -> int | None:
@@ -152,22 +158,46 @@ def _span(units: Sequence[str]) -> str:
     return f"{units[0]}..{last[2] if first[0] == last[0] else units[-1]}"
 
 
-def _bucket(name: str, params: Sequence[Param], place: dict[str, int]) -> Bucket:
+def _bucket(name: str, params: Sequence[Param], place: dict[str, int], ways: int) -> Bucket:
     dtype, group, _ = _like(params[0])
     step = ALIGN_BYTES // ITEM_BYTES[dtype]
-    offsets, end = [], 0
-    for param in params:
-        offsets.append(end)
-        end += -(-param.num_elements // step) * step
+    offsets, end = _offsets([-(-param.num_elements // step) * step for param in params], ways, step)
     users = {unit for param in params for unit in (param.unit, *param.users)}
     return Bucket(
         name=name,
         units=tuple(sorted(users, key=place.__getitem__)),
         params=tuple(param.name for param in params),
         sizes=tuple(param.num_elements for param in params),
-        offsets=tuple(offsets),
+        offsets=offsets,
         num_elements=end,
         dtype=dtype,
         group=group,
         site=Site.NONE if group is None else Site.DEVICE,
+        ways=ways,
     )
+
+
+def _offsets(sizes: Sequence[int], ways: int, step: int) -> tuple[tuple[int, ...], int]:
+    """Where parameters of these aligned sizes begin in ``ways`` equal spans, and where the last span ends.
+
+    Whole parameters go to the emptiest span, the largest first. If that wastes more than ``UNEVEN``, they follow each
+    other and are cut where spans end.
+    """
+    spans: list[list[int]] = [[] for _ in range(ways)]
+    loads = [0] * ways
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        emptiest = loads.index(min(loads))
+        spans[emptiest].append(index)
+        loads[emptiest] += sizes[index]
+    even = -(-sum(sizes) // (ways * step)) * step
+    if ways == 1 or max(loads) > (1 + UNEVEN) * even:
+        spans, share = [list(range(len(sizes)))], even
+    else:
+        share = max(loads)
+    offsets = dict[int, int]()
+    for number, span in enumerate(spans):
+        end = number * share
+        for index in sorted(span):
+            offsets[index] = end
+            end += sizes[index]
+    return tuple(offsets[index] for index in range(len(sizes))), ways * share

@@ -22,6 +22,7 @@ from strategies.core.layout import (
     Site,
     aligned,
     parks_in_copy,
+    received_bytes,
     rounded_to_fetch,
     scratch_bytes,
 )
@@ -37,6 +38,7 @@ SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name 
     Item.STEPS: ("counts", "one update count per parameter"),
     Item.SCRATCH: ("scratch", "gradients in fp32, a stretch at a time"),
     Item.PARKED: ("waiting gradients", "gradients for the CPU's update"),
+    Item.RECEIVED: ("received gradients", "one bucket's, from all ranks, to be added"),
 }
 UPDATES: Mapping[Site, str] = {
     Site.NONE: "frozen",
@@ -48,34 +50,42 @@ UPDATES: Mapping[Site, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Where a bucket's tensor of one kind rests, in how many bytes per element, and why."""
+    """Where a bucket's tensor of one kind rests, in how many bytes per element, and why; of ``ways`` ranks each has a
+    span.
+    """
 
     home: Home
     element_bytes: int
     reason: str
+    ways: int = 1
+
+    def num_bytes(self, elements: int) -> int:
+        return -(-elements // self.ways) * self.element_bytes
 
 
 def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
     """One kind of tensor of a bucket; 0 bytes if there is none."""
-    size = ITEM_BYTES[bucket.dtype]
+    size, ways = ITEM_BYTES[bucket.dtype], bucket.ways
     if kind is Kind.PARAM:
         if bucket.resident:
             return Resting(Home.DEVICE, size, "always present")
         if rounded_to_fetch(bucket, layout):
-            return Resting(Home.HOST, 0, "rounded from its master for use")
+            return Resting(Home.HOST, 0, "rounded from its master for use", ways)
         parks = parks_in_copy(bucket, layout)
-        return Resting(Home.HOST, size, "fetched for use; the gradient takes its place" if parks else "fetched for use")
+        reason = "fetched for use; the gradient takes its place" if parks else "fetched for use"
+        return Resting(Home.HOST, size, reason, ways)
     if bucket.site is Site.NONE:
         return Resting(Home.DEVICE, 0, UPDATES[Site.NONE])
     if kind is Kind.GRAD:
         if bucket.grad_home is Home.HOST and parks_in_copy(bucket, layout):
-            return Resting(Home.HOST, 0, "in the place of its weight")
-        waits = "wait for the update where they are made" if bucket.grad_home is Home.DEVICE else "sent down when made"
-        return Resting(bucket.grad_home, size, waits)
+            return Resting(Home.HOST, 0, "in the place of its weight", ways)
+        if bucket.grad_home is Home.HOST:
+            return Resting(Home.HOST, size, "sent down when made", ways)
+        return Resting(Home.DEVICE, size, "wait for the update where they are made")
     home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     own_master = bucket.mixed or (bucket.site is Site.HOST and bucket.resident)
     numbers = layout.moments if kind is Kind.MOMENT else int(own_master)
-    return Resting(home, 4 * numbers, UPDATES[bucket.site])
+    return Resting(home, 4 * numbers, UPDATES[bucket.site], ways)
 
 
 def of_units(facts: Facts, layout: Layout) -> Iterator[Share | Rest]:
@@ -97,7 +107,8 @@ def _answers(unit: Unit, kind: Kind, parts: list[tuple[Resting, int]]) -> Iterat
     element_bytes = min((part.element_bytes for part, _ in parts), default=0)
     home, other = sorted(Home, key=lambda at: -elements[at])
     main = reasons.get(home, UPDATES[Site.NONE])
-    yield Share(unit=unit.name, reason=main, kind=kind, ways=1, element_bytes=element_bytes)
+    ways = max((part.ways for part, _ in parts), default=1)
+    yield Share(unit=unit.name, reason=main, kind=kind, ways=ways, element_bytes=element_bytes)
     strays = elements[other] if element_bytes else 0
     yield Rest(unit=unit.name, reason=reasons.get(other, main), kind=kind, home=home, strays=strays)
 
@@ -110,10 +121,11 @@ def reserves(plan: Plan, layout: Layout, addresses: Addresses) -> Iterator[Reser
         if saved:
             named.append(("alignment of saved tensors", "room between saved tensors", plan.hosted_bytes() - saved))
         tensors = ((resting(bucket, layout, kind), sum(bucket.sizes)) for bucket in layout.buckets for kind in Kind)
-        resting_bytes = sum(part.element_bytes * number for part, number in tensors if part.home is home)
-        left = addresses.num_bytes(home) - resting_bytes - saved - sum(size for *_, size in named)
+        states = plan.states(home)  # rounded up for each unit, which may be more than for each bucket
+        odd = max(0, sum(part.num_bytes(number) for part, number in tensors if part.home is home) - states)
+        left = addresses.num_bytes(home) - states - odd - saved - sum(size for *_, size in named)
         assert left >= 0, f"{home.value}: the tensors are larger than the arena by {-left} bytes"
-        named.append(("odd tensors", "tensors unlike the others of their unit", resting_bytes - plan.states(home)))
+        named.append(("odd tensors", "tensors unlike the others of their unit", odd))
         named.append(("alignment", "room between parameters", left))
         for name, reason, size in named:
             if size:
@@ -125,6 +137,7 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     totals = Counter[Item]()
     if home is Home.DEVICE:
         totals.update({Item.SCRATCH: scratch_bytes(layout), Item.WEIGHT: weight_packing(layout).arena})
+        totals[Item.RECEIVED] = received_bytes(layout)
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] += pool.num_bytes

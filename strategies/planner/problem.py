@@ -80,7 +80,8 @@ class Update:
 class Weight:
     """The weight of a bucket: its bytes while present, and the ticks that use it, ascending. No update: frozen.
 
-    ``overlapping`` are the weights, by index, that are at the same addresses at other times.
+    ``overlapping`` are the weights, by index, that are at the same addresses at other times. Of ``ways`` ranks each
+    copies its part over its link, and gets the others' over the network.
     """
 
     name: str
@@ -88,6 +89,12 @@ class Weight:
     uses: tuple[int, ...]
     update: Update | None = None
     overlapping: tuple[int, ...] = ()
+    ways: int = 1
+
+    @property
+    def link_bytes(self) -> int:
+        """What one rank copies up or down."""
+        return self.num_bytes // self.ways
 
 
 @dataclass(frozen=True, slots=True)

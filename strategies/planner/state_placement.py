@@ -22,7 +22,18 @@ from functools import cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Facts, Home, UnitKind
-from strategies.core.layout import Bucket, Item, Layout, Site, aligned, needs, scratch_of, ticks_of, uses
+from strategies.core.layout import (
+    Bucket,
+    Item,
+    Layout,
+    Site,
+    aligned,
+    needs,
+    received_bytes,
+    scratch_of,
+    ticks_of,
+    uses,
+)
 from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form
 from strategies.planner.offloadable import offloadable
@@ -37,7 +48,8 @@ PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... 
 class OffloadRequest:
     """The options of ``strategies.offload``. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
 
-    ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows.
+    ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
+    how many ranks hold a span of each bucket.
     """
 
     device_bytes: int
@@ -51,6 +63,7 @@ class OffloadRequest:
     weights: Literal["auto", "resident", "streamed"] = "auto"
     gradients: Literal["auto", "device", "host"] = "auto"
     keeps_copies: bool = True
+    ways: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ class StatePlacements:
     def __init__(self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None) -> None:
         self._request = request
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
-        self._buckets = form(facts, size)
+        self._buckets = form(facts, size, request.ways)
         movable = offloadable(facts, self._buckets, size)
         streams, auto = request.weights == "streamed", request.site == "auto"
         self.blocks = self._free(movable.blocks, even_if=streams)
@@ -126,6 +139,7 @@ class StatePlacements:
             keeps_copies=request.keeps_copies,
         )
         ticks = ticks_of(self._empty.units)
+        self._received = received_bytes(replace(self._empty, buckets=self._buckets))
         self.weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
         self.ticks = [uses(bucket, ticks) for bucket in self._buckets]
         self._costs = cache(self._cost)
@@ -200,7 +214,7 @@ class StatePlacements:
             slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
             device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
         weights = sum(self.weights[index] for index in self.offloadable(placement))
-        return Sizes(weights, device - weights + scratch_of([mixed]), host)
+        return Sizes(weights, device - weights + scratch_of([mixed]) + self._received, host)
 
     def _cost(self, index: int, place: Place) -> _Cost:
         site, grad_home = place
@@ -221,7 +235,7 @@ class StatePlacements:
             passing=tuple(
                 (need.item, aligned(need.num_bytes, need.home)) for need in needs(bucket, self._empty) if need.passes
             ),
-            scratch=bucket.num_elements if bucket.mixed and site in ON_DEVICE else 0,
+            scratch=bucket.share if bucket.mixed and site in ON_DEVICE else 0,
         )
 
     def _places(self, placement: StatePlacement) -> list[Place]:

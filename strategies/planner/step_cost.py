@@ -107,6 +107,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
                 uses(bucket, ticks_by_unit),
                 _update(bucket, layout, facts, rates, slots),
                 overlapping.get(index, ()),
+                bucket.ways,
             )
             for index, bucket in enumerate(layout.buckets)
         ),
@@ -187,7 +188,7 @@ def _update(
 ) -> Update | None:
     if bucket.site is Site.NONE:
         return None
-    elements = sum(bucket.sizes)
+    elements = -(-sum(bucket.sizes) // bucket.ways)
     if bucket.site is Site.HOST:
         seconds, touched = elements / rates.update_params_per_s(facts.run.precision), elements * HOST_UPDATE_BYTES
     else:
@@ -195,12 +196,12 @@ def _update(
         stretches = -(-elements // SCRATCH_ELEMENTS) if bucket.mixed else 1
         launches = LAUNCHES * max(stretches, len(bucket.params))
         seconds = max(touched / rates.device_bytes_per_s, launches * rates.launch_s)
-    state = 4 * (layout.moments + bucket.mixed) * bucket.num_elements if bucket.site is Site.STREAMED else 0
+    state = 4 * (layout.moments + bucket.mixed) * bucket.share if bucket.site is Site.STREAMED else 0
     return Update(
         site=bucket.site,
         seconds=seconds,
         touched_bytes=touched,
-        grad_bytes=bucket.weight_bytes,
+        grad_bytes=bucket.weight_bytes // bucket.ways,
         state_bytes=state,
         grad_home=bucket.grad_home,
         grad_slot=slots.get((bucket.name, Item.GRAD)),

@@ -211,10 +211,10 @@ class TaskBuilder:
         on_host, slot = self._weight.get(weight), None if info.update is None else info.update.copy_slot
         if slot is not None:
             waits = (ended, on_host, self._free(slot))
-            on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.num_bytes, waits)
+            on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.link_bytes, waits)
             on_host.priority = (*need, self._problem.rank[weight])
         after = (ended, self._reload, on_host, *leaving)
-        self._reload = self._copy(Resource.UP, f"weight {info.name}", info.num_bytes, after)
+        self._reload = self._copy(Resource.UP, f"weight {info.name}", info.link_bytes, after)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._occupy(slot, self._reload)
         self._gate.setdefault(weight, []).append(self._reload)
@@ -233,7 +233,7 @@ class TaskBuilder:
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         self._weight[weight] = task
         if weight not in self._away:
-            sent = self._copy(Resource.UP, f"new weight {info.name}", info.num_bytes, [task])
+            sent = self._copy(Resource.UP, f"new weight {info.name}", info.link_bytes, [task])
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
             self._gate.setdefault(weight, []).append(sent)
 
@@ -259,7 +259,7 @@ class TaskBuilder:
             if update.copy_slot is not None:
                 self._weight[weight] = state  # the next reload rounds the master that this brings down
         if weight in self._leaves and update.copy_slot is None:
-            down = self._copy(Resource.DOWN, f"weight {info.name}", info.num_bytes, [done])
+            down = self._copy(Resource.DOWN, f"weight {info.name}", info.link_bytes, [done])
             self._weight[weight] = self._leaving[weight] = down
 
 

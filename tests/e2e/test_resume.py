@@ -28,6 +28,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("server", 2, {"zero": {"stage": HIGHEST_STAGE}}),
     ("server", 1, {**STREAMED, **SENT}),
     ("server", 2, STREAMED),
+    ("server", 2, {**STREAMED, "zero": {"stage": 3}}),
+    ("server", 2, {"offload": {"site": "host"}, "zero": {"stage": 1}}),
 ]
 IDS = [
     "plain",
@@ -36,6 +38,8 @@ IDS = [
     "highest stage",
     "offload, recompute",
     "offload on two ranks",
+    "offload shared by two ranks, weights too",
+    "offload shared by two ranks",
 ]
 
 

@@ -18,7 +18,7 @@ from strategies.core.facts import Home, Param, UnitKind
 from strategies.core.layout import Bucket, Layout, Site
 from strategies.core.plan import Plan
 from strategies.core.validate import check
-from strategies.engine import AdamW, UpdateRule, stow
+from strategies.engine import AdamW, StowOptimizer, UpdateRule, stow
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Transfer
 from strategies.planner import weight_schedule
@@ -167,6 +167,8 @@ def stowed(
         if scheduler:
             scheduler.step()
     result.numbers(losses, norms)
+    if optimizer.is_shared:
+        return _shared(result, model, optimizer)
     weights = model.state_dict()
     for name, param in model.named_parameters():
         result.tensors[name] = weights[name].cpu().clone()
@@ -180,6 +182,33 @@ def stowed(
         assert torch.equal(param, result.tensors[name]), f"{name} is another one after close()"
     if isinstance(transfer, RaceDetector):
         assert transfer.races == []
+    return result
+
+
+def _shared(result: Result, model: nn.Module, optimizer: StowOptimizer) -> Result:
+    """What ranks leave that share the state, put together on each of them: weights, counts and state."""
+    engine, names = optimizer.engine, optimizer.engine.rule.names
+    assert engine.shares is not None and optimizer.skipped == 0
+    weights = model.state_dict()
+    result.tensors |= {name: weights[name].cpu().clone() for name, _ in model.named_parameters()}
+    optimizer.drain()
+    for bucket in engine.buckets:
+        if bucket.spec.group is None:
+            continue
+        spans = dict(zip(names, bucket.moments, strict=True)) | (
+            {} if bucket.master is None else {"master": bucket.master}
+        )
+        assert bucket.steps is not None
+        mine = [index in {piece.index for piece in bucket.pieces} for index in range(len(bucket.params))]
+        counts = torch.where(torch.tensor(mine), bucket.steps.cpu(), torch.zeros(len(mine)))
+        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+        for key, span in spans.items():
+            whole = engine.shares.whole(bucket, span).cpu()
+            for index, name in enumerate(bucket.spec.params):
+                if key != "master" or bucket.spec.mixed:
+                    result.tensors[f"{name} {key}"] = bucket.shaped(whole, index).clone()
+        result.tensors |= {f"{name} step": counts[index] for index, name in enumerate(bucket.spec.params)}
+    optimizer.close()
     return result
 
 
@@ -229,6 +258,7 @@ def plan_of(
     max_norm: float = 0.0,
     groups: int = 1,
     moments: int = 2,
+    ranks: int = 1,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -237,16 +267,19 @@ def plan_of(
         weights: "resident", "travelling" (all that only blocks use), or "some": of those every other one, and
             embedding and head.
         bucket: "half" a block, "one", or "several".
+        ranks: that share each bucket.
     """
     if not _machines:
         _machines.append(probe())
     params = groups_of(model, groups)
     share = {"half": 0.5, "one": 1, "several": 2}[bucket]
-    facts = plan_for(model, params, max_grad_norm=max_norm, machine=_machines[0]).facts
+    facts = plan_for(model, params, max_grad_norm=max_norm, machine=_machines[0], world_size=1).facts
     made = plan_for(
         model,
         params,
         accumulation=accumulation,
+        world_size=ranks,
+        zero={"stage": 3} if ranks > 1 else None,
         max_grad_norm=max_norm,
         moments=moments,
         machine=_machines[0],
@@ -262,11 +295,14 @@ def plan_of(
     buckets = made.layout.buckets
     if site == "mixed":
         buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE)
+        if ranks > 1:  # a slot is one bucket's until backward has left it
+            wide = [b for b in buckets if len(b.units) > 2]
+            buckets = tuple(replace(b, grad_home=Home.DEVICE) if b in wide else b for b in buckets)
     blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
     bare = replace(made.layout, buckets=tuple(replace(b, resident_ticks=()) for b in buckets))
-    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params)
+    return Made.of(weight_schedule.window(bare, moving, int(prefetch)), made.facts.params, ranks)
 
 
 def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:

@@ -51,6 +51,7 @@ def plan_for(
     debug: bool = False,
     recompute: Mapping[str, Any] | None = None,
     cross_entropy: Mapping[str, Any] | None = None,
+    zero: Mapping[str, Any] | None = None,
     **offload: Any,
 ) -> Plan:
     """Plan where each tensor of training ``model`` is stored and when it is moved.
@@ -68,6 +69,7 @@ def plan_for(
         debug: the engine checks every use of memory that buckets share.
         recompute: options of ``strategies.recompute``. Pass the model to ``recompute(model, plan)``, too.
         cross_entropy: options of ``strategies.cross_entropy``; ``stow`` does what it decides.
+        zero: options of ``strategies.zero``: the ranks share the training state instead of each holding all of it.
         offload: further options of ``strategies.offload``.
 
     Raises:
@@ -100,6 +102,8 @@ def plan_for(
         strategies["recompute"] = recompute
     if cross_entropy is not None:
         strategies["cross_entropy"] = cross_entropy
+    if zero is not None:
+        strategies["zero"] = zero
     return compose({name: find(name).model_validate(given) for name, given in strategies.items()}, facts)
 
 

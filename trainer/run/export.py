@@ -84,15 +84,15 @@ def export(
     probe, logits = probe_logits(trainer, model)
     expected = shapes(model)
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in (gathered or {}).items()}  # of torch.compile
+    state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
+    if trainer.stowed is not None and has_adapters and merge:
+        trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
     if not trainer.is_world_process_zero():
         return None
-    gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in gathered.items()}  # torch.compile's prefix
-    state = tied_again(model, gathered)
-    if hasattr(model, "peft_config"):
+    if has_adapters:
         expected = {}  # reloaded adapters have other names than trained ones; only their values are compared
         if merge:
-            if trainer.stowed is not None:
-                trainer.stowed.close()  # merging changes weights in place, so they have to be in ordinary memory
             for name, parameter in model.named_parameters():
                 if hasattr(parameter, "ds_id"):  # stage 3: this rank has only a share of it
                     parameter.data = state[name]

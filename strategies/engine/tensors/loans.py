@@ -83,8 +83,7 @@ class Loans:
     def keep(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make the values of ``params``, by default of all on loan, their weights."""
         for param in tuple(self.out) if params is None else params:
-            bucket, index = self._access.settle(param)
-            known = bucket.part(bucket.newest if bucket.master is None else bucket.master, index).to(param.dtype)
+            known = self._access.newest_of(param)
             if not same_bits(param.data.cpu(), known.cpu()):
                 self._access.set_weight(param, param.data)
 

@@ -1,6 +1,7 @@
 """Copies between the homes, and the only streams and events of the project.
 
-Four lanes: the device computes (COMPUTE), copies up (UP), copies down (DOWN); the worker on the host computes (HOST).
+Five lanes: the device computes (COMPUTE), copies up (UP), copies down (DOWN), exchanges with other ranks (NET); the
+worker on the host computes (HOST).
 Invariant. Within a lane work runs in the order in which it was issued. Between lanes only events give an order:
 ``record`` marks a point of a lane, ``wait`` makes another lane wait for it. Example: ``wait(COMPUTE, record(UP))`` lets
 no kernel issued afterwards start before the copies up issued so far are done. The calling thread never waits, except
@@ -40,6 +41,7 @@ class Lane(Enum):
     COMPUTE = "compute"
     UP = "up"
     DOWN = "down"
+    NET = "net"
     HOST = "host"
 
 
@@ -72,6 +74,11 @@ class Transfer:
         else:
             self.bytes_down += target.nbytes
         self._copy(lane, target, source)
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """What is issued inside runs on ``lane``."""
+        yield
 
     def record(self, lane: Lane) -> Event:
         """A point after everything issued on ``lane`` so far."""
@@ -128,13 +135,13 @@ class AcceleratorTransfer(Transfer):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._streams = {Lane.UP: torch.Stream(device=device), Lane.DOWN: torch.Stream(device=device)}
+        self._streams = {lane: torch.Stream(device=device) for lane in (Lane.UP, Lane.DOWN, Lane.NET)}
         self._device = device
         self._compute: torch.Stream | None = None
 
     @contextmanager
-    def _on(self, lane: Lane) -> Iterator[None]:
-        """What is issued inside runs on ``lane``. (``with stream:`` would share the former stream between threads.)"""
+    def on(self, lane: Lane) -> Iterator[None]:
+        # ``with stream:`` would share the former stream between threads.
         former = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream(lane))
         try:
@@ -154,11 +161,11 @@ class AcceleratorTransfer(Transfer):
         return current
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with self._on(lane):
+        with self.on(lane):
             target.copy_(source, non_blocking=True)
 
     def poison(self, lane: Lane, region: Tensor) -> None:
-        with self._on(lane):
+        with self.on(lane):
             region.fill_(math.nan)
 
     def _record(self, lane: Lane) -> torch.Event | None:

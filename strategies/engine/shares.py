@@ -1,0 +1,103 @@
+"""What ranks exchange where each of them holds one span of every bucket (``ways`` in ``strategies/core/layout.py``).
+
+    gather          the other ranks' spans of a weight into its home, in place: after a fetch and after an update
+    sum_to_owners   a whole gradient of each rank becomes, in each rank's span of the slot, the sum of all ranks' spans
+
+Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
+order of ranks, as that process does one micro-batch after the other, and an element-wise update of a span has the bits
+of the update of the whole. Both divide by N first, which is exact for powers of two. The norm of a parameter is a
+reduction in an order of its own, so it needs all elements in one place: most parameters have one owner, who computes
+it; of those that are cut, the summed spans are gathered into the slot.
+
+Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
+the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
+the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE: weights
+are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET writes
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.engine.bucket_state import BucketState
+from strategies.engine.transfer.transfer import Lane, Transfer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Shares:
+    """The exchanges of one process group.
+
+    Args:
+        received: bytes on the device, as many as the gradient of the largest shared bucket has.
+    """
+
+    def __init__(self, group: ProcessGroup, transfer: Transfer, received: Tensor | None) -> None:
+        self._group, self._transfer, self._received = group, transfer, received
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def gather(self, bucket: BucketState) -> None:
+        """Bring the other spans of the home; its own span has been given its newest weights. A collective."""
+        transfer = self._transfer
+        transfer.wait(Lane.NET, bucket.arrived, bucket.used)
+        self._all_gather(bucket, bucket.weight)
+        bucket.arrive(arrived=transfer.record(Lane.NET))
+
+    def sum_to_owners(self, bucket: BucketState) -> None:
+        """The mean of all ranks' gradients in this rank's span; of a bucket that cuts parameters everywhere. A
+        collective.
+        """
+        assert bucket.grad is not None and self._received is not None
+        transfer, share = self._transfer, bucket.spec.share
+        bucket.grad.div_(self.ranks)
+        received = self._received.view(bucket.grad.dtype)[: bucket.spec.num_elements]
+        transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
+        transfer.reads(Lane.NET, bucket.grad)
+        transfer.writes(Lane.NET, received)
+        with transfer.on(Lane.NET):
+            dist.all_to_all_single(received, bucket.grad, group=self._group)
+        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
+        transfer.reads(Lane.COMPUTE, received)
+        transfer.writes(Lane.COMPUTE, bucket.grad)
+        own = bucket.own(bucket.grad)
+        own.copy_(received[:share])
+        for rank in range(1, self.ranks):
+            own.add_(received[rank * share :][:share])
+        if bucket.spec.cut:
+            transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
+            self._all_gather(bucket, bucket.grad)
+            transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
+
+    def any_of(self, bucket: BucketState, indices: Container[int]) -> list[int]:
+        """The parameters of which some rank has given the index in ``indices``, and this rank has not. A collective."""
+        mine = [index in indices for index in range(len(bucket.params))]
+        flags = torch.tensor(mine, dtype=torch.float32, device=bucket.weight.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return [index for index, flag in enumerate(flags.tolist()) if flag and not mine[index]]
+
+    def combined(self, numbers: Tensor) -> Tensor:
+        """``numbers`` of which each is zero on all ranks but one: adding zeros is exact. A collective."""
+        dist.all_reduce(numbers, group=self._group)
+        return numbers
+
+    def whole(self, bucket: BucketState, span: Tensor) -> Tensor:
+        """A copy of the whole of which each rank gives its ``span``, on the span's device. A collective."""
+        device = bucket.weight.device
+        gathered = torch.empty(bucket.spec.num_elements, dtype=span.dtype, device=device)
+        dist.all_gather_into_tensor(gathered, span.to(device), group=self._group)
+        return gathered.to(span.device)
+
+    def _all_gather(self, bucket: BucketState, flat: Tensor) -> None:
+        transfer, own = self._transfer, bucket.own(flat)
+        first = self.rank * bucket.spec.share
+        transfer.reads(Lane.NET, own)
+        transfer.writes(Lane.NET, flat[:first], flat[first + bucket.spec.share :])
+        with transfer.on(Lane.NET):
+            dist.all_gather_into_tensor(flat, own, group=self._group)

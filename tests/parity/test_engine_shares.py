@@ -1,0 +1,130 @@
+"""Ranks that share the engine's buckets have the bits of one process that accumulates their micro-batches.
+
+A world of ranks lives for all rows of a table. Each rank trains its own micro-batch of every window by the engine, and
+all of them plainly; compared are weights, norms, moments, masters and counts, put together from all ranks.
+"""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from strategies.engine.shares import Shares
+from strategies.engine.transfer.race_detector import RaceDetector
+from strategies.engine.transfer.transfer import Delayed
+from strategies.engine.updates import Updates
+from tests.helpers.doubles import Vacant
+from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
+from tests.helpers.grid import ENGINE, NORMS, title
+from tests.helpers.models import build, tokens
+from tests.helpers.pairwise import Row, Table
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+
+pytestmark = pytest.mark.ranks
+TRANSFERS = {"delayed": Delayed, "watched": RaceDetector, "vacant": Vacant}
+FORBIDDEN = [
+    (("site", "device"), ("park", "host")),
+    (("weights", "resident"), ("prefetch", 0)),
+    (("dtype", "bfloat16"), ("model", "mixtral")),
+]
+FACTORS: Mapping[str, Sequence[object]] = {
+    "model": ("llama", "experts", "gpt2", "mixtral"),
+    **{name: levels for name, levels in ENGINE.items() if name != "accumulation"},
+    "clip": ("off", "tight", "loose"),
+    "tied": (False, True),
+    "groups": (1, 2),
+    "frozen": (False, True),
+    "recompute": ("none", "later"),
+    "prefetch": (2, 0),
+    "dtype": ("float32", "bfloat16"),
+    "transfer": tuple(TRANSFERS),
+}
+ROWS = {2: list(Table(FACTORS, FORBIDDEN, strength=3).rows()), 4: list(Table(FACTORS, FORBIDDEN).rows())}
+
+
+def made(case: dict[str, Any]) -> nn.Module:
+    model = build(case["model"], tied=case["tied"], dtype=getattr(torch, case["dtype"]))
+    checkpointing(model, case["recompute"])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # each rank would draw numbers of its own
+            module.p = 0.0
+    if case["frozen"]:
+        vectors = [param for param in model.parameters() if param.ndim < 2]
+        for param in vectors[::2]:
+            param.requires_grad_(False)
+    return model
+
+
+def both(ranks: Ranks, row: Row) -> tuple[Result, Result]:
+    case: dict[str, Any] = dict(row)
+    count, norm, groups = ranks.world_size, NORMS[case["clip"]], case["groups"]
+    batches = tokens(case["model"], STEPS * count)
+    wanted = plain(made(case), batches, accumulation=count, max_norm=norm, groups=groups)
+    model = made(case)
+    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
+    plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
+    mine = batches[ranks.rank :: count]
+    return wanted, stowed(model, plan, mine, max_norm=norm, groups=groups, transfer=TRANSFERS[case["transfer"]]())
+
+
+def train(ranks: Ranks, rows: Sequence[Row]) -> list[str]:
+    """What differs, a line for each row."""
+    torch.set_num_threads(1)
+    found = []
+    for row in rows:
+        wanted, shared = both(ranks, row)
+        wanted.losses = shared.losses = []  # each rank knows its own
+        wrong = differences(wanted, shared)
+        everywhere: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(everywhere, wrong)
+        found += [f"{title(row)} on rank {rank}: {names}" for rank, names in enumerate(everywhere) if names]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", ROWS)
+def test_the_bits_of_one_process(num_ranks: int) -> None:
+    assert run_world(num_ranks, train, ROWS[num_ranks]) == []
+
+
+def test_there_are_many_combinations() -> None:
+    assert sum(map(len, ROWS.values())) >= 95
+
+
+def orders(ranks: Ranks) -> list[list[str]]:
+    """The exchanges of every rank, where workers take their time, each rank its own."""
+    seen: list[str] = []
+    chance = random.Random(ranks.rank)
+    for name in ("gather", "sum_to_owners"):
+        former = getattr(Shares, name)
+
+        def noted(self: Shares, bucket: Any, former: Any = former, name: str = name) -> None:
+            seen.append(f"{name} {bucket.name}")
+            former(self, bucket)
+
+        setattr(Shares, name, noted)
+    on_host: Any = Updates._on_host
+
+    def late(self: Updates, *args: Any) -> Any:
+        time.sleep(chance.random() * 0.02)
+        return on_host(self, *args)
+
+    Updates._on_host = late  # type: ignore[method-assign]
+    row = {"model": "llama", "site": "host", "weights": "travelling", "bucket": "half", "park": "host", "prefetch": 2}
+    row |= {"clip": "tight", "tied": False, "groups": 1, "frozen": False, "recompute": "none", "dtype": "float32"}
+    for weights in ("travelling", "resident"):
+        wanted, shared = both(ranks, row | {"transfer": "delayed", "weights": weights})
+        assert wanted.norms == shared.norms
+    everywhere: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, seen)
+    return everywhere
+
+
+def test_no_exchange_depends_on_timing() -> None:
+    first, second = run_world(2, orders)
+    assert first == second and len(first) > 50
