@@ -46,7 +46,7 @@ def _formed(params: tuple[Param, ...], kinds: Kinds, capacity: int | None) -> tu
     """``form``: a search asks for the same buckets again and again."""
     place = {name: index for index, (name, _) in enumerate(kinds)}
     in_order = sorted(params, key=lambda param: place[param.unit])
-    pieces = []
+    pieces = list[list[Param]]()
     for like in dict.fromkeys(map(_like, in_order)):
         size = capacity or _block_bytes(params, kinds, like[0])
         pieces += _pieces([param for param in in_order if _like(param) == like], kinds, size)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from strategies.core.facts import Home
 from strategies.core.layout import Layout
@@ -40,7 +40,8 @@ SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
 
 
-class Movable(NamedTuple):
+@dataclass(slots=True)  # not frozen: a search makes a million
+class Movable:
     """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
 
     index: int
@@ -94,8 +95,9 @@ def most_freed(weights: Sequence[Movable], copy_bytes: int) -> list[Movable]:
 def freed(weights: Collection[Movable]) -> int:
     """Bytes of the device that are free at every tick if these weights are there only while they are used."""
     live = defaultdict[int, int](int)
-    for _, num_bytes, _, ticks in weights:
-        for tick in ticks:
+    for weight in weights:
+        num_bytes = weight.num_bytes
+        for tick in weight.ticks:
             live[tick] += num_bytes
     return sum(weight.num_bytes for weight in weights) - max(live.values(), default=0)
 
