@@ -201,7 +201,7 @@ class TaskBuilder:
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the tick ``need`` waits for."""
         info = self._problem.weights[weight]
-        leaving = (self._leaving.get(other) for other in info.overlapping)
+        leaving = [self._leaving.get(other) for other in info.overlapping] if self._leaving else []
         after = (ended, self._reload, self._weight.get(weight), *leaving)
         self._reload = self._copy(Resource.UP, f"weight {info.name}", info.num_bytes, after)
         self._reload.priority = (*need, self._problem.rank[weight])
