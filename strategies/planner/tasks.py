@@ -91,9 +91,10 @@ class TaskBuilder:
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
         task = Task(resource, label, len(self.tasks), self._at)
-        for before in {id(t): t for t in after if t is not None}.values():
-            before.then.append(task)
-            task.waits += 1
+        for before in dict.fromkeys(after):
+            if before is not None:
+                before.then.append(task)
+                task.waits += 1
         self.tasks.append(task)
         return task
 
