@@ -10,6 +10,7 @@ what would. ``--fit`` prints that table for any model and machine; its exit code
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -205,4 +206,5 @@ def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> No
 
 
 if __name__ == "__main__":
+    gc.set_threshold(100_000)  # planning makes many small objects; to look for cycles at every 700 takes a fifth of it
     sys.exit(main())

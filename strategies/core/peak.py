@@ -45,13 +45,15 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
     Args:
         grads: bytes of gradients that each unit's backward makes and leaves where they were not before.
     """
-    before, after, highest = sum(unit.waiting for unit in units), 0, 0
+    before, after, highest = sum([unit.waiting for unit in units]), 0, 0
+    arriving = [0, *[unit.hosted for unit in units]]
     for index in reversed(range(len(units))):
-        unit = units[index]
+        unit, own = units[index], grads[index]
         before -= unit.waiting
-        arriving = units[index - 1].hosted if index else 0
-        highest = max(highest, before + unit.working + arriving + _beyond(unit.temporaries, grads[index]) + after)
-        after += grads[index]
+        there = before + unit.working + arriving[index] + _beyond(unit.temporaries, own) + after
+        if there > highest:
+            highest = there
+        after += own
     return highest
 
 
@@ -68,12 +70,13 @@ def _beyond(temporaries: Temporaries | None, grads: int) -> int:
 
 def forward_peak(units: Sequence[Saved]) -> int:
     """Largest sum of saved tensors and temporaries along forward."""
-    before = highest = 0
-    for index, unit in enumerate(units):
-        leaving = units[index - 1].hosted if index else 0
-        temporary = unit.temporaries.forward if unit.temporaries else 0
-        highest = max(highest, before + unit.working + leaving + temporary)
+    before = highest = leaving = 0
+    for unit in units:
+        there = before + unit.working + leaving + (unit.temporaries.forward if unit.temporaries else 0)
+        if there > highest:
+            highest = there
         before += unit.waiting
+        leaving = unit.hosted
     return highest
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from strategies.core.facts import NO_WORK, Facts, Operator, Temporaries, Unit, UnitKind, Work
@@ -43,7 +44,7 @@ def work_seconds(facts: Facts) -> Callable[[Work], float]:
     return lambda work: work.flops / proportion + work.touched_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeepOption:
     """One option for a block: bytes from forward on and in backward, what is kept, recomputed, and on the host."""
 
@@ -56,7 +57,7 @@ class KeepOption:
     hosted_bytes: int = 0
     temporaries: Temporaries | None = None
 
-    @property
+    @cached_property
     def saved(self) -> Saved:
         """The bytes that ``peak.py`` counts."""
         return Saved(self.saved_bytes, self.running_bytes, self.hosted_bytes, self.temporaries)
@@ -255,10 +256,14 @@ def cheapest(
     tried: list[list[KeepOption]] = []
     for some in (units, spared):
         curve = TradeoffCurve(some, costs)
-        positions = range(len(curve.moves) + 1)
-        first = next((position for position in positions if peak(curve.at(position)) <= budget), None)
+        peaks, first = list[int](), None
+        for position in range(len(curve.moves) + 1):
+            peaks.append(peak(curve.at(position)))
+            if peaks[-1] <= budget:
+                first = position
+                break
         if first is None:
-            tried.append(min(map(curve.at, positions), key=peak))
+            tried.append(curve.at(peaks.index(min(peaks))))
         else:
             tried += [curve.at(first), *_other_last_moves(curve, first, some, costs)]
     fitting = [options for options in tried if peak(options) <= budget]

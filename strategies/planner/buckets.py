@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 from strategies.core.facts import Facts, Param, UnitKind
@@ -30,6 +31,7 @@ from strategies.core.layout import ALIGN_BYTES, ITEM_BYTES, Bucket, Site, aligne
 
 PARTS = (2, 3, 4, 6, 8)  # of a block, tried as capacities
 UNEVEN = 0.1  # of a span may be empty so that no parameter has several owners
+Kinds: TypeAlias = tuple[tuple[str, UnitKind], ...]  # of units in order, by name
 Like: TypeAlias = tuple[str, int | None, bool]  # dtype, group, read elsewhere: equal for all parameters of a bucket
 
 
@@ -41,15 +43,19 @@ def form(facts: Facts, capacity: int | None = None, ways: int = 1) -> tuple[Buck
         ways: ranks that hold a span of each bucket.
     """
     assert facts.params, "buckets are made of single parameters; these facts do not list them"
-    place = {unit.name: index for index, unit in enumerate(facts.units)}
-    params = sorted(facts.params, key=lambda param: place[param.unit])
-    kinds = dict.fromkeys(_like(param) for param in params)
-    pieces = [
-        piece
-        for like in kinds
-        for piece in _pieces(facts, [p for p in params if _like(p) == like], capacity or block_bytes(facts, like[0]))
-    ]
-    order = {param.name: index for index, param in enumerate(params)}
+    return _formed(facts.params, _kinds(facts), capacity, ways)
+
+
+@lru_cache(maxsize=64)
+def _formed(params: tuple[Param, ...], kinds: Kinds, capacity: int | None, ways: int) -> tuple[Bucket, ...]:
+    """``form``: a search asks for the same buckets again and again."""
+    place = {name: index for index, (name, _) in enumerate(kinds)}
+    in_order = sorted(params, key=lambda param: place[param.unit])
+    pieces = list[list[Param]]()
+    for like in dict.fromkeys(map(_like, in_order)):
+        size = capacity or _block_bytes(params, kinds, like[0])
+        pieces += _pieces([param for param in in_order if _like(param) == like], kinds, size)
+    order = {param.name: index for index, param in enumerate(in_order)}
     pieces.sort(key=lambda piece: order[piece[0].name])
     names = _names(pieces, list(place))
     return tuple(_bucket(name, piece, place, ways) for name, piece in zip(names, pieces, strict=True))
@@ -74,11 +80,19 @@ def capacity(facts: Facts) -> int | None:
 
 def block_bytes(facts: Facts, dtype: str | None = None) -> int:
     """Weights of the largest block, in one dtype or in all; 0 if there are no blocks."""
-    totals = {unit.name: 0 for unit in facts.units if unit.kind is UnitKind.BLOCK}
-    for param in facts.params:
+    return _block_bytes(facts.params, _kinds(facts), dtype)
+
+
+def _block_bytes(params: Iterable[Param], kinds: Kinds, dtype: str | None) -> int:
+    totals = {name: 0 for name, kind in kinds if kind is UnitKind.BLOCK}
+    for param in params:
         if param.unit in totals and dtype in (None, param.dtype):
             totals[param.unit] += _bytes(param)
     return max(totals.values(), default=0)
+
+
+def _kinds(facts: Facts) -> Kinds:
+    return tuple((unit.name, unit.kind) for unit in facts.units)
 
 
 def _like(param: Param) -> Like:
@@ -89,21 +103,22 @@ def _bytes(param: Param) -> int:
     return aligned(param.num_elements * ITEM_BYTES[param.dtype])
 
 
-def _pieces(facts: Facts, params: Sequence[Param], capacity: int) -> Iterator[list[Param]]:
+def _pieces(params: Iterable[Param], kinds: Kinds, capacity: int) -> Iterator[list[Param]]:
     """Parameters of one dtype and group, cut into buckets."""
     shares: dict[str, list[Param]] = {}
     for param in params:
         shares.setdefault(param.unit, []).append(param)
-    packed: list[Param] = []
-    for unit in facts.units:
-        share = shares.get(unit.name, [])
-        alone = unit.kind is not UnitKind.BLOCK or _total(share) > capacity
-        if packed and (alone or _total(packed) + _total(share) > capacity):
+    packed, there = list[Param](), 0
+    for unit, kind in kinds:
+        share = shares.get(unit, [])
+        size = sum(map(_bytes, share))
+        alone = kind is not UnitKind.BLOCK or size > capacity
+        if packed and (alone or there + size > capacity):
             yield packed
-            packed = []
+            packed, there = [], 0
         if not alone:
-            packed = packed + share
-        elif unit.kind is UnitKind.BLOCK:
+            packed, there = packed + share, there + size
+        elif kind is UnitKind.BLOCK:
             yield from _cut(share, capacity)
         elif share:
             yield share
@@ -112,18 +127,16 @@ def _pieces(facts: Facts, params: Sequence[Param], capacity: int) -> Iterator[li
 
 
 def _cut(share: Iterable[Param], capacity: int) -> Iterator[list[Param]]:
-    piece: list[Param] = []
+    piece, there = list[Param](), 0
     for param in share:
-        if piece and _total(piece) + _bytes(param) > capacity:
+        size = _bytes(param)
+        if piece and there + size > capacity:
             yield piece
-            piece = []
+            piece, there = [], 0
         piece.append(param)
+        there += size
     if piece:
         yield piece
-
-
-def _total(params: Iterable[Param]) -> int:
-    return sum(map(_bytes, params))
 
 
 def _names(pieces: Sequence[Sequence[Param]], units: Sequence[str]) -> list[str]:

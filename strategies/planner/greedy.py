@@ -33,7 +33,7 @@ from itertools import accumulate, combinations, islice
 from math import fsum, inf
 from typing import TypeAlias
 
-from strategies.planner.problem import Eviction, Gap, Problem, at_need, memory, need_order
+from strategies.planner.problem import Eviction, Gap, Problem, least_memory, need_order
 from strategies.planner.simulate import SAME, reload_period
 
 FEW = 10  # gaps of which all sets are tried
@@ -74,7 +74,7 @@ def choose(problem: Problem) -> tuple[Eviction, ...]:
 
 def check_fits(problem: Problem) -> None:
     """Raise ``DoesNotFit`` unless there is a plan within the budget."""
-    least = memory(problem, at_need(problem.gaps))
+    least = least_memory(problem, problem.gaps)
     worst = max(range(len(least)), key=least.__getitem__)
     if least[worst] > problem.budget:
         missing = least[worst] - problem.budget
@@ -88,19 +88,21 @@ def issue(problem: Problem, gaps: Iterable[Gap]) -> tuple[Eviction, ...] | None:
     in_order = need_order(problem, gaps)
     start = next((i for i, gap in enumerate(in_order) if gap.before % count >= middle), 0)
     order = in_order[start:] + in_order[:start]
-    least = memory(problem, at_need(order))
+    least = least_memory(problem, order)
     if max(least) > budget:
         return None
     earliest = -2 * count
     for _ in range(2):
-        used, last, found = list(least), earliest, []
+        # From the middle on; ticks before it are negative, as they are counted from the end. No gap is longer than all.
+        used, last, found = least[middle:] + least[:middle], earliest, []
         for gap in order:
             need = (gap.before - middle) % count
             bound = max(last, need - (gap.before - gap.after) + 1)
             size, at = problem.weights[gap.weight].num_bytes, need
-            while at > bound and used[(at - 1 + middle) % count] <= budget - size:
+            room = budget - size
+            while at > bound and used[at - 1] <= room:
                 at -= 1
-                used[(at + middle) % count] += size
+                used[at] += size
             found.append(Eviction(gap, gap.before - need + at))
             last = at
         earliest = last - count
@@ -184,12 +186,22 @@ class Search:
                 bound = max(problem.compute_seconds, ups[0][number] + ups[1][more]) * (1 - SAME)
                 yield bound, number + more, partial(_union, turns, number, ends, more)
 
-        least, some = len(ends), []
+        least, some, used = len(ends), [], least_memory(problem, ends)
         for number in range(len(turns) + 1):
-            while least >= 0 and max(memory(problem, at_need(turns[:number] + ends[:least]))) <= problem.budget:
+            if number:
+                self._add(used, turns[number - 1], -1)
+            while least >= 0 and max(used) <= problem.budget:
                 least -= 1  # it fits; try with one boundary less
+                if least >= 0:
+                    self._add(used, ends[least], 1)
             some.append(rising(number, least + 1))
         yield from merge(*some, key=_first)
+
+    def _add(self, used: list[int], gap: Gap, sign: int) -> None:
+        """Add the bytes of the weight of ``gap``, or take them away, at the ticks of the gap."""
+        size = sign * self.problem.weights[gap.weight].num_bytes
+        for tick in self._interior[gap]:
+            used[tick] += size
 
     def improve_all(self) -> None:
         """C from the best of the prefixes and suffixes, from each start of A, and from all gaps."""
@@ -205,12 +217,13 @@ class Search:
         """A: gaps taken by ``key`` at the worst tick, until all ticks fit."""
         problem, chosen = self.problem, set[Gap]()
         used, in_order = list(problem.all_present), sorted(problem.gaps, key=key, reverse=True)
+        bits = [self._bits[gap] for gap in in_order]
         while (most := max(used)) > problem.budget:
             worst = 1 << used.index(most)  # some gap spans it: ``check_fits`` passed
-            taken = in_order.pop(next(at for at, gap in enumerate(in_order) if self._bits[gap] & worst))
+            at = next(at for at, ticks in enumerate(bits) if ticks & worst)
+            taken, _ = in_order.pop(at), bits.pop(at)
             chosen.add(taken)
-            for tick in self._interior[taken]:
-                used[tick] -= problem.weights[taken.weight].num_bytes
+            self._add(used, taken, -1)
         return frozenset(chosen)
 
     def _start_keys(self) -> list[Key]:
@@ -227,7 +240,7 @@ class Search:
         improved = True
         while improved and not self.is_done and self.evaluated < self.limit:
             improved = False
-            short = self._short(memory(self.problem, at_need(current)))
+            short = self._short(least_memory(self.problem, current))
             copies = fsum(self._up[gap.weight] for gap in current)
             for out, into in self._moves(current):
                 if not self._may_gain(out, into, copies, cost[0]) or not self._may_fit(out, into, short):

@@ -23,10 +23,11 @@ Invariant. Numbers found here are those of a layout that has been placed: a budg
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from typing import TypeAlias
 
 from strategies.core.facts import Home
@@ -39,7 +40,7 @@ SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a search makes a million
 class Movable:
     """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
 
@@ -93,28 +94,32 @@ def most_freed(weights: Sequence[Movable], copy_bytes: int) -> list[Movable]:
 
 def freed(weights: Collection[Movable]) -> int:
     """Bytes of the device that are free at every tick if these weights are there only while they are used."""
-    live = Counter[int]()
+    live = defaultdict[int, int](int)
     for weight in weights:
+        num_bytes = weight.num_bytes
         for tick in weight.ticks:
-            live[tick] += weight.num_bytes
+            live[tick] += num_bytes
     return sum(weight.num_bytes for weight in weights) - max(live.values(), default=0)
 
 
 def _orders(weights: Sequence[Movable]) -> list[list[Movable]]:
     """From the largest and from the smallest; those whose copies cost nothing come first."""
-    return [sorted(weights, key=lambda w: (w.copy_bytes > 0, sign * w.num_bytes, -w.index)) for sign in (-1, 1)]
+    in_order = sorted(weights, key=attrgetter("index"), reverse=True)
+    by_size = (sorted(in_order, key=attrgetter("num_bytes"), reverse=largest) for largest in (True, False))
+    return [[w for w in some if not w.copy_bytes] + [w for w in some if w.copy_bytes] for some in by_size]
 
 
 def _until(order: Sequence[Movable], freed_bytes: int) -> list[Movable] | None:
     """The first of ``order`` that free so much, without those that are not needed for it."""
-    live, total, most = Counter[int](), 0, 0
+    live, total, most = defaultdict[int, int](int), 0, 0
     if freed_bytes <= 0:
         return []
     for number, weight in enumerate(order, start=1):
         total += weight.num_bytes
         for tick in weight.ticks:
             live[tick] += weight.num_bytes
-            most = max(most, live[tick])
+            if live[tick] > most:
+                most = live[tick]
         if total - most >= freed_bytes:
             spare, found = total - most - freed_bytes, list[Movable]()
             for other in sorted(order[:number], key=lambda w: -w.copy_bytes):
@@ -170,12 +175,12 @@ class LeastMemory:
 
     def _points_freeing(self, family: StatePlacements, device_room: int, key: Key) -> list[_Point]:
         def freeing(placement: StatePlacement) -> _Point | None:
-            sizes, weights = family.sizes(placement), movable(family, placement)
+            sizes = family.sizes(placement)
             excess = sizes.weights + sizes.rest - device_room
-            if self._all_leave:
-                some = weights if freed(weights) >= excess else None
-            else:
-                some = fewest_copies(weights, excess)
+            if excess > sizes.weights - family.largest_unit(placement):
+                return None  # not even all of them free so much
+            weights = movable(family, placement)
+            some = weights if self._all_leave else fewest_copies(weights, excess)
             return None if some is None else self._point(family, placement, some)
 
         return _best(family, freeing, key)

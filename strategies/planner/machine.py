@@ -46,10 +46,9 @@ class _Running:
         self.moving, self.end = True, now + self.task.seconds
 
     def at(self, speed: float, now: float) -> None:
-        """It goes on at ``speed``."""
-        if speed != self.speed:
-            self.end = now + (self.end - now) * self.speed / speed
-            self.speed = speed
+        """It goes on at another ``speed``."""
+        self.end = now + (self.end - now) * self.speed / speed
+        self.speed = speed
 
 
 class SimulatedMachine:
@@ -107,19 +106,21 @@ class SimulatedMachine:
     def _share(self, now: float) -> None:
         """Set the speed of every running task."""
         load = [0.0] * len(self._capacity)
-        for one in self._running.values():
-            if one.moving:
-                for medium, need in one.needs:
-                    load[medium] += need
+        moving = [one for one in self._running.values() if one.moving]
+        for one in moving:
+            for medium, need in one.needs:
+                load[medium] += need
         both = self._duplex if load[UP] and load[DOWN] else 1.0
         slower: dict[int, float] = {}  # of media that all together need more of than there is
-        for medium, has in enumerate(self._capacity):
-            rate = has * both if medium <= DOWN else has
-            if load[medium] > rate:
-                slower[medium] = rate / load[medium]
-        for one in self._running.values():
-            if one.moving:
-                one.at(min([slower.get(medium, 1.0) for medium, _ in one.needs], default=1.0) if slower else 1.0, now)
+        for medium, (has, wanted) in enumerate(zip(self._capacity, load, strict=True)):
+            if wanted:
+                rate = has * both if medium <= DOWN else has
+                if wanted > rate:
+                    slower[medium] = rate / wanted
+        for one in moving:
+            speed = min([slower.get(medium, 1.0) for medium, _ in one.needs], default=1.0) if slower else 1.0
+            if speed != one.speed:
+                one.at(speed, now)
 
 
 def media(task: Task) -> tuple[tuple[int, int], ...]:

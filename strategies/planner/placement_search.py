@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from strategies.core.facts import Facts, Home
-from strategies.core.layout import Layout
+from strategies.core.layout import ITEM_BYTES, Layout
 from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import human, written
 from strategies.planner.addresses import place
@@ -61,6 +61,8 @@ class PlacementSearch:
 
     def found(self) -> Layout | None:
         """``best``; None if nothing fits, which takes less time than to say how much would be enough."""
+        if self._exceeds_both:
+            return None
         if not self._knows_rates:
             made = self._candidates.layouts(self._device_room)
             return made[0] if made else self._least_host()
@@ -74,6 +76,8 @@ class PlacementSearch:
         """A layout and its simulated seconds, for comparisons: ``found`` without a search at smaller budgets, which
         takes a tenth of the time. The rates must be known.
         """
+        if self._exceeds_both:
+            return None
         some = self._found(self._device_room)
         layout = min(some, key=lambda one: one.seconds).plan if some else self.found()
         return None if layout is None else (layout, self._seconds(layout))
@@ -149,6 +153,19 @@ class PlacementSearch:
         """What needs the least of the device within the budget of the host."""
         families = [self._usual] if self._small is None else [self._usual, self._small[0]]
         return self._least_memory(families).device(self._host_room)
+
+    @cached_property
+    def _exceeds_both(self) -> bool:
+        """Whether weights once, on either side, and the optimizer's state take more than there is on both together.
+
+        Of ranks that share them each has its part; beside a master there may be no weight.
+        """
+        least, moments = 0, self._facts.run.moments
+        for param in self._facts.params:
+            mixed, trained = param.dtype != "float32", param.group is not None
+            weight = ITEM_BYTES[param.dtype] if self._request.keeps_copies or not (mixed and trained) else 0
+            least += param.num_elements * (weight + 4 * (moments + mixed) * trained)
+        return least > self._request.ways * (max(0, self._device_room) + max(0, self._host_room))
 
     @cached_property
     def _everything(self) -> LeastMemory:

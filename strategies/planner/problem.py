@@ -229,14 +229,24 @@ def need_order(problem: Problem, gaps: Iterable[Gap]) -> list[Gap]:
 
 def memory(problem: Problem, evictions: Iterable[Eviction]) -> list[int]:
     """Bytes on the device per tick."""
+    return _memory(problem, ((eviction.gap, eviction.issue) for eviction in evictions))
+
+
+def least_memory(problem: Problem, gaps: Iterable[Gap]) -> list[int]:
+    """Bytes on the device per tick if the weights leave in ``gaps`` and come back as late as possible."""
+    return _memory(problem, ((gap, gap.before) for gap in gaps))
+
+
+def _memory(problem: Problem, away: Iterable[tuple[Gap, int]]) -> list[int]:
     count = len(problem.ticks)
     change = [0] * (2 * count + 1)
-    for eviction in evictions:
-        size = problem.weights[eviction.gap.weight].num_bytes
-        change[eviction.gap.after + 1] -= size
-        change[eviction.issue] += size
+    for gap, issue in away:
+        size = problem.weights[gap.weight].num_bytes
+        change[gap.after + 1] -= size
+        change[issue] += size
     absent = list(accumulate(change))
-    return [here + absent[tick] + absent[tick + count] for tick, here in enumerate(problem.all_present)]
+    pairs = zip(problem.all_present, absent[:count], absent[count:], strict=False)
+    return [here + this + before for here, this, before in pairs]
 
 
 def at_need(gaps: Iterable[Gap]) -> tuple[Eviction, ...]:

@@ -126,6 +126,9 @@ class StatePlacements:
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
         # Embedding and head are large: slots for their state would cost more memory than they free.
         self._streamable = [i for i, bucket in enumerate(self._buckets) if set(bucket.units) <= names]
+        last = max((at for at, index in enumerate(self._hostable) if index in set(self._streamable)), default=-1)
+        always = not self._hosted_always.isdisjoint(self._streamable)
+        self._streams_from = 0 if always else len(self._hostable) - last  # with so many hosted, some may be streamed
         # One more than a block has, so that its backward does not wait for the gradients of the one before.
         passing = Counter(self._buckets[index].units[0] for index in self._sendable)
         self._empty = Layout(
@@ -142,6 +145,14 @@ class StatePlacements:
         self._received = received_bytes(replace(self._empty, buckets=self._buckets))
         self.weights = [aligned(bucket.weight_bytes) for bucket in self._buckets]
         self.ticks = [uses(bucket, ticks) for bucket in self._buckets]
+        shapes: dict[tuple[object, ...], int] = {}
+        self._like = [  # per bucket, the first one that takes the same memory at the same place
+            shapes.setdefault((bucket.num_elements, bucket.dtype, len(bucket.params)), index)
+            for index, bucket in enumerate(self._buckets)
+        ]
+        self._sites = cache(self._sites_of)
+        self._offloadable = cache(self._offloadable_of)
+        self._largest_unit = cache(self._largest_unit_of)
         self._costs = cache(self._cost)
         self.sizes = cache(self._sizes)
 
@@ -155,7 +166,7 @@ class StatePlacements:
     def all(self) -> list[StatePlacement]:
         """All placements without streaming beyond the request, from what moves the least to what moves the most."""
         found = [StatePlacement(hosted, 0) for hosted in range(len(self._hostable) + 1)]
-        most = len(self._choice_of_grads(self._sites(found[-1])))
+        most = len(self._choice_of_grads(self._sites(found[-1].hosted)))
         return found + [replace(found[-1], grads_down=number) for number in range(1, most + 1)]
 
     def with_streaming(self, placement: StatePlacement) -> Iterator[StatePlacement]:
@@ -166,19 +177,24 @@ class StatePlacements:
 
     def may_stream(self, placement: StatePlacement) -> bool:
         """Whether there are host updates that may be streamed."""
-        return self._request.site == "auto" and bool(self._streaming(self._hosted(placement), PARTS))
+        return self._request.site == "auto" and placement.hosted >= self._streams_from
 
-    def offloadable(self, placement: StatePlacement) -> list[int]:
+    def offloadable(self, placement: StatePlacement) -> Sequence[int]:
         """Buckets whose weights may be offloaded."""
-        forced = self._request.weights == "streamed"
-        sites = self._sites(placement)
+        return self._offloadable(placement.hosted)
+
+    def _offloadable_of(self, hosted: int) -> list[int]:
+        forced, sites = self._request.weights == "streamed", self._sites(hosted)
         blocks = [index for index in self.blocks if forced or sites[index] is not Site.DEVICE]
         return blocks + [index for index in self._ends if sites[index] is not Site.DEVICE]
 
     def largest_unit(self, placement: StatePlacement) -> int:
         """The most bytes of offloadable weights that one unit needs."""
+        return self._largest_unit(placement.hosted)
+
+    def _largest_unit_of(self, hosted: int) -> int:
         sums: Counter[str] = Counter()
-        for index in self.offloadable(placement):
+        for index in self._offloadable(hosted):
             for unit in self._buckets[index].units:
                 sums[unit] += self.weights[index]
         return max(sums.values(), default=0)
@@ -197,19 +213,17 @@ class StatePlacements:
     def copies(self, placement: StatePlacement) -> dict[int, int]:
         """Buckets whose weights may be offloaded, with the bytes on the host that each then takes in addition."""
         places = self._places(placement)
-        return {index: self._costs(index, places[index]).copy for index in self.offloadable(placement)}
+        return {index: self._costs(self._like[index], places[index]).copy for index in self.offloadable(placement)}
 
     def _sizes(self, placement: StatePlacement) -> Sizes:
         """What ``place`` finds for the layout, much faster: ``weights + rest`` on the device, ``host`` on the host."""
         device = host = mixed = 0
-        passed: dict[Item, list[int]] = {item: [] for item in PASSING}
-        for index, place in enumerate(self._places(placement)):
+        passed: dict[Item, Counter[int]] = {item: Counter() for item in PASSING}
+        for (index, place), number in Counter(zip(self._like, self._places(placement), strict=True)).items():
             cost = self._costs(index, place)
-            device += cost.device
-            host += cost.host
-            mixed = max(mixed, cost.scratch)
+            device, host, mixed = device + number * cost.device, host + number * cost.host, max(mixed, cost.scratch)
             for item, size in cost.passing:
-                passed[item].append(size)
+                passed[item][size] += number
         for item, sizes in passed.items():
             slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
             device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
@@ -239,27 +253,26 @@ class StatePlacements:
         )
 
     def _places(self, placement: StatePlacement) -> list[Place]:
-        sites = self._sites(placement)
+        sites = list(self._sites(placement.hosted))
         either = self._choice_of_grads(sites)
         down = set(either[len(either) - placement.grads_down :])
         if self._sends_early:
             early = {Site.HOST, Site.STREAMED} if self._request.gradients == "host" else {Site.HOST}
-            down |= {index for index, site in enumerate(sites) if site in early and index in self._sendable}
-        for index in self._streaming(self._hosted(placement), placement.eighths):
+            down |= {index for index in self._sendable if sites[index] in early}
+        for index in self._streaming(placement):
             sites[index] = Site.STREAMED
         return [(site, Home.HOST if index in down else Home.DEVICE) for index, site in enumerate(sites)]
 
-    def _sites(self, placement: StatePlacement) -> list[Site]:
+    def _sites_of(self, hosted: int) -> list[Site]:
         """The site of each bucket, before a part of the host updates is streamed."""
-        forced = None if self._request.site == "auto" else Site(self._request.site)
-        hosted = self._hosted(placement)
+        forced, there = None if self._request.site == "auto" else Site(self._request.site), self._hosted(hosted)
         return [
-            Site.NONE if bucket.group is None else forced or (Site.HOST if index in hosted else Site.DEVICE)
+            Site.NONE if bucket.group is None else forced or (Site.HOST if index in there else Site.DEVICE)
             for index, bucket in enumerate(self._buckets)
         ]
 
-    def _hosted(self, placement: StatePlacement) -> set[int]:
-        return self._hosted_always | set(self._hostable[len(self._hostable) - placement.hosted :])
+    def _hosted(self, number: int) -> set[int]:
+        return self._hosted_always | set(self._hostable[len(self._hostable) - number :])
 
     def _choice_of_grads(self, sites: Sequence[Site]) -> list[int]:
         """Buckets whose gradients may wait at either home, in order."""
@@ -268,11 +281,10 @@ class StatePlacements:
         free = {Site.STREAMED} if self._sends_early else {Site.STREAMED, Site.HOST}
         return [index for index, site in enumerate(sites) if site in free and index in self._sendable]
 
-    def _streaming(self, hosted: set[int], eighths: int) -> set[int]:
-        """``eighths`` of the blocks' hosted buckets, spread evenly over them."""
-        those = [index for index in self._streamable if index in hosted]
-        return {
-            index
-            for number, index in enumerate(those, start=1)
-            if number * eighths // PARTS > (number - 1) * eighths // PARTS
-        }
+    def _streaming(self, placement: StatePlacement) -> Iterator[int]:
+        """So many eighths of the blocks' hosted buckets, spread evenly over them."""
+        if placement.eighths:
+            hosted, eighths = self._hosted(placement.hosted), placement.eighths
+            for number, index in enumerate((index for index in self._streamable if index in hosted), start=1):
+                if number * eighths // PARTS > (number - 1) * eighths // PARTS:
+                    yield index

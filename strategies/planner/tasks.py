@@ -93,9 +93,10 @@ class TaskBuilder:
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
         task = Task(resource, label, len(self.tasks), self._at)
-        for before in {id(t): t for t in after if t is not None}.values():
-            before.then.append(task)
-            task.waits += 1
+        for before in dict.fromkeys(after):
+            if before is not None:
+                before.then.append(task)
+                task.waits += 1
         self.tasks.append(task)
         return task
 
@@ -207,7 +208,7 @@ class TaskBuilder:
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the tick ``need`` waits for."""
         info = self._problem.weights[weight]
-        leaving = (self._leaving.get(other) for other in info.overlapping)
+        leaving = [self._leaving.get(other) for other in info.overlapping] if self._leaving else []
         on_host, slot = self._weight.get(weight), None if info.update is None else info.update.copy_slot
         if slot is not None:
             waits = (ended, on_host, self._free(slot))

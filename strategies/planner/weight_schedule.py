@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from strategies.core.facts import Facts, Home, Rates
-from strategies.core.layout import Layout, Range, Spot, aligned, ticks_of, uses
+from strategies.core.facts import Facts, Rates
+from strategies.core.layout import Layout, Range, aligned, ticks_of, uses
 from strategies.planner import greedy
 from strategies.planner.addresses import travelling, weight_packing
 from strategies.planner.greedy import DoesNotFit
@@ -83,11 +83,11 @@ def _kept_where_free(layout: Layout, *, may_be_resident: bool = True) -> Layout:
     """
     moving, count = travelling(layout), layout.num_ticks
     packing = weight_packing(layout)
-    spots = [Spot(Home.DEVICE, at, b.weight_bytes) for at, b in zip(packing.offsets, moving, strict=True)]
+    spots = [(at, at + b.weight_bytes) for at, b in zip(packing.offsets, moving, strict=True)]
     here = [{tick for start, end in b.resident_ticks for tick in range(start, end)} for b in moving]
-    for index, spot in enumerate(spots):
-        overlapping = [other for other, its in enumerate(spots) if other != index and spot.overlaps(its)]
-        taken = {tick for other in overlapping for tick in here[other]}
+    for index, (first, end) in enumerate(spots):
+        overlapping = [other for other, (low, high) in enumerate(spots) if low < end and first < high]
+        taken = {tick for other in overlapping if other != index for tick in here[other]}
         kept = here[index] | {tick for gap in _gaps(here[index], count) if not taken & gap for tick in gap}
         here[index] = kept if may_be_resident or len(kept) < count else here[index]
     ranges = {b.name: resident_ticks(ticks, count) for b, ticks in zip(moving, here, strict=True)}

@@ -46,8 +46,6 @@ def test_counted_once_and_read_back_as_it_was(tmp_path: Path) -> None:
         {"gradient_checkpointing": True},
         {"data": {"max_length": 9}},
         {"strategies": {"offload": {}}},
-        {"strategies": {"linear": {}}},
-        {"strategies": {"recompute": {"policy": "full"}}},
     ],
     ids=str,
 )
@@ -62,6 +60,16 @@ def test_products_are_taken_again_where_all_of_a_block_is() -> None:
         assert not products_again(config_of(strategies={"recompute": other}))
     linears = count_model(config_of(strategies={"linear": {}, **full})).linears
     assert linears and {layer.recomputed for layer in linears if layer.unit.startswith("model.layers")} == {True}
+
+
+@pytest.mark.parametrize("strategies", [{"linear": {}}, {"recompute": {"policy": "full"}}], ids=str)
+def test_strategies_that_only_ask_for_more_lists_share_a_count(strategies: Any) -> None:
+    """Each gets from it what it would have counted itself."""
+    plain, asking = config_of(), config_of(strategies=strategies)
+    assert name_of(plain) == name_of(asking)
+    whole, own = count_model(config_of(strategies={"linear": {}, **strategies})), count_model(asking)
+    assert own.linears == (whole.linears if "linear" in strategies else ()) and own.units == whole.units
+    assert count_model(plain).linears == count_model(plain).params == ()
 
 
 def test_what_changes_no_count_shares_the_name() -> None:

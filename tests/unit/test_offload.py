@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from strategies.core.compose import compose, in_order
 from strategies.core.facts import Facts, Home, MachineFacts, Precision
 from strategies.core.layout import Site
-from strategies.core.plan import Conflict, Kind, Plan, Travel
+from strategies.core.plan import Kind, Plan, Travel
 from strategies.core.protocol import BITWISE, Refusal
 from strategies.core.registry import find
 from strategies.core.sizes import check_budget, parse_bytes, written
@@ -118,15 +118,30 @@ def test_buffers_alone_are_idle() -> None:
     assert plan.layout is None and plan.addresses is None
 
 
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-def test_two_engines_are_one_too_many(stage: int, precision: Precision) -> None:
-    both = {"offload": offload(), "zero": find("zero").model_validate({"stage": stage})}
-    with pytest.raises(Conflict) as caught:
-        compose(both, transformer(precision=precision, world_size=2))
-    assert str(caught.value) == (
-        "strategies.zero and strategies.offload both decide share of all units, differently: remove one of the two"
-    )
+def test_zero_beside_offload_shares_its_buckets(precision: Precision) -> None:
+    """In this engine; DeepSpeed's is not used. Of an even number of like parameters no span has more than a part."""
+    known = transformer(precision=precision, world_size=2)
+
+    def shared(stage: int, **options: Any) -> Plan:
+        zero = find("zero").model_validate({"stage": stage})
+        return compose({"offload": offload(**options), "buffers": find("buffers")(), "zero": zero}, known)
+
+    whole = plan_of(known, site="host", weights="streamed")
+    assert shared(0, site="host", weights="streamed").layout == whole.layout
+    third = shared(3, site="host", weights="streamed")
+    assert third.engine() == {} and third.layout is not None and whole.layout is not None
+    assert {bucket.ways for bucket in third.layout.buckets} == {2}
+    assert third.total(Kind.MOMENT) == -(-whole.total(Kind.MOMENT) // 2)
+    assert third.peak(Home.HOST) < 0.7 * whole.peak(Home.HOST)
+    first = shared(1, site="host").layout
+    assert first is not None and all(bucket.resident and bucket.ways == 2 for bucket in first.buckets)
+    with pytest.raises(Refusal, match=r"zero.stage = 2: beside strategies.offload write 1 .* or 3"):
+        shared(2)
+    with pytest.raises(Refusal, match=r"offload.weights = 'streamed': strategies.zero.stage 1 keeps all weights"):
+        shared(1, weights="streamed")
+    with pytest.raises(Refusal, match="ranks that share the state agree on a step first"):
+        shared(3, update_in_backward=True)
 
 
 def test_refusals() -> None:

@@ -314,6 +314,7 @@ options = st.fixed_dictionaries(
         "bucket_bytes": st.none() | st.integers(1024, 40_000),
         "prefetch": st.none() | st.integers(0, 3),
         "keeps_copies": st.booleans(),
+        "ways": st.sampled_from([1, 1, 2, 3]),
     }
 )
 

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from strategies.core.commit import replace_file
 from strategies.core.compose import requirements_of
+from strategies.core.protocol import Requirement
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -90,8 +91,8 @@ def _hash(config: RunConfig, model: dict[str, Any]) -> str:
         "model": model,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.packing],
-        "needs": sorted(each.name for each in requirements_of(config.strategies)),
-        "repeats": any(strategy.repeats_products() for strategy in config.strategies.values()),
+        # Alone of what strategies require this changes the forward; the rest is chosen from one count for all.
+        "compute dtype": Requirement.COMPUTE_DTYPE in requirements_of(config.strategies),
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }

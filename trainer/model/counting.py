@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from strategies.core.facts import Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
+from strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
 from strategies.engine.blocks import find_blocks
 from strategies.engine.checkpointing import Names, stream_in
 from strategies.engine.tensors.nested import tensors_in
@@ -149,29 +149,31 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if not all(map(_is_dense, tensors_in((args, kwargs, out)))):
+        out, forward = func(*args, **kwargs), self._counter.running_forward()
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        if not all(map(_is_dense, (*inputs, *outputs))):
             self._counter.sparse = True
             return out
-        self._counter.outside.look(tensors_in((args, kwargs)))
-        forward = self._counter.running_forward()
+        self._counter.outside.look(inputs)
+        if func is torch.ops.prim.device.default:  # more than half of all calls on fake tensors
+            if forward is not None:
+                forward.calls.append((None, NO_WORK, [], []))
+            return out
+        formula = self._flops.get(func.overloadpacket)
+        flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
+        self._counter.flops += flops
         if forward is not None:
             name = forward.names.of(func, args, kwargs)
-            outputs = list(tensors_in(out))
-            work = self._work(func, args, kwargs, out, outputs)
+            work = self._touched(func, inputs, outputs) if formula is None else Work(flops=flops)
             kept = outputs if name is not None else []
             forward.calls.append((name, work, kept, [tensor._version for tensor in kept]))
         return out
 
-    def _work(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> Work:
-        formula = self._flops.get(func.overloadpacket)
-        if formula is not None:
-            return Work(flops=formula(*args, **kwargs, out_val=out))
-        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+    def _touched(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_view = all(tensor.untyped_storage()._cdata in read for tensor in outputs)
         if is_view and not func._schema.is_mutable:
-            return Work()
+            return NO_WORK
         return Work(touched_bytes=sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))
 
 
@@ -189,6 +191,7 @@ class Counter:
     Attributes:
         outside: watches which parameters are read outside of the modules that own them.
         sparse: the forward uses sparse tensors.
+        flops: floating-point operations of the whole forward.
         weights: those given.
         outputs: what each block returned, without its graph.
     """
@@ -197,6 +200,7 @@ class Counter:
         """``weights`` replace the model's own tensors of these names in the forward."""
         self.outside = OutsideReads(model, weights)
         self.sparse = False
+        self.flops = 0
         self.weights = weights
         self.outputs: dict[str, Any] = {}
         self._model = model

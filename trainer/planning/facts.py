@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import requirements_of
-from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit
+from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
 from strategies.core.linears import Linear
 from strategies.core.protocol import Requirement
 from trainer.errors import ConfigError, first_line
@@ -53,7 +53,7 @@ class ModelCount:
         forward_flops: of one micro-batch; 0: not counted.
         largest_param: elements of the largest parameter tensor.
         trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
-        params: listed if a strategy places single parameters.
+        params, linears: if a strategy requires them.
     """
 
     units: tuple[Unit, ...]
@@ -97,7 +97,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     Raises:
         ConfigError: the model cannot be described.
     """
-    count = cached(config, ModelCount, lambda: count_model(config))
+    count = _asked(cached(config, ModelCount, lambda: _count(config)), config)
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
     no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
@@ -146,18 +146,34 @@ def count_model(config: RunConfig) -> ModelCount:
     Raises:
         ConfigError: Transformers cannot build the model.
     """
+    return _asked(_count(config), config)
+
+
+def _asked(count: ModelCount, config: RunConfig) -> ModelCount:
+    """``count`` with those lists that strategies of ``config`` require; they are counted once for all strategies."""
+    required = requirements_of(config.strategies)
+    blocks = (
+        {unit.name for unit in count.units if unit.kind is UnitKind.BLOCK} if products_again(config) else set[str]()
+    )
+    linears = (replace(layer, recomputed=layer.unit in blocks) for layer in count.linears)
+    return replace(
+        count,
+        params=count.params if Requirement.PARAMETERS in required else (),
+        linears=tuple(linears) if Requirement.LINEARS in required else (),
+    )
+
+
+def _count(config: RunConfig) -> ModelCount:
+    """``count_model`` with everything that any strategy may require."""
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
 
     from strategies.engine.blocks import find_blocks
     from trainer.model import temporaries
-    from trainer.model.counting import Counter, fake_tensors, flop_formulas
+    from trainer.model.counting import Counter, fake_tensors
 
     precision = precision_of(config)
-    required = requirements_of(config.strategies)
-    casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in required
+    casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
-    flops = FlopCounterMode(display=False, custom_mapping=flop_formulas())
     model: Any = _meta_model(config)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
@@ -180,11 +196,11 @@ def count_model(config: RunConfig) -> ModelCount:
         inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
         call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
-        listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=products_again(config))
+        listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=False)
         if autocast is not None:
             call = _in_autocast(call, autocast)
         try:
-            with counter, flops, listing as linears:
+            with counter, listing as linears:
                 call()
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
@@ -193,15 +209,13 @@ def count_model(config: RunConfig) -> ModelCount:
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=counter.units(counted.temporaries, counted.in_chunks),
-        forward_flops=flops.get_total_flops(),
+        forward_flops=counter.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found)
-        if Requirement.PARAMETERS in required
-        else (),
-        linears=tuple(linears.values()) if Requirement.LINEARS in required else (),
+        params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found),
+        linears=tuple(linears.values()),
     )
 
 
