@@ -18,7 +18,7 @@ engine beside this one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -30,9 +30,6 @@ from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
 from strategies.planner.state_placement import OffloadRequest
-
-if TYPE_CHECKING:
-    from strategies.zero import Zero
 
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
@@ -116,7 +113,7 @@ class Offload(Strategy):
 
     def beside(self, others: Mapping[str, Strategy]) -> Strategy:
         shared = self.model_copy()
-        shared._stage = cast("Zero", others["zero"]).stage
+        shared._stage = others["zero"].model_dump()["stage"]
         return shared
 
     def parity(self, run: RunFacts) -> Parity:

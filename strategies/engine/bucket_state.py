@@ -25,11 +25,10 @@ Events of a bucket, each the last of its kind:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,10 @@ from torch import Tensor, nn
 from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
 from strategies.core.plan import Home
 from strategies.engine.gradient_state import GradientState
+from strategies.engine.jobs import Job
 from strategies.engine.memory.arena import Arena
 from strategies.engine.parameter_views import ParameterViews
+from strategies.engine.pieces import Piece, pieces_of
 from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameters import put
 from strategies.engine.transfer.transfer import Event
@@ -51,60 +52,6 @@ class Pending(Enum):
     DEVICE = "on the device, not begun"
     VISITING = "on the device, its state on the way up"
     HOST = "by the worker"
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """The factor on every gradient of a step, and whether the step is to be skipped.
-
-    ``factor`` (None: there is nothing to multiply) and ``bad`` (1.0: a gradient is not finite) are single fp32 numbers
-    on the device; ``on_host`` holds both for the worker, once ``known`` has passed.
-    """
-
-    factor: Tensor | None
-    bad: Tensor
-    on_host: Tensor
-    known: Event
-
-    @property
-    def skips(self) -> bool:
-        """Whether the step is to be skipped. Only valid after ``known`` has passed; reads host memory."""
-        return bool(self.on_host.numpy()[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One update of one bucket: which parameters have a gradient, and with which hyperparameters.
-
-    ``group`` is a copy: a scheduler may change the rate before the update is computed.
-    """
-
-    touched: tuple[int, ...]
-    group: Mapping[str, Any]
-    scale: Scale
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements ``start`` to ``stop`` of parameter ``index``, which begin at element ``at`` of this rank's span."""
-
-    index: int
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
-    """The parameters, or parts of them, in the span of ``rank``."""
-    low, high = rank * spec.share, (rank + 1) * spec.share
-    for index, (offset, size) in enumerate(zip(spec.offsets, spec.sizes, strict=True)):
-        start, stop = max(offset, low), min(offset + size, high)
-        if start < stop or (size == 0 and (spec.ways == 1 or low <= offset < high)):
-            yield Piece(index, start - offset, stop - offset, start - low)
 
 
 @dataclass(slots=True, eq=False)

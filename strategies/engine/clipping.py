@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Layout
-from strategies.engine.bucket_state import BucketState, Scale
-from strategies.engine.gradients import Gradients, norms_of
+from strategies.engine.bucket_state import BucketState
+from strategies.engine.gradients import Gradients
+from strategies.engine.jobs import Scale
+from strategies.engine.norms import norms_of
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 IN_BACKWARD = "the plan updates in backward, before the norm is known: plan with max_grad_norm > 0"

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout
-from strategies.engine.bucket_state import BucketOf, BucketState, Job, Pending, Scale, find_overlapping, make_bucket
+from strategies.engine.bucket_state import BucketOf, BucketState, Pending, find_overlapping, make_bucket
 from strategies.engine.clipping import Clipping
 from strategies.engine.gradients import Gradients
+from strategies.engine.jobs import Job, Scale
 from strategies.engine.memory.arena import Arena
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes
 from strategies.engine.optim import UpdateRule

@@ -31,11 +31,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.bucket_state import BucketState
+from strategies.engine.norms import norms_of, together
+from strategies.engine.rank_sync import average, on_any_rank
 from strategies.engine.shares import Shares
 from strategies.engine.tensors.parameters import on_gradient, take_grad
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
@@ -152,15 +153,10 @@ class Gradients:
         if former is bucket and bucket.grads.unsent:
             return
         if former is not None and former is not bucket and former.grads.unsent:
-            if self._shares is not None and former.index not in self._done:
+            if self._group is not None and former.index not in self._done:
                 raise RuntimeError(
-                    f"{former.name} and {bucket.name} get gradients at the same time and have one slot, which a bucket "
-                    f"that ranks share keeps until backward has left it: set strategies.offload.gradients: device"
-                )
-            if self._group is not None and self._shares is None:
-                raise RuntimeError(
-                    f"a parameter of {former.name} has no gradient, which the ranks must learn before the bucket "
-                    f"leaves: set strategies.offload.gradients: device"
+                    f"{bucket.name} needs the slot of {former.name}, whose gradients the ranks have not exchanged (a "
+                    f"parameter has none, or both get theirs at once): set strategies.offload.gradients: device"
                 )
             self._send(former)  # incomplete: send what has landed
         self._updates.enter_slot(bucket, Lane.COMPUTE)
@@ -174,9 +170,12 @@ class Gradients:
             self._finish(bucket)
         elif self._shares is None:  # all ranks reduce in one order, whatever the order in which their gradients land
             while self._to_reduce and self._to_reduce[0].grads.complete:
-                first = self._to_reduce.pop(0)
-                self._reduce(first)
-                self._finish(first)
+                self._reduce_first()
+
+    def _reduce_first(self) -> None:
+        first = self._to_reduce.pop(0)
+        self._reduce(first)
+        self._finish(first)
 
     @torch.no_grad()
     def exchange_all_but(self, still_used: Container[int]) -> None:
@@ -188,9 +187,7 @@ class Gradients:
         if self._fresh:
             self._start_pass()
         while self.last_pass and self._to_reduce and self._to_reduce[0].index not in still_used:
-            first = self._to_reduce.pop(0)
-            self._reduce(first)
-            self._finish(first)
+            self._reduce_first()
 
     @torch.no_grad()
     def learn(self) -> None:
@@ -224,7 +221,7 @@ class Gradients:
         self._complete(bucket)
 
     def _reduce(self, bucket: BucketState) -> None:
-        """Mean over the ranks, in place; as torch's data parallelism does it: divide, then sum."""
+        """Mean over the ranks, in place."""
         assert bucket.grad is not None and self._group is not None
         if bucket.grads_on_host:
             self._enter_slot(bucket)
@@ -233,19 +230,15 @@ class Gradients:
                 bucket.part(bucket.grad, index).zero_()
         if self._shares is not None and bucket.is_shared:
             self._shares.sum_to_owners(bucket)
-            if bucket.grads_on_host or bucket.spec.site is Site.HOST:  # it leaves; for others see ``_share_touched``
-                for index in self._shares.any_of(bucket, bucket.grads.touched):
-                    bucket.grads.touch(index)
-            return
-        bucket.grad.div_(dist.get_world_size(self._group))
-        dist.all_reduce(bucket.grad, group=self._group)
+        else:
+            average(bucket.grad, self._group)
 
     def _share_touched(self) -> None:
         """A parameter that had a gradient on any rank has one on all."""
-        device = self._buckets[0].weight.device
-        flags = torch.tensor([float(index in bucket.grads.touched) for bucket, index in self._order], device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        for (bucket, index), flag in zip(self._order, flags.tolist(), strict=True):
+        assert self._group is not None
+        mine = (index in bucket.grads.touched for bucket, index in self._order)
+        known = on_any_rank(mine, self._buckets[0].weight.device, self._group)
+        for (bucket, index), flag in zip(self._order, known, strict=True):
             if flag and index not in bucket.grads.touched:
                 bucket.grads.touch(index)
 
@@ -315,7 +308,7 @@ class Gradients:
         """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
         if bucket.grads.host_norms is not None:
             touched, future = bucket.grads.host_norms
-            bucket.grads.measured(touched, _together(future.result(), device))
+            bucket.grads.measured(touched, together(future.result(), device))
         if not bucket.grads.norms and bucket.grads.touched:
             self._measure([bucket])
         return list(bucket.grads.norms.values())
@@ -345,15 +338,9 @@ class Gradients:
 
     def _combine(self, shares: Shares, device: torch.device) -> None:
         """Every rank gets the norms that others have computed."""
-        wanted = [
-            (bucket, index) for bucket, index in self._order if index in bucket.grads.touched and bucket.is_shared
-        ]
-        if not wanted or self._combined:
-            return
+        wanted = [] if self._combined else [(b, index) for b, index in self._order if index in b.grads.touched]
         self._combined = True
-        zero = torch.zeros((), device=device)
-        mine = [bucket.grads.norms[index] if bucket.rank == bucket.speaker(index) else zero for bucket, index in wanted]
-        for (bucket, index), norm in zip(wanted, shares.combined(torch.stack(mine)).unbind(), strict=True):
+        for (bucket, index), norm in zip(wanted, shares.norms_of_all(wanted, device), strict=True):
             bucket.grads.measured([index], [norm])
 
     def norms(self) -> dict[str, Tensor]:
@@ -368,10 +355,8 @@ class Gradients:
             RuntimeError: ranks share it.
         """
         if bucket.is_shared:
-            raise RuntimeError(
-                f"the gradient of {bucket.spec.params[index]} is shared over ranks: no rank has all of it. Clip with "
-                f"optimizer.clip_grad_norm_, or take zero out of strategies"
-            )
+            name = bucket.spec.params[index]
+            raise RuntimeError(f"the gradient of {name} is shared over ranks: clip with optimizer.clip_grad_norm_")
         if self.last_pass:
             self.finish()
         elif bucket.grads_on_host:
@@ -409,18 +394,3 @@ class Gradients:
         self._landed_in.clear()
         self.passes, self._fresh, self._finished, self._combined = 0, True, False, False
         self.window += 1
-
-
-def _together(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Single numbers from the host on ``device``, in one asynchronous copy."""
-    stacked = torch.stack(numbers)
-    if device.type != "cpu":
-        stacked = stacked.pin_memory().to(device, non_blocking=True)
-    return list(stacked.unbind())
-
-
-def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The Euclidean norm of each, as fp32, by the function that ``torch.nn.utils.clip_grad_norm_`` calls."""
-    if not grads:
-        return []
-    return list(torch._foreach_norm(list(grads), 2.0, torch.float32))

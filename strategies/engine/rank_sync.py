@@ -65,6 +65,19 @@ def _share(tensors: Iterable[Tensor], group: ProcessGroup, device: torch.device 
             tensor.copy_(value)
 
 
+def average(flat: Tensor, group: ProcessGroup) -> None:
+    """The mean over the ranks, in place; as torch's data parallelism does it: divide, then sum. A collective."""
+    flat.div_(dist.get_world_size(group))
+    dist.all_reduce(flat, group=group)
+
+
+def on_any_rank(flags: Iterable[bool], device: torch.device, group: ProcessGroup) -> list[bool]:
+    """Which of ``flags`` some rank has set. A collective."""
+    known = torch.tensor([float(flag) for flag in flags], device=device)
+    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in known.tolist()]
+
+
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move all buffers of ``model`` to ``device``; each remains the same object."""
     for buffer in model.buffers():

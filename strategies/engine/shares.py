@@ -18,14 +18,16 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.core.layout import Site
 from strategies.engine.bucket_state import BucketState
+from strategies.engine.rank_sync import on_any_rank
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 if TYPE_CHECKING:
@@ -51,8 +53,8 @@ class Shares:
         bucket.arrive(arrived=transfer.record(Lane.NET))
 
     def sum_to_owners(self, bucket: BucketState) -> None:
-        """The mean of all ranks' gradients in this rank's span; of a bucket that cuts parameters everywhere. A
-        collective.
+        """The mean of all ranks' gradients in this rank's span; of a bucket that cuts parameters everywhere. What any
+        rank has a gradient for has one on all. A collective.
         """
         assert bucket.grad is not None and self._received is not None
         transfer, share = self._transfer, bucket.spec.share
@@ -74,18 +76,24 @@ class Shares:
             transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
             self._all_gather(bucket, bucket.grad)
             transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
+        if bucket.grads_on_host or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
+            mine = [index in bucket.grads.touched for index in range(len(bucket.params))]
+            for index, flag in enumerate(on_any_rank(mine, bucket.weight.device, self._group)):
+                if flag and not mine[index]:
+                    bucket.grads.touch(index)
 
-    def any_of(self, bucket: BucketState, indices: Container[int]) -> list[int]:
-        """The parameters of which some rank has given the index in ``indices``, and this rank has not. A collective."""
-        mine = [index in indices for index in range(len(bucket.params))]
-        flags = torch.tensor(mine, dtype=torch.float32, device=bucket.weight.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        return [index for index, flag in enumerate(flags.tolist()) if flag and not mine[index]]
+    def norms_of_all(self, gradients: Sequence[tuple[BucketState, int]], device: torch.device) -> list[Tensor]:
+        """The norms of these gradients, given by bucket and index, of which each was measured somewhere. A collective.
 
-    def combined(self, numbers: Tensor) -> Tensor:
-        """``numbers`` of which each is zero on all ranks but one: adding zeros is exact. A collective."""
-        dist.all_reduce(numbers, group=self._group)
-        return numbers
+        All ranks but one contribute a zero, and adding zeros is exact.
+        """
+        if not gradients:
+            return []
+        zero = torch.zeros((), device=device)
+        mine = [b.grads.norms[i] if b.rank == b.speaker(i) else zero for b, i in gradients]
+        known = torch.stack(mine)
+        dist.all_reduce(known, group=self._group)
+        return list(known.unbind())
 
     def whole(self, bucket: BucketState, span: Tensor) -> Tensor:
         """A copy of the whole of which each rank gives its ``span``, on the span's device. A collective."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from strategies.engine.bucket_state import Scale
+from strategies.engine.jobs import Scale
 from strategies.engine.transfer.transfer import Transfer
 
 logger = logging.getLogger(__name__)

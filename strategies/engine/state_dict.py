@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from strategies.engine.memory.arena import alone
 from strategies.engine.tensors.loans import LentParameter, Loans
 from strategies.engine.tensors.parameters import RAW_DATA, Alias, Copied, Elsewhere, StowedParameter
 from strategies.engine.tensors.pending_gradient import PendingGradient
+from strategies.engine.tensors.saved_views import copies_to_host, customizes_state_dict, same_memory
 from strategies.engine.transfer.transfer import Lane
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class StateAccess(Copied):
         self._engine.refuse_partly_updated()
         self.end_module_loans(id(module))  # an earlier one was interrupted
         mine = list(module.parameters(recurse=False))
-        if any(_customizes_state_dict(each) for each in module.modules()):
+        if any(customizes_state_dict(each) for each in module.modules()):
             self._lent_to_modules[id(module)] = self.loans.lend(mine)
             return
         for param in mine:
@@ -99,11 +100,11 @@ class StateAccess(Copied):
             if _lent_value(param) is not None:  # by ``present``, until the end of its block
                 continue
             self._restore(param)
-            as_it_is = id(param) not in lent or _same_memory(saved, lent[id(param)])
+            as_it_is = id(param) not in lent or same_memory(saved, lent[id(param)])
             if as_it_is and isinstance(saved, Tensor) and not isinstance(saved, nn.Parameter):
                 state[prefix + name] = self._hand_out(param)
         if lent:
-            _copies_to_host(state, prefix, lent.values())
+            copies_to_host(state, prefix, lent.values())
 
     def _hand_out(self, param: nn.Parameter) -> Tensor:
         view = alone(self.newest_of(param))
@@ -380,30 +381,3 @@ def _with_gradient(original: Tensor, value: Tensor) -> Tensor:
 def _lent_value(param: nn.Parameter) -> Tensor | None:
     """The value of ``param``, if it is on loan."""
     return param.data if isinstance(param, LentParameter) else None
-
-
-def _same_memory(first: Any, second: Tensor) -> bool:
-    """Whether both are the same elements at the same address."""
-    if not isinstance(first, Tensor) or first.layout is not torch.strided:
-        return False
-    same = (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())
-    return same and first.data_ptr() == second.data_ptr()
-
-
-def _copies_to_host(state: dict[str, Any], prefix: str, lent: Iterable[Tensor]) -> None:
-    """Move saved views of copies to the host, since the plan has no device memory for the copies."""
-    copies = {tensor.untyped_storage().data_ptr() for tensor in lent}
-    for key, value in state.items():
-        strided = isinstance(value, Tensor) and value.layout is torch.strided and not isinstance(value, nn.Parameter)
-        if strided and key.startswith(prefix) and value.untyped_storage().data_ptr() in copies:
-            state[key] = value.detach().to("cpu", copy=True)
-
-
-def _customizes_state_dict(module: nn.Module) -> bool:
-    """Whether the module has its own state dict methods, or hooks other than ours."""
-    ours = 2 if next(module.parameters(recurse=False), None) is not None else 0
-    hooks = len(module._state_dict_pre_hooks) + len(module._state_dict_hooks)
-    return hooks > ours or any(
-        getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
-        for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
-    )

@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Site
-from strategies.engine.bucket_state import BucketState, Job, Pending, Scale
+from strategies.engine.bucket_state import BucketState, Pending
+from strategies.engine.jobs import Job, Scale
 from strategies.engine.optim import Operands, UpdateRule
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer

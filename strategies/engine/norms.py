@@ -1,0 +1,23 @@
+"""Norms of gradients, as numbers on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def together(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Single numbers from the host on ``device``, in one asynchronous copy."""
+    stacked = torch.stack(numbers)
+    if device.type != "cpu":
+        stacked = stacked.pin_memory().to(device, non_blocking=True)
+    return list(stacked.unbind())
+
+
+def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each, as fp32, by the function that ``torch.nn.utils.clip_grad_norm_`` calls."""
+    if not grads:
+        return []
+    return list(torch._foreach_norm(list(grads), 2.0, torch.float32))
