@@ -212,6 +212,7 @@ class Rates:
         duplex_factor: share of either direction's rate while both run; 1.0: they do not disturb each other.
         link_latency_s: seconds that a copy takes in addition to its bytes.
         launch_s: seconds of the host to launch one operator on the device.
+        net_bytes_per_s: that one rank sends to others, and receives; None: by way of the host, over both links.
         dram_bytes_per_s: of host memory, reads plus writes: what updates on the host and copies in both directions have
             together.
         update_fp32_params_per_s: AdamW on the host by the engine's worker, gradients in fp32, clipped.
@@ -231,11 +232,13 @@ class Rates:
     update_bf16_params_per_s: float
     device_bytes_per_s: float
     launch_s: float = 1e-5
+    net_bytes_per_s: float | None = None
     origin: Literal["measured", "profile", "assumed"]
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name in ("origin", "link_latency_s", "launch_s") or (name == "gemm_bf16_flops_per_s" and value is None):
+            unknown = name in ("gemm_bf16_flops_per_s", "net_bytes_per_s") and value is None
+            if unknown or name in ("origin", "link_latency_s", "launch_s"):
                 continue
             if not 0 < value < inf:
                 raise ValueError(f"{name} = {value!r}: must be more than 0 and finite")
@@ -249,6 +252,10 @@ class Rates:
         """The rates of one of ``ranks`` that share the machine's memory and cores."""
         names = ("dram_bytes_per_s", "update_fp32_params_per_s", "update_bf16_params_per_s")
         return replace(self, **{name: getattr(self, name) / ranks for name in names})
+
+    def exchange_bytes_per_s(self) -> float:
+        """Bytes per second that a rank sends to others, while it receives as many."""
+        return self.net_bytes_per_s or 1 / (1 / self.up_bytes_per_s + 1 / self.down_bytes_per_s)
 
     def gemm_flops(self, precision: Precision) -> float:
         """Flop/s of a matrix product. fp16 is assumed to be as fast as bf16. Without that, the fp32 rate is used."""

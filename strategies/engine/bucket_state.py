@@ -214,6 +214,11 @@ class BucketState:
         for piece in self.pieces_in(values):
             span[piece.at : piece.at + piece.size].copy_(values[piece.index][piece.start : piece.stop])
 
+    def read_into(self, value: Tensor, index: int, span: Tensor) -> None:
+        """Copy what this rank's ``span`` has of a parameter into ``value``, the whole of it, flat."""
+        for piece in self.pieces_in([index]):
+            value[piece.start : piece.stop].copy_(span[piece.at : piece.at + piece.size])
+
     def claim(self) -> None:
         """The home is this bucket's from now on; UP may write it."""
         self.present = True

@@ -76,7 +76,7 @@ class Engine(Copied):
         self._buffers = None if group is None else SharedBuffers(model, device, group)
         self.shares = None
         if group is not None and any(bucket.ways > 1 for bucket in layout.buckets):
-            self.shares = Shares(group, transfer, self.arena.of("", Item.RECEIVED, torch.uint8))
+            self.shares = Shares(group, transfer, self.arena.of("", Item.RECEIVED, torch.uint8), device)
         self.buckets = list(self._make_buckets(model))
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
@@ -138,6 +138,8 @@ class Engine(Copied):
 
     @unseen
     def _enter_forward(self, scope: Scope) -> None:
+        if self.shares is not None and not self.hooks.backward:
+            self.shares.ran(scope.name)
         self.ensure(*scope.buckets)
         if not self.hooks.backward:
             self.prefetch.in_forward(scope)

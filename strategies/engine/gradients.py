@@ -184,8 +184,10 @@ class Gradients:
         A rank may have no gradient for a parameter for which others have one. So what it exchanges, and when, follows
         from where backward is, and not from what has landed.
         """
+        assert self._shares is not None
         if self._fresh:
             self._start_pass()
+            self._shares.refuse_other_paths()  # before the first exchange of gradients, which would not find its like
         while self.last_pass and self._to_reduce and self._to_reduce[0].index not in still_used:
             self._reduce_first()
 
@@ -206,6 +208,8 @@ class Gradients:
             for bucket in late:
                 self._settle(bucket)  # where only other ranks have used it, its last update may wait for this memory
                 self._reduce(bucket)
+            if self._shares is not None:
+                self._shares.refuse_other_paths()
             self._share_touched()
         for bucket in late:
             if bucket.grads.touched:

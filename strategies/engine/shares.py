@@ -14,12 +14,17 @@ the plan and the model, never from timing. UP before NET: a fetch brings up this
 the home is free, or the gradient is written, and what was received before has been added. NET before COMPUTE: weights
 are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET writes
 others.
+
+Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, so
+what the ranks have run and exchanged is compared when backward begins, and again before any weight is updated.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +46,15 @@ class Shares:
         received: bytes on the device, as many as the gradient of the largest shared bucket has.
     """
 
-    def __init__(self, group: ProcessGroup, transfer: Transfer, received: Tensor | None) -> None:
-        self._group, self._transfer, self._received = group, transfer, received
+    def __init__(self, group: ProcessGroup, transfer: Transfer, received: Tensor | None, device: torch.device) -> None:
+        self._group, self._transfer, self._received, self._device = group, transfer, received, device
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._path: list[str] = []  # what was run and exchanged since ranks have last compared it
 
     def gather(self, bucket: BucketState) -> None:
         """Bring the other spans of the home; its own span has been given its newest weights. A collective."""
         transfer = self._transfer
+        self._path.append(f"gathered {bucket.name}")
         transfer.wait(Lane.NET, bucket.arrived, bucket.used)
         self._all_gather(bucket, bucket.weight)
         bucket.arrive(arrived=transfer.record(Lane.NET))
@@ -58,6 +65,7 @@ class Shares:
         """
         assert bucket.grad is not None and self._received is not None
         transfer, share = self._transfer, bucket.spec.share
+        self._path.append(f"added gradients of {bucket.name}")
         bucket.grad.div_(self.ranks)
         received = self._received.view(bucket.grad.dtype)[: bucket.spec.num_elements]
         transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
@@ -81,6 +89,38 @@ class Shares:
             for index, flag in enumerate(on_any_rank(mine, bucket.weight.device, self._group)):
                 if flag and not mine[index]:
                     bucket.grads.touch(index)
+
+    def everywhere(self, flag: bool) -> bool:
+        """Whether all ranks say so. A collective."""
+        (some_not,) = on_any_rank([not flag], self._device, self._group)
+        return not some_not
+
+    def ran(self, what: str) -> None:
+        """Forward has come to a module. What runs decides what is exchanged in backward, and when."""
+        self._path.append(f"ran {what}")
+
+    def refuse_other_paths(self) -> None:
+        """Compare what the ranks have run and exchanged since this was last called. A collective.
+
+        Raises:
+            RuntimeError: on all ranks, if it was not the same in the same order.
+        """
+        mine, self._path = self._path, []
+        digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7])
+        known = torch.empty(self.ranks, dtype=torch.int64, device=self._device)
+        dist.all_gather_into_tensor(known, torch.tensor([digest], device=self._device), group=self._group)
+        if len(set(known.tolist())) == 1:
+            return
+        lists: list[Any] = [None] * self.ranks
+        dist.all_gather_object(lists, mine, group=self._group)
+        times = zip_longest(*lists, fillvalue="did nothing")
+        each = next(each for each in times if len(set(each)) > 1)
+        other = next(rank for rank, what in enumerate(each) if what != each[0])
+        raise RuntimeError(
+            f"the ranks take different paths through the model: at one time rank 0 {each[0]}, and rank {other} "
+            f"{each[other]}. Ranks that share weights have to run the same blocks in the same order: no layer "
+            f"drop, no early exits"
+        )
 
     def norms_of_all(self, gradients: Sequence[tuple[BucketState, int]], device: torch.device) -> list[Tensor]:
         """The norms of these gradients, given by bucket and index, of which each was measured somewhere. A collective.

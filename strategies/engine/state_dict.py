@@ -29,6 +29,7 @@ from strategies.engine.bucket_state import BucketState
 from strategies.engine.engine import Engine
 from strategies.engine.memory.arena import alone
 from strategies.engine.tensors.loans import LentParameter, Loans
+from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, Alias, Copied, Elsewhere, StowedParameter
 from strategies.engine.tensors.pending_gradient import PendingGradient
 from strategies.engine.tensors.saved_views import copies_to_host, customizes_state_dict, same_memory
@@ -69,7 +70,9 @@ class StateAccess(Copied):
 
     def newest_of(self, param: nn.Parameter) -> Tensor:
         """The newest weight of ``param`` itself, which the host may read."""
-        bucket, index = self.settle(param)
+        return self._whole(*self.settle(param))
+
+    def _whole(self, bucket: BucketState, index: int) -> Tensor:
         return self._engine.whole_weight(bucket, index, "cpu") if bucket.is_shared else bucket.weight_of(index)
 
     def settle(self, param: nn.Parameter) -> tuple[BucketState, int]:
@@ -160,6 +163,15 @@ class StateAccess(Copied):
         self.was_used(bucket)
         self._restore(param)
 
+    def is_as_lent(self, param: nn.Parameter) -> bool:
+        """Whether a parameter on loan still has its newest weight. A collective if ranks share it."""
+        bucket, index = self.settle(param)
+        span = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
+        known = param.data.reshape(-1).to("cpu", copy=True)
+        bucket.read_into(known, index, span if bucket.master is None else bucket.master)
+        same = same_bits(param.data.reshape(-1).cpu(), known)
+        return same if self._engine.shares is None else self._engine.shares.everywhere(same)
+
     def was_used(self, bucket: BucketState) -> None:
         """COMPUTE has been given all reads and writes of the home by outside code."""
         bucket.was_used(used=self._engine.transfer.record(Lane.COMPUTE))
@@ -175,7 +187,7 @@ class StateAccess(Copied):
         for bucket in self._engine.buckets:
             for index, param in enumerate(bucket.params):
                 del param._keeper  # type: ignore[attr-defined]
-                bucket.views.lend(index, self.newest_of(param).to("cpu", copy=True), nn.Parameter)
+                bucket.views.lend(index, self._whole(bucket, index).to("cpu", copy=True), nn.Parameter)
         for handle in self._handles:
             handle.remove()
 

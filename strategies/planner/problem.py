@@ -56,6 +56,7 @@ class Update:
         state_bytes: come up before a streamed update and go down after it.
         grad_slot, arrival_slot, visit_slot: the slot for its gradient on the device, for a gradient that arrives on the
             host to be added, and for its visiting state; weights of the same slot use it in turn. None: its own memory.
+        exchange_bytes: of its gradient, that a rank sends to others.
         copy_slot: the slot on the host that its master is rounded into for each reload. None: the host has a copy.
     """
 
@@ -69,6 +70,7 @@ class Update:
     arrival_slot: int | None = None
     visit_slot: int | None = None
     copy_slot: int | None = None
+    exchange_bytes: int = 0
 
     @property
     def sends_down(self) -> bool:
@@ -96,6 +98,11 @@ class Weight:
         """What one rank copies up or down."""
         return self.num_bytes // self.ways
 
+    @property
+    def exchange_bytes(self) -> int:
+        """What one rank gets from the others."""
+        return self.num_bytes - self.link_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -118,11 +125,13 @@ class Shared:
         dram: bytes per second of the host's memory: each byte of a copy counts once, an update what it touches.
         device: bytes per second of the device's memory: copies, and updates on the device.
         cores: there is no accelerator; compute, copies and updates on the host run on the same cores.
+        network: bytes per second that a rank sends to others.
     """
 
     dram: float = inf
     device: float = inf
     cores: bool = False
+    network: float = inf
 
 
 @dataclass(frozen=True, slots=True, order=True)

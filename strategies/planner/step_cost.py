@@ -115,7 +115,12 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
         budget=1 << 62,
         accumulation=layout.accumulation,
         in_backward=layout.in_backward,
-        shared=Shared(rates.dram_bytes_per_s, rates.device_bytes_per_s, cores=not facts.machine.has_accelerator),
+        shared=Shared(
+            rates.dram_bytes_per_s,
+            rates.device_bytes_per_s,
+            cores=not facts.machine.has_accelerator,
+            network=rates.exchange_bytes_per_s(),
+        ),
     )
 
 
@@ -208,6 +213,8 @@ def _update(
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=slots.get((bucket.name, Item.COPY)),
+        # Spans to their owners; where parameters are cut, the sums to all, for the norm.
+        exchange_bytes=(1 + bucket.cut) * (bucket.weight_bytes - bucket.weight_bytes // bucket.ways),
     )
 
 

@@ -11,6 +11,8 @@ update      waits for its gradient (``in_backward``), or for all of them, becaus
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
 visit       state comes up into one of a few slots, is updated, and goes down again
 return      a weight updated on the device goes down if it leaves at all
+exchange    of a bucket that ranks share: a reload, and a new weight, is followed by the other ranks' parts; a gradient
+            goes to its owners before it goes down or is used for an update
 saved       tensors that forward sends to the host go down after its tick; the tick after the next one waits for
             that, because it uses their memory again. They come up when backward of the next unit begins. Both are
             on streams of their own
@@ -33,6 +35,7 @@ class Resource(Enum):
     UP = "link up"
     DOWN = "link down"
     CPU = "cpu"
+    NET = "network"
 
 
 COPIES = (Resource.UP, Resource.DOWN)
@@ -106,6 +109,14 @@ class TaskBuilder:
         task.seconds = num_bytes / (link.up if resource is Resource.UP else link.down)
         return task
 
+    def _exchange(self, label: str, num_bytes: int, after: Task) -> Task:
+        """With the other ranks; ``after`` itself if there is nothing to exchange."""
+        if not num_bytes:
+            return after
+        task = self._task(Resource.NET, label, [after])
+        task.seconds = num_bytes / self._problem.shared.network
+        return task
+
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
         """A task of compute, after all compute before it."""
         self._compute = self._task(Resource.COMPUTE, label, (self._compute, self._slot, *after))
@@ -148,6 +159,11 @@ class TaskBuilder:
             ending = [weight for weight in self._last[tick] if self._sends(weight, is_last)]
             made = self._tick(todo, waits, ending, is_first=number % self._problem.accumulation == 0)
             self._ends[tick] = made
+            for weight in self._last[tick] if is_last else ():
+                update = self._problem.weights[weight].update
+                if update is not None and update.exchange_bytes and weight not in ending:
+                    name = self._problem.weights[weight].name
+                    self._landed[weight] = self._exchange(f"gradient {name}", update.exchange_bytes, made)
             if todo.hosted_bytes:
                 self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
                 self._saved[tick].stream = 1
@@ -187,7 +203,8 @@ class TaskBuilder:
         update, name = self._update(weight), self._problem.weights[weight].name
         slot = None if is_first else update.arrival_slot
         self._slot = self._free(update.grad_slot)
-        down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, [made, self._slot, self._free(slot)])
+        there = self._exchange(f"gradient {name}", update.exchange_bytes, made)
+        down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, [there, self._slot, self._free(slot)])
         self._occupy(update.grad_slot, down)
         self._landed[weight] = down
         if update.grad_home is Home.HOST and not is_first:
@@ -218,7 +235,8 @@ class TaskBuilder:
         self._reload = self._copy(Resource.UP, f"weight {info.name}", info.link_bytes, after)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._occupy(slot, self._reload)
-        self._gate.setdefault(weight, []).append(self._reload)
+        gathered = self._exchange(f"gather {info.name}", info.exchange_bytes, self._reload)
+        self._gate.setdefault(weight, []).append(gathered)
 
     def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
         """Add the update of ``weight``, which waits for ``gradient``; the next pass that uses it is ``used_in``."""
@@ -236,7 +254,8 @@ class TaskBuilder:
         if weight not in self._away:
             sent = self._copy(Resource.UP, f"new weight {info.name}", info.link_bytes, [task])
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
-            self._gate.setdefault(weight, []).append(sent)
+            gathered = self._exchange(f"gather {info.name}", info.exchange_bytes, sent)
+            self._gate.setdefault(weight, []).append(gathered)
 
     def _update_on_device(self, weight: int, number: int) -> None:
         """The kernel; around it the visit of the state, and after it the copy of the weight to the host."""
@@ -254,6 +273,8 @@ class TaskBuilder:
         done = self._work(f"update {info.name}", update.seconds, (*gate, *waits))
         done.touched_bytes = update.touched_bytes
         self._gate.pop(weight, None)
+        if info.exchange_bytes:
+            self._gate[weight] = [self._exchange(f"gather {info.name}", info.exchange_bytes, done)]
         if update.site is Site.STREAMED:
             state = self._copy(Resource.DOWN, f"state {info.name}", update.state_bytes, [done])
             self._occupy(update.visit_slot, state)

@@ -186,30 +186,34 @@ def stowed(
 
 
 def _shared(result: Result, model: nn.Module, optimizer: StowOptimizer) -> Result:
-    """What ranks leave that share the state, put together on each of them: weights, counts and state."""
-    engine, names = optimizer.engine, optimizer.engine.rule.names
-    assert engine.shares is not None and optimizer.skipped == 0
+    """What ranks leave that share the state, put together on each of them."""
+    assert optimizer.skipped == 0
     weights = model.state_dict()
     result.tensors |= {name: weights[name].cpu().clone() for name, _ in model.named_parameters()}
+    result.tensors |= shared_state(optimizer)
+    optimizer.close()
+    return result
+
+
+def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
+    """Counts, moments and masters of which each rank has a span, whole, by parameter and torch's name. A collective."""
     optimizer.drain()
+    engine, found = optimizer.engine, dict[str, Tensor]()
+    assert engine.shares is not None
     for bucket in engine.buckets:
         if bucket.spec.group is None:
             continue
-        spans = dict(zip(names, bucket.moments, strict=True)) | (
-            {} if bucket.master is None else {"master": bucket.master}
-        )
         assert bucket.steps is not None
-        mine = [index in {piece.index for piece in bucket.pieces} for index in range(len(bucket.params))]
-        counts = torch.where(torch.tensor(mine), bucket.steps.cpu(), torch.zeros(len(mine)))
+        spans = dict(zip(engine.rule.names, bucket.moments, strict=True))
+        spans |= {"master": bucket.master} if bucket.master is not None and bucket.spec.mixed else {}
+        mine = torch.tensor([index in {piece.index for piece in bucket.pieces} for index in range(len(bucket.params))])
+        counts = torch.where(mine, bucket.steps.cpu(), torch.zeros(len(mine)))
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
-        for key, span in spans.items():
-            whole = engine.shares.whole(bucket, span).cpu()
-            for index, name in enumerate(bucket.spec.params):
-                if key != "master" or bucket.spec.mixed:
-                    result.tensors[f"{name} {key}"] = bucket.shaped(whole, index).clone()
-        result.tensors |= {f"{name} step": counts[index] for index, name in enumerate(bucket.spec.params)}
-    optimizer.close()
-    return result
+        whole = {key: engine.shares.whole(bucket, span).cpu() for key, span in spans.items()}
+        for index, name in enumerate(bucket.spec.params):
+            found |= {f"{name} {key}": bucket.shaped(flat, index).clone() for key, flat in whole.items()}
+            found[f"{name} step"] = counts[index]
+    return found
 
 
 def _windows(batches: Batches, accumulation: int) -> list[Batches]:

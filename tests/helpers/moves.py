@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.engine import shared_state
 from tests.helpers.tiny import LLAMA, VOCAB, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
@@ -62,6 +63,12 @@ def plain(ranks: int = 1, **training: Any) -> Kind:
 def offload(ranks: int = 1, **training: Any) -> Kind:
     """The memory engine."""
     return Kind(ranks, OFFLOAD, training)
+
+
+def shared(ranks: int, stage: int = 3, **training: Any) -> Kind:
+    """The memory engine, its buckets shared by the ranks; under stage 1 with all weights on each device."""
+    options = OFFLOAD if stage == 3 else {"offload": {"site": "host"}}
+    return Kind(ranks, {**options, "zero": {"stage": stage}}, training)
 
 
 def zero(stage: int, ranks: int = 1, **training: Any) -> Kind:
@@ -120,11 +127,14 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
     rates = {group["lr"] for group in trainer.optimizer.param_groups}  # DeepSpeed drops groups without parameters
     found = {"lr": torch.tensor(sorted(rates), dtype=torch.float64)}
     found["epoch of the schedule"] = torch.tensor(trainer.lr_scheduler.last_epoch)
+    shared = shared_state(trainer.stowed) if trainer.stowed is not None and trainer.stowed.is_shared else {}
     for name, param in trainer.model.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad and shared:
+            found[f"{name} weight"] = shared.pop(f"{name} master", param.detach().float().cpu().clone())
+        elif param.requires_grad:
             for kind, value in _state_of(trainer, param).items():
                 found[f"{name} {kind}"] = torch.as_tensor(value).detach().float().cpu().clone()
-    return found
+    return found | shared
 
 
 def _state_of(trainer: Any, param: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from trainer.planning.plan_for import plan_for
 pytestmark = pytest.mark.ranks
 
 
-def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype) -> dict[str, Any]:
+def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype, zero: dict[str, int] | None) -> dict[str, Any]:
     """Three steps; in the second, one rank alone has a gradient that is not finite.
 
     Nobody says that there are two ranks, and they begin with different weights.
@@ -26,7 +26,7 @@ def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype) -> dict[str,
     model: Any = build("llama", dtype=dtype)
     if ranks.rank == 1:
         torch.nn.init.normal_(model.lm_head.weight)
-    plan = plan_for(model, max_grad_norm=max_norm, site="host", weights="streamed", prefetch=1)
+    plan = plan_for(model, max_grad_norm=max_norm, site="host", weights="streamed", prefetch=1, zero=zero)
     optimizer = stow(model, plan, rule=AdamW(lr=1e-2), device="cpu")
     with pytest.raises(ValueError, match="averages gradients over the ranks itself: do not wrap it"):
         torch.nn.parallel.DistributedDataParallel(model)
@@ -55,8 +55,9 @@ def one_bad_rank(ranks: Ranks, max_norm: float, dtype: torch.dtype) -> dict[str,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_one_rank_that_is_not_finite_stops_the_step_of_all(max_norm: float, dtype: torch.dtype) -> None:
-    found = run_world(2, one_bad_rank, max_norm, dtype)
+@pytest.mark.parametrize("zero", [None, {"stage": 3}], ids=["whole", "shared"])
+def test_one_rank_that_is_not_finite_stops_the_step_of_all(zero: Any, max_norm: float, dtype: torch.dtype) -> None:
+    found = run_world(2, one_bad_rank, max_norm, dtype, zero)
     assert found.pop("skipped") == 1
     assert all(found.values()), found
 

@@ -14,12 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from strategies.engine import stow
 from strategies.engine.shares import Shares
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
 from strategies.engine.updates import Updates
 from tests.helpers.doubles import Vacant
-from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
+from tests.helpers.engine import (
+    DECAY,
+    LR,
+    STEPS,
+    Result,
+    checkpointing,
+    differences,
+    groups_of,
+    plain,
+    plan_of,
+    stowed,
+)
 from tests.helpers.grid import ENGINE, NORMS, title
 from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Row, Table
@@ -123,6 +135,52 @@ def orders(ranks: Ranks) -> list[list[str]]:
     everywhere: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(everywhere, seen)
     return everywhere
+
+
+def summed_first(ranks: Ranks) -> list[str]:
+    """Two micro-batches per rank: they are summed before the ranks are, as torch's data parallelism does."""
+    case = {"model": "llama", "tied": False, "dtype": "float32", "recompute": "none", "frozen": False}
+    batches = tokens("llama", STEPS * 2 * ranks.world_size)
+    mine = [batches[at] for at in range(len(batches)) if at // 2 % ranks.world_size == ranks.rank]
+    parallel: Any = nn.parallel.DistributedDataParallel(made(case))
+    optimizer, norms = torch.optim.AdamW(parallel.parameters(), lr=LR, weight_decay=DECAY, fused=True), []
+    for step in range(STEPS):
+        with parallel.no_sync():
+            (parallel(**mine[2 * step]).loss / 2).backward()
+        (parallel(**mine[2 * step + 1]).loss / 2).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model, loop = made(case), {"accumulation": 2, "max_norm": 0.05}
+    plan = plan_of(model, site="host", weights="travelling", ranks=ranks.world_size, **loop)
+    found = stowed(model, plan, mine, transfer=Delayed(), **loop)
+    wrong = [name for name, param in parallel.module.named_parameters() if not torch.equal(param, found.tensors[name])]
+    return wrong + (["norms"] if norms != found.norms else [])
+
+
+def test_micro_batches_are_summed_before_ranks() -> None:
+    assert run_world(2, summed_first) == []
+
+
+def other_path(ranks: Ranks) -> str:
+    """The second rank leaves out another block than the first; all blocks have the same size."""
+    model: Any = build("llama")
+    plan = plan_of(model, site="host", weights="travelling", max_norm=1.0, ranks=2)
+    optimizer = stow(model, plan, groups_of(model, 1), device="cpu")  # type: ignore[arg-type]
+    blocks = model.model.layers
+    model.model.layers = nn.ModuleList(block for index, block in enumerate(blocks) if index != 1 + ranks.rank)
+    loss = model(**tokens("llama", 1)[0]).loss
+    start = [bucket.master if bucket.master is not None else bucket.copy for bucket in optimizer.engine.buckets]
+    before = [span.clone() for span in start if span is not None]
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert all(torch.equal(*pair) for pair in zip(before, [span for span in start if span is not None], strict=True))
+    return str(caught.value)
+
+
+def test_ranks_that_take_other_paths_are_refused_before_anything_is_updated() -> None:
+    line = run_world(2, other_path)
+    assert "paths through the model: at one time rank 0 ran model.layers.2, and rank 1 ran model.layers.1. " in line
 
 
 def test_no_exchange_depends_on_timing() -> None:

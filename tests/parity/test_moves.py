@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.moves import OFFLOAD, RECOMPUTE, SAVED, Kind, different, made, offload, plain, run, zero
+from tests.helpers.moves import OFFLOAD, RECOMPUTE, SAVED, Kind, different, made, offload, plain, run, shared, zero
 from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import MIXTRAL
 from trainer.dist.ranks import Ranks
@@ -63,6 +63,20 @@ def test_to_more_ranks(tmp_path: Path) -> None:
     """On three ranks ZeRO adds gradients in another order than plain training, so only the beginning is compared."""
     runs = moved(tmp_path, offload(), zero(1, 2), zero(2, 2), zero(HIGHEST_STAGE, 3))
     all_equal(runs[1:3])
+
+
+def test_shared_buckets(tmp_path: Path) -> None:
+    """From and to other strategies, stages and numbers of ranks; three ranks add in another order."""
+    runs = moved(
+        tmp_path, shared(2), shared(2), shared(2, stage=1), plain(2), offload(2), zero(2, 2), shared(3), shared(1)
+    )
+    all_equal(runs[:6])
+    runs = moved(tmp_path / "back", zero(HIGHEST_STAGE, 3), shared(2), shared(2, stage=1), shared(1))
+    all_equal(runs[1:3])
+    runs = moved(
+        tmp_path / "bf16", shared(2, **BF16), shared(2, stage=1, **BF16), offload(2, **BF16), shared(3, **BF16)
+    )
+    all_equal(runs[:3])
 
 
 def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:

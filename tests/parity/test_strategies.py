@@ -16,12 +16,8 @@ from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 from strategies.core.registry import available, find
 from tests.helpers.releases import needs_stage_3
 from trainer.config.sections import RunConfig
-from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
-from trainer.errors import ConfigError
-from trainer.machine.probe import probe
 from trainer.planning.facts import run_facts
-from trainer.planning.from_config import plan_of
 from trainer.verify.differences import compare
 from trainer.verify.verify import shrink, train, without_strategies
 
@@ -114,14 +110,10 @@ def together() -> Iterator[Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("names", together())
 def test_together(names: tuple[str, ...], tmp_path: Path) -> None:
-    """Strategies that go together train with the bits of plain training; others are refused, by name."""
+    """Strategies that go together train with the bits of plain training; beside offload, zero is in its engine."""
     case = NEVER_CLIPS
     strategies = {name: find(name).model_validate(find(name).examples[-1]) for name in names}
     config = config_of(case, strategies, tmp_path)
-    if {"zero", "offload"} <= set(names):  # two engines for one model
-        with pytest.raises(ConfigError, match=r"strategies\.zero.*strategies\.offload"):
-            plan_of(config, Ranks(0, 0, RANKS, RANKS), probe())
-        return
     assert compare(plain(case, tmp_path), run_world(RANKS, train, config)["weights"]) == []
 
 

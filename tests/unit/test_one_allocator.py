@@ -39,10 +39,15 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ones_like": "one number: no clipping",
     },
     "engine.py": {"full": "one NaN per dtype, which absent weights show"},
-    "gradients.py": {
-        "tensor": "one number per gradient, where ranks agree on who was touched",
-        "zeros": "one number: the norm of no gradients",
+    "gradients.py": {"zeros": "one number: the norm of no gradients"},
+    "norms.py": {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
+    },
+    "rank_sync.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
+    "shares.py": {
+        "empty": "one number per rank, and what is read out of the engine, whole: a copy",
+        "tensor": "one number: the digest of a path",
+        "zeros": "one number: the norm that another rank knows",
     },
     "routed_linear.py": {"empty": "the transposed copy of a weight, which strategies.linear counts in the plan"},
     "state_file.py": {"empty": "one weight at a time, while a checkpoint is loaded"},

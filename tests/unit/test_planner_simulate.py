@@ -29,7 +29,7 @@ from strategies.planner.tasks import Resource
 from tests.helpers.exact import complaints
 from tests.unit.planning import blocks, even, halved, uneven, updated
 
-COMPUTE, UP, DOWN, CPU = Resource.COMPUTE, Resource.UP, Resource.DOWN, Resource.CPU
+COMPUTE, UP, DOWN, CPU, NET = Resource
 FAST = Link(0.0, 1.0, 1.0)  # a byte per second
 
 
@@ -120,7 +120,7 @@ def test_nothing_leaves() -> None:
     found = simulate(two_blocks(), ())
     assert found.period == 6.0
     assert spans(found, COMPUTE) == [("FP 0", 0, 1), ("FP 1", 1, 2), ("BP 1", 2, 4), ("BP 0", 4, 6)]
-    assert found.busy == {COMPUTE: 6.0, UP: 0.0, DOWN: 0.0, CPU: 0.0}
+    assert found.busy == {COMPUTE: 6.0, UP: 0.0, DOWN: 0.0, CPU: 0.0, NET: 0.0}
     assert found.binds is COMPUTE
 
 
@@ -132,7 +132,7 @@ def test_a_reload_at_need_is_waited_for() -> None:
     assert spans(found, COMPUTE)[-1] == ("BP 0", 7, 9)
     assert found.busy[UP] == 3.0
     assert found.hidden[UP] == 0.0
-    assert found.critical == {COMPUTE: 6.0, UP: 3.0, DOWN: 0.0, CPU: 0.0}
+    assert found.critical == {COMPUTE: 6.0, UP: 3.0, DOWN: 0.0, CPU: 0.0, NET: 0.0}
 
 
 def test_a_reload_issued_a_step_earlier_hides() -> None:

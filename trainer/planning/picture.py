@@ -56,7 +56,7 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
     Raises:
         OSError, ValueError: the file cannot be written, or its suffix is no picture's.
     """
-    bars, rows = 2 * (BAR + MARGIN), ROW * len(Resource) + CURVE + AXIS + 3 * MARGIN
+    bars, rows = 2 * (BAR + MARGIN), ROW * len(_shown(cost)) + CURVE + AXIS + 3 * MARGIN
     image = Image.new("RGB", (WIDTH, TITLE + MARGIN + (bars if cost is None else rows)), "white")
     pen, font = ImageDraw.Draw(image), ImageFont.load_default(15)
     limit = Limit(budget, "budget") if budget is not None else Limit(plan.facts.machine.device_bytes, "device has")
@@ -94,11 +94,11 @@ def _step(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, cost: StepCost, limi
     def at(seconds: float) -> float:
         return LEFT + max(0.0, min(cost.seconds, seconds)) * across
 
-    floor = TITLE + ROW * len(Resource) + MARGIN + CURVE
+    floor = TITLE + ROW * len(_shown(cost)) + MARGIN + CURVE
     for time in axis(cost.seconds):
         pen.line((at(time), TITLE, at(time), floor + 5), GRID)
         pen.text((at(time) - 10, floor + 8), f"{time:.3g} s", INK, font)
-    for row, resource in enumerate(Resource):
+    for row, resource in enumerate(_shown(cost)):
         top = TITLE + row * ROW
         pen.text((MARGIN, top + 14), resource.value, INK, font)
         pen.rectangle((LEFT, top + 4, WIDTH - MARGIN, top + ROW - 8), outline=GRID)
@@ -111,6 +111,11 @@ def _step(pen: ImageDraw.ImageDraw, font: Font, plan: Plan, cost: StepCost, limi
         pen.rectangle((left, floor + AXIS, left + 12, floor + AXIS + 12), fill=colour)
         pen.text((left + 18, floor + AXIS - 4), word, INK, font)
     _memory(pen, font, plan, cost, at, floor, limit)
+
+
+def _shown(cost: StepCost | None) -> list[Resource]:
+    """The resources that have a row; the network only if it is used."""
+    return [each for each in Resource if each is not Resource.NET or (cost and cost.outcome.busy[each] > 0)]
 
 
 def _busy(cost: StepCost) -> str:

@@ -148,7 +148,7 @@ def train(ranks: Ranks, config: RunConfig) -> dict[str, Any]:
     trainer = order.make_trainer(run)
     try:
         trainer.train()
-        report = _engine_report(trainer, run.plan) if trainer.stowed is not None and ranks.is_first else {}
+        report = _engine_report(trainer, run.plan) if trainer.stowed is not None else {}  # a collective if it is shared
         return {"weights": full_weights(trainer, ranks), **report}
     finally:
         trainer.accelerator.free_memory()
@@ -164,7 +164,7 @@ def _engine_report(trainer: Any, plan: Plan) -> dict[str, Any]:
     state = {
         f"{name} {key}": value.detach().float().cpu().clone()
         for name, parameter in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad and not stowed.is_shared  # then no rank has all of it
         for key, value in stowed.state_of(parameter).items()
     }
     return {"state": state, "moved": asdict(moved)}

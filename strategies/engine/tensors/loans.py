@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, StowedParameter
 
 if TYPE_CHECKING:
@@ -83,8 +82,7 @@ class Loans:
     def keep(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Make the values of ``params``, by default of all on loan, their weights."""
         for param in tuple(self.out) if params is None else params:
-            known = self._access.newest_of(param)
-            if not same_bits(param.data.cpu(), known.cpu()):
+            if not self._access.is_as_lent(param):
                 self._access.set_weight(param, param.data)
 
     def give_back(self, params: Sequence[nn.Parameter]) -> None:
