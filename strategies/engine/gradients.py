@@ -184,10 +184,9 @@ class Gradients:
         A rank may have no gradient for a parameter for which others have one. So what it exchanges, and when, follows
         from where backward is, and not from what has landed.
         """
-        assert self._shares is not None
-        if self._fresh:
+        if self._fresh and self._shares is not None:
             self._start_pass()
-            self._shares.refuse_other_paths()  # before the first exchange of gradients, which would not find its like
+            self._shares.refuse_other_paths()  # an exchange of gradients would not find its like
         while self.last_pass and self._to_reduce and self._to_reduce[0].index not in still_used:
             self._reduce_first()
 
