@@ -62,7 +62,8 @@ By hand, P = {params:,} parameters ({formula}):
 END = """\
 With offload 12 of the 16 bytes are masters and moments, 2 the weight, and 2 the gradient, which can take the place of
 the weight's copy on the host. What a table has beyond that: what forward saves for {tokens:,} tokens, logits included,
-gathered weights under ZeRO-3, slots and scratch of the memory engine, and 1 GiB of host memory for Python.
+gathered weights under ZeRO-3, slots and scratch of the memory engine, and 1 GiB of host memory for Python. Of ranks
+that share what is offloaded, a state rests on the device only beside its weight, which is whole there.
 """
 
 
@@ -96,14 +97,22 @@ def by_hand(kind: str, sizes: Sequence[int], rows: Sequence[FitRow]) -> Iterator
     yield "full", "4 weight + 4 gradient + 8 moments, P", human(16 * params), says("full", Home.DEVICE)
     offload = next((row for row in rows if row.training == "full + recompute + offload"), None)
     device = int(SHARE * (DEVICE << 30))
-    least, most = (human(max(0, size * params - device)) for size in (14, 16))
-    host = "-" if offload is None or Home.HOST not in offload.needed else human(offload.needed[Home.HOST])
-    yield "full + recompute + offload, host", "14 to 16 P less 0.9 of the card", f"{least} to {most}", host
+
+    def on_host(row: FitRow | None, share: int, device: int) -> tuple[str, str]:
+        least, most = (human(max(0, size * share - device)) for size in (14, 16))
+        needed = "-" if row is None or Home.HOST not in row.needed else human(row.needed[Home.HOST])
+        return f"{least} to {most}", needed
+
+    yield "full + recompute + offload, host", "14 to 16 P less 0.9 of the card", *on_host(offload, params, device)
     lora = 2 * params + 16 * adapters
     yield "LoRA", f"2 P + 16 of {adapters:,} in adapters", human(lora), says("LoRA", Home.DEVICE)
     for ranks in (2, 4, 8):
         state = 16 * params // ranks
         found = next(row for row in rows if row.ranks == ranks)
+        if "offload" in found.training:
+            what = f"{found.training}, {ranks} ranks, host"
+            yield what, "at most 14 to 16 P / ranks", *on_host(found, params // ranks, 0)
+            continue
         step = human(state + 4 * params // ranks)
         yield (
             f"{found.training}, {ranks} ranks",

@@ -16,6 +16,8 @@ training bit for bit. In two cases sums are taken in another order and weights a
 that triggers (stages 1 to 3 sum the squares partition by partition), and accumulation (stages 2 and 3 reduce every
 micro-batch).
 
+Beside ``offload`` this strategy decides nothing: the memory engine is used, and its ranks share the state.
+
 This file decides who holds what; DeepSpeed's config is made in ``strategies/backends/deepspeed.py``.
 
 Refused: stage 3 with Transformers before 5.23, which initializes some weights differently under it.

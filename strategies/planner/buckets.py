@@ -72,7 +72,7 @@ def capacity(facts: Facts) -> int | None:
     def moved(size: int) -> float:
         found = [b.weight_bytes for b in form(facts, size) if kinds[b.units[0]] is UnitKind.BLOCK]
         seconds = len(found) * rates.link_latency_s + sum(found) / rates.up_bytes_per_s
-        return copies * seconds + max(found) / rates.up_bytes_per_s
+        return copies * seconds + max(found, default=0) / rates.up_bytes_per_s
 
     sizes = [block, *(-(-block // part) for part in PARTS)]
     return min(sizes, key=moved)  # the largest of equals

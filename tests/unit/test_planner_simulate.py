@@ -367,6 +367,26 @@ def test_gradients_that_rest_on_the_host_are_added_there() -> None:
     assert found.busy[CPU] >= 2 * 1.0 + 4 * 1.0  # two updates, and four sums of 1 B that touch 3 B
 
 
+def test_ranks_exchange_what_each_has_a_part_of() -> None:
+    """Of two ranks each copies half of a weight and gets the other half, at a byte per second."""
+    plain = two_blocks()
+    halves = replace(plain, weights=tuple(replace(item, ways=2) for item in plain.weights), shared=Shared(network=1.0))
+    found = simulate(halves, [Eviction(halves.gaps[0], 2)])
+    assert spans(found, UP) == [("weight 0", 2, 3)] and spans(found, NET) == [("gather 0", 3, 5)]
+    assert spans(found, COMPUTE)[-1] == ("BP 0", 5, 7)
+    shared = with_update(halves, site=Site.HOST, seconds=1.0, grad_bytes=1, exchange_bytes=3, grad_home=Home.HOST)
+    found = simulate(shared, ())
+    ends = {label: end for label, _, end in spans(found, COMPUTE)}
+    times = {label: (start, end) for label, start, end in spans(found, NET)}
+    assert times["gradient 1"] == (ends["BP 1"], ends["BP 1"] + 3)
+    ((_, start, _),) = [span for span in spans(found, DOWN) if span[0] == "gradient 1"]
+    assert (start - ends["BP 1"] - 3) % found.period == pytest.approx(0)
+    assert found.least["network"] == pytest.approx(3 + 3 + 2 + 3)  # gradients; 2 of 3 B and 3 of 5 B of new weights
+    on_device = with_update(halves, site=Site.DEVICE, seconds=1.0, grad_bytes=1, exchange_bytes=3)
+    labels = {label for label, *_ in spans(simulate(on_device, ()), NET)}
+    assert labels == {"gather 0", "gather 1", "gradient 0", "gradient 1"}
+
+
 def test_a_master_is_rounded_before_its_weight_comes_up() -> None:
     """Weight 0, of 3 B, is wanted at 2 and needs 9 B of a memory that gives 4.5 B/s."""
     rounded = with_update(two_blocks(), site=Site.STREAMED, seconds=0.0, grad_bytes=0, copy_slot=0)
