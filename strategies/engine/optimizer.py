@@ -256,6 +256,16 @@ class StowOptimizer(torch.optim.Optimizer):
         finally:
             self.access.loans.give_back(lent)
 
+    def gathered(self, *, keep: bool) -> dict[str, Any]:
+        """The model's state dict, where ranks share the weights: whole on those that ``keep`` it, without values on the
+        others, so that one copy is made and not one per rank. A collective.
+        """
+        self.access.only_takes_part = not keep
+        try:
+            return self._model.state_dict()
+        finally:
+            self.access.only_takes_part = False
+
     @property
     def skipped(self) -> int:
         """Steps skipped because a gradient was not finite, as far as known without waiting."""

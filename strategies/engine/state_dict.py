@@ -51,6 +51,7 @@ class StateAccess(Copied):
         self._engine = engine
         self._handles: list[Any] = []
         self.loans = Loans(self)
+        self.only_takes_part = False  # state dicts have no values: another rank reads them, with this one's help
         self._lent_to_modules: dict[int, list[nn.Parameter]] = {}  # while a state dict is made, by id of the module
         # Torch does not swap a tensor that has a weak reference. Without one, ``model.to`` would swap parameters where
         # torch is set to do so, and the new ones would not be in planned memory.
@@ -111,6 +112,8 @@ class StateAccess(Copied):
 
     def _hand_out(self, param: nn.Parameter) -> Tensor:
         view = alone(self.newest_of(param))
+        if self.only_takes_part:
+            return view.new_empty(0)
         bucket, _ = self._engine.bucket_of[id(param)]
         bucket.hand_out(view)
         return view

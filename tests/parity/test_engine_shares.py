@@ -183,6 +183,27 @@ def test_ranks_that_take_other_paths_are_refused_before_anything_is_updated() ->
     assert "paths through the model: at one time rank 0 ran model.layers.2, and rank 1 ran model.layers.1. " in line
 
 
+def read_by_the_first(ranks: Ranks) -> list[str]:
+    """What is wrong with the state dict that the first rank keeps, and with what the other one has meanwhile."""
+    model: Any = build("llama")
+    plan = plan_of(model, site="host", weights="travelling", ranks=2)
+    optimizer = stow(model, plan, groups_of(model, 1), device="cpu")  # type: ignore[arg-type]
+    whole, gathered = model.state_dict(), optimizer.gathered(keep=ranks.rank == 0)
+    assert all(value.numel() for value in model.state_dict().values())
+    if ranks.rank:
+        wrong = [name for name, value in gathered.items() if value.numel()]
+    else:
+        wrong = [name for name, value in whole.items() if not torch.equal(value, gathered[name])]
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, wrong)
+    return [*everywhere[0], *everywhere[1]]
+
+
+def test_one_copy_is_made_for_a_checkpoint() -> None:
+    """And not one per rank."""
+    assert run_world(2, read_by_the_first) == []
+
+
 def test_no_exchange_depends_on_timing() -> None:
     first, second = run_world(2, orders)
     assert first == second and len(first) > 50

@@ -49,6 +49,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "tensor": "one number: the digest of a path",
         "zeros": "one number: the norm that another rank knows",
     },
+    "state_dict.py": {"new_empty": "nothing, in place of what another rank reads"},
     "routed_linear.py": {"empty": "the transposed copy of a weight, which strategies.linear counts in the plan"},
     "state_file.py": {"empty": "one weight at a time, while a checkpoint is loaded"},
     "updates.py": {"empty": "the CPU update's scratch of fixed size, pageable, allocated once"},

@@ -69,6 +69,12 @@ class StowAccelerator(Accelerator):
             self._norm = clip_grad_norm_(engine.module.parameters(), limit)
             engine.step()
 
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """As Accelerate's. Where ranks of the memory engine share the weights, only the first has values."""
+        if self.stowed is not None and self.stowed.shares_weights:
+            return self.stowed.gathered(keep=self.is_main_process)
+        return super().get_state_dict(model, unwrap)
+
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
         """The norm before clipping. Gradients that the engine holds, or that were clipped in ``backward``, stay there.
 

@@ -161,7 +161,8 @@ class Trainer(StowedTrainer, transformers.Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them."""
         if self.stowed is not None and self.stowed.shares_weights and state_dict is None:
-            state_dict = self.model.state_dict()  # a collective, while Hugging Face calls it where it writes
+            # A collective, while Hugging Face makes a state dict only where it writes.
+            state_dict = self.stowed.gathered(keep=bool(self.args.should_save))
         super()._save(output_dir, state_dict)
         (Path(output_dir or str(self.args.output_dir)) / TRAINING_ARGS_NAME).unlink(missing_ok=True)
 

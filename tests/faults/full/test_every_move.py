@@ -1,6 +1,6 @@
 """Every move of a checkpoint from one strategy and number of ranks to another: part of ``make faults``.
 
-Fourteen strategies and numbers of ranks in fp32 and in bf16, each to each: 392 moves. The state after loading has the
+Seventeen strategies and numbers of ranks in fp32 and in bf16, each to each: 578 moves. The state after loading has the
 bits of the state that was saved. Runs on the same ranks that compute the same go on to the same bits.
 """
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.moves import OFFLOAD, RECOMPUTE, SAVED, Kind, different, offload, plain, run, zero
+from tests.helpers.moves import OFFLOAD, RECOMPUTE, SAVED, Kind, different, offload, plain, run, shared, zero
 
 KINDS: dict[str, Kind] = {
     "plain": plain(), "plain on 2": plain(2), "plain on 3": plain(3),
     "offload": offload(), "offload on 2": offload(2), "offload, recompute": Kind(1, {**OFFLOAD, **RECOMPUTE}),
     "stage 0": zero(0), "stage 0 on 2": zero(0, 2), "stage 1": zero(1), "stage 1 on 3": zero(1, 3),
     "stage 2 on 2": zero(2, 2), "stage 3": zero(3), "stage 3 on 2": zero(3, 2), "stage 3 on 3": zero(3, 3),
+    "offload shared by 2": shared(2), "by 2, weights whole": shared(2, stage=1), "by 3": shared(3),
 }  # fmt: skip
 STEPS = 4
 
