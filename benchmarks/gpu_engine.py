@@ -62,7 +62,7 @@ class Paused(AcceleratorTransfer):
     def _copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         length = random.randrange(1, LONGEST_PAUSE)
         given, sums = (rows[:length] for rows in self._rows)
-        with self._on(lane):
+        with self.on(lane):
             torch.cumsum(given, 0, out=sums)
         super()._copy(lane, target, source)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.engine.gradients import _together
 from strategies.engine.memory import accelerator
+from strategies.engine.norms import together
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
 from strategies.engine.worker import Worker
 from tests.helpers.engine import plan_of, stowed
@@ -73,7 +73,7 @@ def test_threads_keep_their_streams(there: torch.device) -> None:
     def other() -> None:
         mine = torch.Stream(device=there)
         torch.accelerator.set_stream(mine)
-        with transfer._on(Lane.UP):
+        with transfer.on(Lane.UP):
             inside.set()
             left.wait(10)
         ended.extend([mine, torch.accelerator.current_stream(there)])
@@ -82,7 +82,7 @@ def test_threads_keep_their_streams(there: torch.device) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait(10)
-    with transfer._on(Lane.UP):
+    with transfer.on(Lane.UP):
         assert torch.accelerator.current_stream(there) != began
     assert torch.accelerator.current_stream(there) == began
     left.set()
@@ -117,7 +117,7 @@ def test_the_worker_sets_its_device(there: torch.device, monkeypatch: pytest.Mon
 def test_norms_from_the_host_go_up_together(device: Any, there: torch.device) -> None:
     norms = [torch.tensor(float(number)) for number in range(5)]
     before = device.counts()
-    found = _together(norms, there)
+    found = together(norms, there)
     after = device.counts()
     assert after["async_copies"] - before["async_copies"] == 1 and after["sync_copies"] == before["sync_copies"]
     assert [value.item() for value in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
