@@ -149,7 +149,7 @@ class Engine(Copied):
         self._update_ready()
         self.prefetch.come_back_to(scope)
         if self.shares is not None:
-            self.gradients.exchange_all_but(self.prefetch.still_used())
+            self.gradients.exchange(self.prefetch.passed(), self.prefetch.used())
         self.ensure(*scope.buckets)
         self.prefetch.in_backward()
 

@@ -82,6 +82,7 @@ class Gradients:
         self._fresh = True  # the next gradient belongs to a new pass
         self._finished = False  # no more gradients may come before the next update
         self._combined = False  # every rank has the norms of all
+        self._used: Container[int] = ()  # buckets of the forward whose gradients land
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trained parameter; the handles take the hooks off again."""
@@ -170,25 +171,29 @@ class Gradients:
             self._finish(bucket)
         elif self._shares is None:  # all ranks reduce in one order, whatever the order in which their gradients land
             while self._to_reduce and self._to_reduce[0].grads.complete:
-                self._reduce_first()
-
-    def _reduce_first(self) -> None:
-        first = self._to_reduce.pop(0)
-        self._reduce(first)
-        self._finish(first)
+                self._reduce_some({self._to_reduce[0].index})
 
     @torch.no_grad()
-    def exchange_all_but(self, still_used: Container[int]) -> None:
-        """Backward has come so far that only these buckets get further gradients: exchange the others, in order.
+    def exchange(self, passed: Container[int], used: Container[int]) -> None:
+        """Of the buckets ``used`` by this forward, exchange the gradients of those that backward has ``passed``.
 
         A rank may have no gradient for a parameter for which others have one. So what it exchanges, and when, follows
-        from where backward is, and not from what has landed.
+        from where backward is, and not from what has landed. The last update of a bucket that is not used may still
+        wait for the memory of its gradients: ``finish`` settles it first.
         """
-        if self._fresh and self._shares is not None:
+        assert self._shares is not None
+        if self._fresh:
             self._start_pass()
             self._shares.refuse_other_paths()  # an exchange of gradients would not find its like
-        while self.last_pass and self._to_reduce and self._to_reduce[0].index not in still_used:
-            self._reduce_first()
+        self._used = used
+        if self.last_pass:
+            self._reduce_some(passed)
+
+    def _reduce_some(self, indices: Container[int]) -> None:
+        for bucket in [bucket for bucket in self._to_reduce if bucket.index in indices]:
+            self._to_reduce.remove(bucket)
+            self._reduce(bucket)
+            self._finish(bucket)
 
     @torch.no_grad()
     def learn(self) -> None:
@@ -202,6 +207,8 @@ class Gradients:
         if self.empty or self._finished:
             return
         self._finished = True
+        if self._shares is not None:
+            self._reduce_some(self._used)  # before others get their slots
         late = [bucket for bucket in self._buckets if bucket.index not in self._done]
         if self._group is not None:
             for bucket in late:
@@ -331,20 +338,13 @@ class Gradients:
         self._measure([bucket for bucket in self._buckets if not bucket.grads_on_host and not bucket.grads.norms])
         for bucket in self._buckets:
             self.norms_in(bucket, device)
-        if self._shares is not None:
-            self._combine(self._shares, device)
+        if self._shares is not None and not self._combined:
+            self._shares.tell_norms([(b, index) for b, index in self._order if index in b.grads.touched], device)
+            self._combined = True
         in_order = [bucket.grads.norms[index] for bucket, index in self._order if index in bucket.grads.norms]
-        if not in_order:
-            return torch.zeros((), device=device)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0)
+        none = torch.zeros((), device=device)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0) if in_order else none
         return total
-
-    def _combine(self, shares: Shares, device: torch.device) -> None:
-        """Every rank gets the norms that others have computed."""
-        wanted = [] if self._combined else [(b, index) for b, index in self._order if index in b.grads.touched]
-        self._combined = True
-        for (bucket, index), norm in zip(wanted, shares.norms_of_all(wanted, device), strict=True):
-            bucket.grads.measured([index], [norm])
 
     def norms(self) -> dict[str, Tensor]:
         """The norms that were computed, by parameter, in the order in which backward made the gradients."""

@@ -54,9 +54,13 @@ class Prefetch:
         """Start what the rest of backward needs."""
         self._start(self._order[: max(self._at, 0)][::-1], self._here, backward=True)
 
-    def still_used(self) -> set[int]:
-        """The buckets, by index, of the scope that backward has come to and of those that it has not reached."""
-        return {bucket.index for scope in self._order[: self._at + 1] for bucket in scope.buckets}
+    def used(self) -> set[int]:
+        """The buckets, by index, of the scopes of this forward."""
+        return {bucket.index for scope in self._order for bucket in scope.buckets}
+
+    def passed(self) -> set[int]:
+        """Those of them that neither the scope that backward has come to uses, nor one that it has not reached."""
+        return self.used() - {bucket.index for scope in self._order[: self._at + 1] for bucket in scope.buckets}
 
     def in_step(self) -> None:
         """Start what the next forward needs."""

@@ -22,6 +22,7 @@ what the ranks have run and exchanged is compared when backward begins, and agai
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+REMEMBERED = 10_000  # of what ranks compare, for the message; a long evaluation has more
+
 
 class Shares:
     """The exchanges of one process group.
@@ -49,12 +52,13 @@ class Shares:
     def __init__(self, group: ProcessGroup, transfer: Transfer, received: Tensor | None, device: torch.device) -> None:
         self._group, self._transfer, self._received, self._device = group, transfer, received, device
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._path: list[str] = []  # what was run and exchanged since ranks have last compared it
+        # What was run and exchanged since the ranks have last compared it: its digest, and the newest of it.
+        self._digest, self._path = hashlib.sha256(), deque[str](maxlen=REMEMBERED)
 
     def gather(self, bucket: BucketState) -> None:
         """Bring the other spans of the home; its own span has been given its newest weights. A collective."""
         transfer = self._transfer
-        self._path.append(f"gathered {bucket.name}")
+        self._note(f"gathered {bucket.name}")
         transfer.wait(Lane.NET, bucket.arrived, bucket.used)
         self._all_gather(bucket, bucket.weight)
         bucket.arrive(arrived=transfer.record(Lane.NET))
@@ -65,7 +69,7 @@ class Shares:
         """
         assert bucket.grad is not None and self._received is not None
         transfer, share = self._transfer, bucket.spec.share
-        self._path.append(f"added gradients of {bucket.name}")
+        self._note(f"added gradients of {bucket.name}")
         bucket.grad.div_(self.ranks)
         received = self._received.view(bucket.grad.dtype)[: bucket.spec.num_elements]
         transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
@@ -97,7 +101,11 @@ class Shares:
 
     def ran(self, what: str) -> None:
         """Forward has come to a module. What runs decides what is exchanged in backward, and when."""
-        self._path.append(f"ran {what}")
+        self._note(f"ran {what}")
+
+    def _note(self, what: str) -> None:
+        self._digest.update(f"{what}\n".encode())
+        self._path.append(what)
 
     def refuse_other_paths(self) -> None:
         """Compare what the ranks have run and exchanged since this was last called. A collective.
@@ -105,8 +113,8 @@ class Shares:
         Raises:
             RuntimeError: on all ranks, if it was not the same in the same order.
         """
-        mine, self._path = self._path, []
-        digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7])
+        mine, digest = list(self._path), int.from_bytes(self._digest.digest()[:7])
+        self._digest, self._path = hashlib.sha256(), deque(maxlen=REMEMBERED)
         known = torch.empty(self.ranks, dtype=torch.int64, device=self._device)
         dist.all_gather_into_tensor(known, torch.tensor([digest], device=self._device), group=self._group)
         if len(set(known.tolist())) == 1:
@@ -122,25 +130,17 @@ class Shares:
             f"drop, no early exits"
         )
 
-    def norms_of_all(self, gradients: Sequence[tuple[BucketState, int]], device: torch.device) -> list[Tensor]:
-        """The norms of these gradients, given by bucket and index, of which each was measured somewhere. A collective.
+    def tell_norms(self, gradients: Sequence[tuple[BucketState, int]], device: torch.device) -> None:
+        """Give every rank the norms of these gradients, of which each was measured somewhere. A collective.
 
         All ranks but one contribute a zero, and adding zeros is exact.
         """
-        if not gradients:
-            return []
         zero = torch.zeros((), device=device)
         mine = [b.grads.norms[i] if b.rank == b.speaker(i) else zero for b, i in gradients]
-        known = torch.stack(mine)
+        known = torch.stack([zero, *mine])
         dist.all_reduce(known, group=self._group)
-        return list(known.unbind())
-
-    def whole(self, bucket: BucketState, span: Tensor) -> Tensor:
-        """A copy of the whole of which each rank gives its ``span``, on the span's device. A collective."""
-        device = bucket.weight.device
-        gathered = torch.empty(bucket.spec.num_elements, dtype=span.dtype, device=device)
-        dist.all_gather_into_tensor(gathered, span.to(device), group=self._group)
-        return gathered.to(span.device)
+        for (bucket, index), norm in zip(gradients, known[1:].unbind(), strict=True):
+            bucket.grads.measured([index], [norm])
 
     def _all_gather(self, bucket: BucketState, flat: Tensor) -> None:
         transfer, own = self._transfer, bucket.own(flat)

@@ -199,7 +199,6 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
     """Counts, moments and masters of which each rank has a span, whole, by parameter and torch's name. A collective."""
     optimizer.drain()
     engine, found = optimizer.engine, dict[str, Tensor]()
-    assert engine.shares is not None
     for bucket in engine.buckets:
         if bucket.spec.group is None:
             continue
@@ -209,7 +208,9 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
         mine = torch.tensor([index in {piece.index for piece in bucket.pieces} for index in range(len(bucket.params))])
         counts = torch.where(mine, bucket.steps.cpu(), torch.zeros(len(mine)))
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
-        whole = {key: engine.shares.whole(bucket, span).cpu() for key, span in spans.items()}
+        whole = {key: torch.empty(bucket.spec.num_elements, dtype=span.dtype) for key, span in spans.items()}
+        for key, span in spans.items():
+            torch.distributed.all_gather_into_tensor(whole[key], span.cpu())
         for index, name in enumerate(bucket.spec.params):
             found |= {f"{name} {key}": bucket.shaped(flat, index).clone() for key, flat in whole.items()}
             found[f"{name} step"] = counts[index]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies.engine import stow
+from strategies.engine import AdamW, stow
 from strategies.engine.shares import Shares
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
@@ -120,13 +120,14 @@ def orders(ranks: Ranks) -> list[list[str]]:
             former(self, bucket)
 
         setattr(Shares, name, noted)
-    on_host: Any = Updates._on_host
+    updates: Any = Updates
+    on_host = updates._on_host
 
     def late(self: Updates, *args: Any) -> Any:
         time.sleep(chance.random() * 0.02)
         return on_host(self, *args)
 
-    Updates._on_host = late  # type: ignore[method-assign]
+    updates._on_host = late
     row = {"model": "llama", "site": "host", "weights": "travelling", "bucket": "half", "park": "host", "prefetch": 2}
     row |= {"clip": "tight", "tied": False, "groups": 1, "frozen": False, "recompute": "none", "dtype": "float32"}
     for weights in ("travelling", "resident"):
@@ -165,8 +166,8 @@ def test_micro_batches_are_summed_before_ranks() -> None:
 def other_path(ranks: Ranks) -> str:
     """The second rank leaves out another block than the first; all blocks have the same size."""
     model: Any = build("llama")
-    plan = plan_of(model, site="host", weights="travelling", max_norm=1.0, ranks=2)
-    optimizer = stow(model, plan, groups_of(model, 1), device="cpu")  # type: ignore[arg-type]
+    plan: Any = plan_of(model, site="host", weights="travelling", max_norm=1.0, ranks=2)
+    optimizer = stow(model, plan, groups_of(model, 1), device="cpu")
     blocks = model.model.layers
     model.model.layers = nn.ModuleList(block for index, block in enumerate(blocks) if index != 1 + ranks.rank)
     loss = model(**tokens("llama", 1)[0]).loss
@@ -183,11 +184,40 @@ def test_ranks_that_take_other_paths_are_refused_before_anything_is_updated() ->
     assert "paths through the model: at one time rank 0 ran model.layers.2, and rank 1 ran model.layers.1. " in line
 
 
+def skipping(ranks: Ranks, site: str) -> list[str]:
+    """All ranks leave out the same block, another one in each step, whose last update may not have been computed."""
+    case = {"model": "llama", "tied": False, "dtype": "float32", "recompute": "none", "frozen": False}
+    plain, model = made(case), made(case)
+    parallel: Any = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=DECAY, fused=True)
+    plan: Any = plan_of(model, site=site, weights="travelling", prefetch=0, max_norm=0.05, ranks=ranks.world_size)
+    rule = AdamW(lr=LR, weight_decay=DECAY)
+    ours = stow(model, plan, groups_of(model, 1), rule, device="cpu", transfer=RaceDetector(), beside=True)
+    for step, batch in enumerate(tokens("llama", 8)[ranks.rank :: 2]):
+        for net, bare, optimizer in ((parallel, plain, theirs), (model, model, ours)):
+            blocks: Any = bare.model.layers
+            bare.model.layers = nn.ModuleList(block for index, block in enumerate(blocks) if index != (step + 1) % 4)
+            net(**batch).loss.backward()
+            bare.model.layers = blocks
+            if optimizer is theirs:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict()
+    watched: Any = ours.engine.transfer
+    return watched.races + [name for name, value in plain.state_dict().items() if not torch.equal(value, state[name])]
+
+
+@pytest.mark.parametrize("site", ["host", "streamed", "device"])
+def test_a_block_that_no_rank_runs_keeps_its_update(site: str) -> None:
+    assert run_world(2, skipping, site) == []
+
+
 def read_by_the_first(ranks: Ranks) -> list[str]:
     """What is wrong with the state dict that the first rank keeps, and with what the other one has meanwhile."""
     model: Any = build("llama")
-    plan = plan_of(model, site="host", weights="travelling", ranks=2)
-    optimizer = stow(model, plan, groups_of(model, 1), device="cpu")  # type: ignore[arg-type]
+    plan: Any = plan_of(model, site="host", weights="travelling", ranks=2)
+    optimizer = stow(model, plan, groups_of(model, 1), device="cpu")
     whole, gathered = model.state_dict(), optimizer.gathered(keep=ranks.rank == 0)
     assert all(value.numel() for value in model.state_dict().values())
     if ranks.rank:

@@ -11,7 +11,7 @@ from strategies.core.registry import find
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.model.count_cache import cached, name_of
-from trainer.planning.facts import ModelCount, count_model, products_again
+from trainer.planning.facts import ModelCount, asked, count_model, products_again
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = ModelCount(units=(), forward_flops=7, largest_param=0, hidden_size=0)
@@ -58,7 +58,8 @@ def test_products_are_taken_again_where_all_of_a_block_is() -> None:
     assert products_again(config_of(strategies=full)) and products_again(config_of(gradient_checkpointing=True))
     for other in ({"policy": "selective"}, {"policy": "full", "every": 2}, {"policy": "auto"}):
         assert not products_again(config_of(strategies={"recompute": other}))
-    linears = count_model(config_of(strategies={"linear": {}, **full})).linears
+    known = config_of(strategies={"linear": {}, **full})
+    linears = asked(count_model(known), known).linears
     assert linears and {layer.recomputed for layer in linears if layer.unit.startswith("model.layers")} == {True}
 
 
@@ -67,9 +68,10 @@ def test_strategies_that_only_ask_for_more_lists_share_a_count(strategies: Any) 
     """Each gets from it what it would have counted itself."""
     plain, asking = config_of(), config_of(strategies=strategies)
     assert name_of(plain) == name_of(asking)
-    whole, own = count_model(config_of(strategies={"linear": {}, **strategies})), count_model(asking)
-    assert own.linears == (whole.linears if "linear" in strategies else ()) and own.units == whole.units
-    assert count_model(plain).linears == count_model(plain).params == ()
+    whole = count_model(plain)
+    assert whole == count_model(asking) and whole.linears and whole.params
+    assert asked(whole, asking).linears == (whole.linears if "linear" in strategies else ())
+    assert asked(whole, plain).linears == asked(whole, plain).params == ()
 
 
 def test_what_changes_no_count_shares_the_name() -> None:

@@ -45,7 +45,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "rank_sync.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
     "shares.py": {
-        "empty": "one number per rank, and what is read out of the engine, whole: a copy",
+        "empty": "one number per rank: the digest of its path",
         "tensor": "one number: the digest of a path",
         "zeros": "one number: the norm that another rank knows",
     },

@@ -97,7 +97,7 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     Raises:
         ConfigError: the model cannot be described.
     """
-    count = _asked(cached(config, ModelCount, lambda: _count(config)), config)
+    count = asked(cached(config, ModelCount, lambda: count_model(config)), config)
     run = run_facts(config, world_size, accelerated=machine.device_kind != "cpu")
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
     no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
@@ -140,16 +140,7 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates)
 
 
-def count_model(config: RunConfig) -> ModelCount:
-    """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count.
-
-    Raises:
-        ConfigError: Transformers cannot build the model.
-    """
-    return _asked(_count(config), config)
-
-
-def _asked(count: ModelCount, config: RunConfig) -> ModelCount:
+def asked(count: ModelCount, config: RunConfig) -> ModelCount:
     """``count`` with those lists that strategies of ``config`` require; they are counted once for all strategies."""
     required = requirements_of(config.strategies)
     blocks = (
@@ -163,8 +154,13 @@ def _asked(count: ModelCount, config: RunConfig) -> ModelCount:
     )
 
 
-def _count(config: RunConfig) -> ModelCount:
-    """``count_model`` with everything that any strategy may require."""
+def count_model(config: RunConfig) -> ModelCount:
+    """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count all
+    that any strategy may require.
+
+    Raises:
+        ConfigError: Transformers cannot build the model.
+    """
     import torch
 
     from strategies.engine.blocks import find_blocks
