@@ -13,8 +13,8 @@ With ``zero`` beside it, the ranks share the state in this engine: see ``strateg
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
 clipping is on, and each weight is updated before it is next read; nothing is stale.
 
-Refused: fp16 (its loss scale needs all gradients before any update), budgets that nothing fits into, and beside
-``zero`` its stage 2, updates in backward, and under stage 1 weights that travel.
+Refused: fp16 (its loss scale needs all gradients before any update), optimizers that the engine has not, budgets that
+nothing fits into, and beside ``zero`` its stage 2, updates in backward, and under stage 1 weights that travel.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
 from strategies.planner.state_placement import OffloadRequest
 
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # Hugging Face's names of the engine's update rules
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
 
@@ -124,6 +125,32 @@ class Offload(Strategy):
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
+        if run.precision is Precision.FP16:
+            yield Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
+        if run.optim not in OPTIMIZERS:
+            yield Refusal(
+                "training.optim", run.optim, f"strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
+            )
+        if self._stage == 2:
+            cure = "beside strategies.offload write 1 (optimizer state) or 3 (and whatever waits on the host)"
+            yield Refusal("strategies.zero.stage", 2, cure)
+        if self._stage == 1 and self.weights == "streamed":
+            cure = "strategies.zero.stage 1 keeps all weights on each device; write auto, or stage 3"
+            yield Refusal("strategies.offload.weights", "streamed", cure)
+        if self.update_in_backward is True and self._ways(run) > 1:
+            cure = "ranks that share the state agree on a step first; write auto"
+            yield Refusal("strategies.offload.update_in_backward", True, cure)
+        elif self.update_in_backward is True and run.max_grad_norm > 0:
+            cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
+            yield Refusal("strategies.offload.update_in_backward", True, cure)
+        if not self.weight_copies and run.precision is Precision.FP32:
+            cure = "in fp32 the copy on the host is the master itself; leave it out"
+            yield Refusal("strategies.offload.weight_copies", False, cure)
+        if self._sums_over_ranks(run) and self.gradients == "host":
+            cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
+            yield Refusal("strategies.offload.gradients", "host", cure)
+
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         self._refuse(facts, plan)
         keeps, layout = keep_or_offload.decide(plan, self.request(facts))
@@ -149,43 +176,22 @@ class Offload(Strategy):
 
     def _refuse(self, facts: Facts, plan: Plan) -> None:
         assert facts.params, "offload places single parameters; these facts do not list them"
-        if facts.run.precision is Precision.FP16:
-            raise Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
-        if self._stage == 2:
-            cure = "beside strategies.offload write 1 (optimizer state) or 3 (and whatever waits on the host)"
-            raise Refusal("strategies.zero.stage", 2, cure)
-        if self._ways(facts) > 1 and self.update_in_backward is True:
-            cure = "ranks that share the state agree on a step first; write auto"
-            raise Refusal("strategies.offload.update_in_backward", True, cure)
-        if self._stage == 1 and self.weights == "streamed":
-            cure = "strategies.zero.stage 1 keeps all weights on each device; write auto, or stage 3"
-            raise Refusal("strategies.offload.weights", "streamed", cure)
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
             raise MemoryRefusal(key, self.gpu_memory, has, home=Home.DEVICE, needed=budget, budget=size)
-        if self.update_in_backward is True and facts.run.max_grad_norm > 0:
-            cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
-            raise Refusal("strategies.offload.update_in_backward", True, cure)
 
-        if not self.weight_copies and facts.run.precision is Precision.FP32:
-            cure = "in fp32 the copy on the host is the master itself; leave it out"
-            raise Refusal("strategies.offload.weight_copies", False, cure)
-        if self._sums_over_ranks(facts) and self.gradients == "host":
-            cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
-            raise Refusal("strategies.offload.gradients", "host", cure)
-
-    def _ways(self, facts: Facts) -> int:
+    def _ways(self, run: RunFacts) -> int:
         """How many ranks hold a span of each bucket."""
-        return facts.run.world_size if self._stage else 1
+        return run.world_size if self._stage else 1
 
-    def _sums_over_ranks(self, facts: Facts) -> bool:
+    def _sums_over_ranks(self, run: RunFacts) -> bool:
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
-        return facts.run.world_size > 1 and facts.run.accumulation > 1
+        return run.world_size > 1 and run.accumulation > 1
 
     def request(self, facts: Facts) -> OffloadRequest:
         """The options, with budgets in bytes on this machine."""
@@ -196,13 +202,13 @@ class Offload(Strategy):
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
             prefetch=None if self.prefetch == "auto" else self.prefetch,
-            in_backward=self._ways(facts) == 1 and facts.run.max_grad_norm == 0
+            in_backward=self._ways(facts.run) == 1 and facts.run.max_grad_norm == 0
             if self.update_in_backward == "auto"
             else self.update_in_backward,
             site=self.site,
             weights="resident" if self._stage == 1 else self.weights,
-            ways=self._ways(facts),
-            gradients="device" if self._sums_over_ranks(facts) else self.gradients,
+            ways=self._ways(facts.run),
+            gradients="device" if self._sums_over_ranks(facts.run) else self.gradients,
             keeps_copies=self.weight_copies,
         )
 

@@ -95,14 +95,16 @@ class Recompute(Strategy):
         """Bit for bit: the same kernels run on the same inputs."""
         return BITWISE
 
-    def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
         if self.policy == AUTO and self.every > 1:
-            raise Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
+            yield Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
         if self.activation_offloading is True and self.policy in ("none", AUTO):
             cure = (
                 "it weighs that itself; write auto" if self.policy == AUTO else "it keeps all; write selective or full"
             )
-            raise Refusal(f"{KEY}.activation_offloading", True, f"policy is {self.policy}: {cure}")
+            yield Refusal(f"{KEY}.activation_offloading", True, f"policy is {self.policy}: {cure}")
+
+    def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if self.policy == "none":
             raise Idle("policy: none keeps everything")
         blocks = [unit for unit in facts.units if unit.kind is UnitKind.BLOCK]

@@ -20,7 +20,7 @@ Beside ``offload`` this strategy decides nothing: the memory engine is used, and
 
 This file decides who holds what; DeepSpeed's config is made in ``strategies/backends/deepspeed.py``.
 
-Refused: stage 3 with Transformers before 5.23, which initializes some weights differently under it.
+Refused: stage 3 with Transformers before 5.23, which initializes some weights differently under it; Adagrad.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
@@ -35,7 +35,7 @@ from pydantic import Field
 from strategies.backends import deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts, Unit
 from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share, When
-from strategies.core.protocol import BITWISE, Parity, Phase, Requirement, Strategy
+from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,6 +71,14 @@ class Zero(Strategy):
         if self.stage >= 1 and run.max_grad_norm > 0:
             return Parity(1e-4, _CLIPPING)
         return BITWISE
+
+    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
+        if self.stage and run.optim == "adagrad":  # DeepSpeed makes another one, with one group for all
+            cure = (
+                f"strategies.zero.stage {self.stage} would lose its parameter groups and with them weight decay; write "
+                f"adamw_torch_fused, or stage 0"
+            )
+            yield Refusal("training.optim", run.optim, cure)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         for unit in facts.units:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from strategies.core.facts import Facts
+from strategies.core.facts import Facts, RunFacts
 from strategies.core.plan import (
     BASELINE,
     RUN,
@@ -28,7 +28,7 @@ from strategies.core.plan import (
     Stow,
     Travel,
 )
-from strategies.core.protocol import Idle, Phase, Requirement, Strategy
+from strategies.core.protocol import Idle, Phase, Refusal, Requirement, Strategy
 from strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
@@ -65,6 +65,12 @@ def requirements_of(strategies: Mapping[str, Strategy]) -> frozenset[Requirement
     return frozenset(each for strategy in in_order(strategies).values() for each in strategy.requires)
 
 
+def refusals(strategies: Mapping[str, Strategy], run: RunFacts) -> Iterator[Refusal]:
+    """Every option of ``strategies`` that cannot work in such a run, whatever the model and the machine are."""
+    for strategy in in_order(strategies).values():
+        yield from strategy.refusals(run)
+
+
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """The plan of ``strategies`` (by config name) for ``facts``.
 
@@ -75,6 +81,8 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
     """
     plan = Plan.baseline(facts)
     idle: dict[str, str] = {}
+    for refusal in refusals(strategies, facts.run):
+        raise refusal
     for name, strategy in in_order(strategies).items():
         try:
             decisions = list(strategy.decide(facts, plan))

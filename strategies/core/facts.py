@@ -187,6 +187,7 @@ class RunFacts:
     forward_flops: int = 0  # of one micro-batch; backward takes twice as many where nothing is frozen
     trained_bytes: int = 4  # per trainable parameter as it is loaded; ``frozen_bytes`` per frozen one
     frozen_bytes: int = 4
+    optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
 

@@ -109,6 +109,12 @@ class Strategy(BaseModel, ABC):
         It may not rename, reorder or drop a parameter, buffer or module; the caller checks that.
         """
 
+    def refusals(self, run: RunFacts) -> Iterable[Refusal]:
+        """Options that cannot work in such a run, whatever the model and the machine are. All of them are reported
+        together, before any data is read.
+        """
+        return ()
+
     def check_installed(self) -> None:
         """Raise Refusal if the strategy does not work with the packages that are installed here."""
 

@@ -107,7 +107,26 @@ def test_what_deepspeeds_optimizer_does_not_know(server: Server, tmp_path: Path)
     schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
     config = write_config(tmp_path, training={"max_steps": 4, **schedule}, strategies={"zero": {"stage": 2}})
     (line,) = server.run(1, config).check(2).quiet().err.splitlines()
-    assert line.startswith("training.lr_scheduler_kwargs.min_lr = 0.0001: not with strategies.zero.stage 2")
+    assert "training.lr_scheduler_kwargs.min_lr = 0.0001: not with strategies.zero.stage 2" in line
+    assert line.startswith(f"{config}:")
+
+
+def test_options_that_cannot_work_are_all_told_before_data_is_read(server: Server, tmp_path: Path) -> None:
+    data = tmp_path / "text.jsonl"
+    data.write_text("no JSON\n")
+    wrong = {
+        "offload": {"weight_copies": False, "update_in_backward": True},
+        "recompute": {"policy": "auto", "every": 2},
+    }
+    config = write_config(tmp_path, data={"path": str(data)}, training={"optim": "adafactor"}, strategies=wrong)
+    keys = ("strategies.recompute.every", "training.optim", *(f"strategies.offload.{key}" for key in wrong["offload"]))
+    for command in (
+        lambda: server.run(1, config),
+        lambda: run([PYTHON, "launch/plan.py", "--config", str(config)], tmp_path),
+    ):
+        lines = command().check(2).quiet().err.splitlines()
+        assert all(line.startswith(f"{config}:") for line in lines)
+        assert sorted(line.split(": ")[1].split(" = ")[0] for line in lines) == sorted(keys)
 
 
 def test_bad_data_met_while_training(server: Server, tmp_path: Path) -> None:

@@ -167,15 +167,9 @@ def stowed(
         if scheduler:
             scheduler.step()
     result.numbers(losses, norms)
-    if optimizer.is_shared:
-        return _shared(result, model, optimizer)
     weights = model.state_dict()
-    for name, param in model.named_parameters():
-        result.tensors[name] = weights[name].cpu().clone()
-        if param.requires_grad:
-            state = optimizer.state_of(param)
-            shown = (*rule.names, *(("step",) if rule.names else ()), *(("master",) if "master" in state else ()))
-            result.tensors |= {f"{name} {key}": state[key].cpu().clone() for key in shown}
+    result.tensors |= {name: weights[name].cpu().clone() for name, _ in model.named_parameters()}
+    result.tensors |= shared_state(optimizer) if optimizer.is_shared else _own_state(model, optimizer)
     assert optimizer.skipped == 0
     optimizer.close()
     for name, param in model.named_parameters():
@@ -185,14 +179,14 @@ def stowed(
     return result
 
 
-def _shared(result: Result, model: nn.Module, optimizer: StowOptimizer) -> Result:
-    """What ranks leave that share the state, put together on each of them."""
-    assert optimizer.skipped == 0
-    weights = model.state_dict()
-    result.tensors |= {name: weights[name].cpu().clone() for name, _ in model.named_parameters()}
-    result.tensors |= shared_state(optimizer)
-    optimizer.close()
-    return result
+def _own_state(model: nn.Module, optimizer: StowOptimizer) -> dict[str, Tensor]:
+    found, rule = dict[str, Tensor](), optimizer.engine.rule
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            state = optimizer.state_of(param)
+            shown = (*rule.names, *(("step",) if rule.names else ()), *(("master",) if "master" in state else ()))
+            found |= {f"{name} {key}": state[key].cpu().clone() for key in shown}
+    return found
 
 
 def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:

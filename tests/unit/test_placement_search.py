@@ -304,6 +304,14 @@ def test_a_refusal_is_true_and_its_advice_is_enough(
         assert fits(known, saved, enough, also, keeps_copies=copies)
 
 
+def test_what_takes_the_least_of_both_sides_is_not_refused() -> None:
+    known = transformer(60, dtype="bfloat16")
+    asked: dict[str, Any] = {"site": "host", "weights": "streamed", "keeps_copies": False, "ways": 4}
+    least = every_budget(known, gradients="device", bucket_bytes=2 * 14 * 64 * 64, **asked)[-1]
+    addresses = place(least)
+    assert fits(known, 0, addresses.num_bytes(DEVICE), addresses.num_bytes(HOST), **asked)
+
+
 # Any model, any options
 
 options = st.fixed_dictionaries(

@@ -21,6 +21,7 @@ from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
+from trainer.planning.from_config import check_options
 from trainer.run.optimizer_choice import refuse_under_zero
 from trainer.run.run import refuse_unbuildable
 from trainer.verify.verify import real_plan, train, verify
@@ -229,22 +230,17 @@ def test_neither_training_nor_verifying_begins_then(tmp_path: Path, monkeypatch:
             begin()
 
 
-@pytest.mark.parametrize(
-    ("training", "line"),
-    [
-        ({"optim": "adagrad"}, "training.optim = 'adagrad': strategies.zero.stage 2 would lose its parameter groups"),
-        (
-            {"learning_rate": 1e-3, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}},
-            "training.lr_scheduler_kwargs.min_lr = 0.0001: not with strategies.zero.stage 2",
-        ),
-    ],
-)
-def test_what_deepspeeds_optimizer_does_not_know_is_refused(
-    training: dict[str, Any], line: str, tmp_path: Path
-) -> None:
-    section = run_config(LLAMA, output_dir=tmp_path, **training).training
+def test_a_rate_that_deepspeeds_optimizer_does_not_know_is_refused(tmp_path: Path) -> None:
+    scheduler = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
+    config = run_config(LLAMA, output_dir=tmp_path, learning_rate=1e-3, **scheduler)
     for stage in (None, 0):
-        refuse_under_zero(section, stage)
-    with pytest.raises(ConfigError) as caught:
-        refuse_under_zero(section, 2)
-    assert caught.value.lines[0].startswith(line)
+        refuse_under_zero(config, stage)
+    with pytest.raises(ConfigError, match=r"^training.lr_scheduler_kwargs.min_lr = 0.0001: not with .*zero.stage 2"):
+        refuse_under_zero(config, 2)
+
+
+def test_an_adagrad_that_deepspeed_would_make_another_one_is_refused(tmp_path: Path) -> None:
+    for stage in (None, 0):
+        check_options(run_config(LLAMA, output_dir=tmp_path, optim="adagrad", stage=stage), 2)
+    with pytest.raises(ConfigError, match=r"^training.optim = \"adagrad\": strategies.zero.stage 2 would lose its"):
+        check_options(run_config(LLAMA, output_dir=tmp_path, optim="adagrad", stage=2), 2)

@@ -120,6 +120,7 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         precision=precision_of(config),
         world_size=world_size,
         moments=MOMENTS.get(training.optim, 2),
+        optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
         accelerated=accelerated,
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import compose, in_order, requirements_of
+from strategies.core.compose import compose, in_order, refusals, requirements_of
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
@@ -47,6 +47,7 @@ def plan_of(
     Raises:
         ConfigError: strategies conflict, or one cannot work with these facts; TooLargeError: memory is not enough.
     """
+    check_options(config, ranks.world_size, installed=False)
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     if known.linears:
         known = gemm_timing.for_config(config, known, ranks, machine, tune=tune, say=say)
@@ -71,17 +72,23 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     return error
 
 
-def check_installed(config: RunConfig) -> None:
-    """Check that the strategies of ``config`` work with the packages that are installed here.
+def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
+    """Check what is known before data is read or the model is described: options that cannot work in such a run.
+
+    Args:
+        installed: also check the packages that are installed here; a plan may be for another machine.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: with a line for each that does not work.
     """
-    try:
-        for strategy in in_order(config.strategies).values():
+    found = list(refusals(config.strategies, facts.run_facts(config, world_size)))
+    for strategy in in_order(config.strategies).values() if installed else ():
+        try:
             strategy.check_installed()
-    except Refusal as refused:
-        raise _located(config, refused) from None
+        except Refusal as refused:
+            found.append(refused)
+    if found:
+        raise ConfigError(line for refused in found for line in _located(config, refused).lines)
 
 
 def _refuse_compiled(config: RunConfig, plan: Plan) -> None:

@@ -12,45 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
-from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from strategies.engine import UpdateRule
-    from trainer.config.arguments import TrainingSection
+    from trainer.config.sections import RunConfig
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 # Options that the engine's update rules do not have; ``None`` and these values are accepted.
 PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False}
 
 
-def refuse_optimizer(training: TrainingSection) -> None:
-    """Raise ConfigError unless the engine has the update rule of ``training.optim``."""
-    if training.optim not in OPTIMIZERS:
-        raise ConfigError(
-            f"training.optim = {training.optim!r}: strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
-        )
-
-
-def refuse_under_zero(training: TrainingSection, stage: int | None) -> None:
-    """Raise ConfigError for what DeepSpeed's optimizer, which replaces torch's, would do otherwise.
-
-    It makes another Adagrad, with one group for all, and does not know the rate that ``min_lr`` is a part of.
+def refuse_under_zero(config: RunConfig, stage: int | None) -> None:
+    """Raise ConfigError for a schedule that DeepSpeed's optimizer, which replaces torch's, would not follow: it does
+    not know the first rate, which ``min_lr`` is a part of.
     """
-    if stage and training.optim == "adagrad":
-        raise ConfigError(
-            f"training.optim = 'adagrad': strategies.zero.stage {stage} would lose its parameter groups and with them "
-            f"weight decay; write adamw_torch_fused, or stage 0"
-        )
+    training = config.training
     lowest = (training.lr_scheduler_kwargs or {}).get("min_lr")
     if stage and lowest is not None:
         rate = f"{lowest / training.learning_rate:.6g}"
-        raise ConfigError(
-            f"training.lr_scheduler_kwargs.min_lr = {lowest}: not with strategies.zero.stage {stage}, whose optimizer "
-            f"does not know the first rate; write min_lr_rate: {rate}"
+        cure = (
+            f"not with strategies.zero.stage {stage}, whose optimizer does not know the first rate; write "
+            f"min_lr_rate: {rate}"
         )
+        raise config.error("training.lr_scheduler_kwargs.min_lr", lowest, cure)
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> tuple[UpdateRule, list[dict[str, Any]]]:

@@ -82,9 +82,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     with explained(config, ranks, machine):
         plan = plan_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
     check_packing(config)
-    if plan.layout is not None:
-        optimizer_choice.refuse_optimizer(config.training)
-    optimizer_choice.refuse_under_zero(config.training, deepspeed.stage(plan))
+    optimizer_choice.refuse_under_zero(config, deepspeed.stage(plan))
     resume = resumed.path if resumed else None
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume, resumed)
     cost = plan_cost(plan)

@@ -22,7 +22,7 @@ from trainer.dist.agreement import Agreement, agreement, dotted
 from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, quiet_libraries
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.errors import ExitCode, UserError, first_line, report
-from trainer.planning.from_config import check_installed, refuse_folder
+from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import finished, lock, oom, order, resuming
 from trainer.run.callbacks import write_line
 from trainer.run.export import export
@@ -45,16 +45,16 @@ REPORT_S = 120.0  # how long the first rank may take to say what would fit, befo
 
 
 def refuse_unbuildable(config: RunConfig, ranks: Ranks) -> None:
-    """Check, before anything is prepared, what DeepSpeed and torch have to provide.
+    """Check, before anything is prepared, the options of strategies and what DeepSpeed and torch have to provide.
 
     Raises:
-        ConfigError: an extension has to be compiled and cannot be, torch has no collectives for the device, or this
-            Transformers does not work with the ZeRO stage.
+        ConfigError: options cannot work in this run, an extension has to be compiled and cannot be, torch has no
+            collectives for the device, or this Transformers does not work with the ZeRO stage.
     """
     has_engine = Requirement.DEEPSPEED in requirements_of(config.strategies)
     if (has_engine or ranks.world_size > 1) and not config.training.use_cpu:
         collectives_of(accelerator.kind() or "cpu")
-    check_installed(config)
+    check_options(config, ranks.world_size)
     if has_engine:
         deepspeed_ops.refuse_what_cannot_be_built()
 

@@ -255,16 +255,12 @@ def real_plan(config: RunConfig, num_ranks: int) -> Plan:
     """
     from trainer.machine.probe import probe
     from trainer.planning.fit import explained
-    from trainer.planning.from_config import check_installed, plan_of
-    from trainer.run import optimizer_choice
+    from trainer.planning.from_config import check_options, plan_of
 
-    check_installed(config)
+    check_options(config, num_ranks)
     ranks, machine = Ranks(0, 0, num_ranks, num_ranks), probe()
     with explained(config, ranks, machine):
-        plan = plan_of(config, ranks, machine)
-    if plan.layout is not None:
-        optimizer_choice.refuse_optimizer(config.training)
-    return plan
+        return plan_of(config, ranks, machine)
 
 
 class Offloaded:
