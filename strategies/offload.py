@@ -14,7 +14,7 @@ Invariant. Copies change no bits: weights equal plain training bit for bit in fp
 clipping is on, and each weight is updated before it is next read; nothing is stale.
 
 Refused: fp16 (its loss scale needs all gradients before any update), optimizers that the engine has not, budgets that
-nothing fits into, and beside ``zero`` its stage 2, updates in backward, and under stage 1 weights that travel.
+nothing fits into, and beside ``zero`` updates in backward, and before stage 3 weights that travel.
 """
 
 from __future__ import annotations
@@ -132,11 +132,8 @@ class Offload(Strategy):
             yield Refusal(
                 "training.optim", run.optim, f"strategies.offload updates with one of {', '.join(OPTIMIZERS)}"
             )
-        if self._stage == 2:
-            cure = "beside strategies.offload write 1 (optimizer state) or 3 (and whatever waits on the host)"
-            yield Refusal("strategies.zero.stage", 2, cure)
-        if self._stage == 1 and self.weights == "streamed":
-            cure = "strategies.zero.stage 1 keeps all weights on each device; write auto, or stage 3"
+        if self._stage in (1, 2) and self.weights == "streamed":
+            cure = f"strategies.zero.stage {self._stage} keeps all weights on each device; write auto, or stage 3"
             yield Refusal("strategies.offload.weights", "streamed", cure)
         if self.update_in_backward is True and self._ways(run) > 1:
             cure = "ranks that share the state agree on a step first; write auto"
@@ -206,8 +203,9 @@ class Offload(Strategy):
             if self.update_in_backward == "auto"
             else self.update_in_backward,
             site=self.site,
-            weights="resident" if self._stage == 1 else self.weights,
+            weights="resident" if self._stage in (1, 2) else self.weights,
             ways=self._ways(facts.run),
+            splits_gradients=self._stage >= 2,
             gradients="device" if self._sums_over_ranks(facts.run) else self.gradients,
             keeps_copies=self.weight_copies,
         )

@@ -16,7 +16,7 @@ training bit for bit. In two cases sums are taken in another order and weights a
 that triggers (stages 1 to 3 sum the squares partition by partition), and accumulation (stages 2 and 3 reduce every
 micro-batch).
 
-Beside ``offload`` this strategy decides nothing: the memory engine is used, and its ranks share the state.
+Beside ``offload`` this strategy decides nothing: the memory engine is used, and its ranks share what the stage says.
 
 This file decides who holds what; DeepSpeed's config is made in ``strategies/backends/deepspeed.py``.
 

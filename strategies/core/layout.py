@@ -11,7 +11,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
               if the master is on the host
     GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
-              written here too, and copied up from here: the gradient has been read by then. 0 if it lies in COPY
+              written here too, and copied up from here: the gradient has been read by then. 0 if it lies in COPY.
+              On the device, if ranks share the gradients that wait there (``grad_split``)
     ARRIVAL   e on the host, in shared slots: a micro-batch's gradient before it is added to PARKED
     MASTER    4 at the update site; in fp32 only if the weight stays on the device and its update runs on the host
     MOMENTS   4 m at the update site
@@ -22,9 +23,9 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
-rank while they are there; everything else holds the rank's own span only, so the host's bytes and those of the state
-fall to a part. A parameter is whole in one span where that costs little room; otherwise it is cut at aligned elements,
-and its owners are several ranks (``planner/buckets.py``).
+rank while they are there; with ``grad_split`` GRAD is a slot, as if the gradient left. Everything else holds the rank's
+own span only, so the host's bytes and those of the state fall to a part. A parameter is whole in one span where that
+costs little room; otherwise it is cut at aligned elements, and its owners are several ranks (``planner/buckets.py``).
 
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
 copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
@@ -116,6 +117,7 @@ class Bucket:
     ways: int = 1  # ranks that hold a span each, see ``share``
     resident_ticks: tuple[Range, ...] = ()  # when its weight is on the device; empty: always
     grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
+    grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
 
     @property
     def resident(self) -> bool:
@@ -126,6 +128,11 @@ class Bucket:
     def share(self) -> int:
         """Elements of one rank's span: rank r holds those from ``r * share`` on."""
         return self.num_elements // self.ways
+
+    @property
+    def grad_passes(self) -> bool:
+        """Whether its gradient on the device is in a slot that other buckets use, too."""
+        return self.grad_home is Home.HOST or self.grad_split
 
     @property
     def cut(self) -> bool:
@@ -245,8 +252,10 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if bucket.site is Site.NONE:
         return
     grads_leave = bucket.grad_home is Home.HOST
-    yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=grads_leave)
-    if (grads_leave or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
+    yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=bucket.grad_passes)
+    if bucket.grad_split:
+        yield Need(name, Item.PARKED, Home.DEVICE, own)
+    elif (grads_leave or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):
         yield Need(name, Item.PARKED, Home.HOST, own)
     if grads_leave and layout.accumulation > 1:
         yield Need(name, Item.ARRIVAL, Home.HOST, own, passes=True)

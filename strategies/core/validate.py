@@ -124,6 +124,9 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
         yield f"group {bucket.group}"
     if bucket.site in (Site.NONE, Site.DEVICE) and bucket.grad_home is not Home.DEVICE:
         yield f"its gradients cannot wait on the host: {bucket.site.value}"
+    waits_there = bucket.site in (Site.DEVICE, Site.STREAMED) and bucket.grad_home is Home.DEVICE
+    if bucket.grad_split and not (bucket.ways > 1 and waits_there and layout.accumulation == 1):
+        yield "ranks share gradients of one micro-batch that wait on the device, and no others"
 
 
 def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:

@@ -107,8 +107,13 @@ class BucketState:
 
     @property
     def grads_on_host(self) -> bool:
-        """Whether gradients wait on the host, so that the gradient slot is shared with other buckets."""
+        """Whether gradients wait on the host."""
         return self.spec.grad_home is Home.HOST
+
+    @property
+    def grads_pass(self) -> bool:
+        """Whether gradients leave the slot for the place where they wait, so that other buckets use it, too."""
+        return self.spec.grad_passes
 
     @property
     def is_shared(self) -> bool:

@@ -5,22 +5,21 @@ from the parameter, so that no other code can add to it or free it; ``param.grad
 (``parameters.py``). ``gradient_state.py`` has the state of each bucket's gradients.
 
     waits on the device   the slot is the bucket's own; further micro-batches are added in it
+    waits there, shared   the slot is one of a ring; of the ranks' sum each rank keeps its span
     waits on the host     the slot is one of a ring; when the bucket is complete it goes DOWN: the first micro-batch
                           into PARKED, later ones into ARRIVAL, from where the worker adds them to PARKED
     updated on the host   what waits on the device goes DOWN once, after the last micro-batch
 
 Exactness. Adding in the slot is what autograd does with a gradient that it finds. The norm is that of
-``torch.nn.utils.clip_grad_norm_``: one norm per parameter, by the same function, then the norm of the norms in the
-order of ``model.parameters()``, so that it does not depend on buckets. In bf16 the norm is that of the gradient as
-fp32.
+``torch.nn.utils.clip_grad_norm_``: one norm per parameter, by the same function, in bf16 of the gradient as fp32; then
+the norm of the norms in the order of ``model.parameters()``, so that it does not depend on buckets.
 
 Over ranks a bucket is divided by their number and summed over them, always in the order of the buckets, so that all
 ranks call the same collectives: by plain data parallelism; or where ranks share the bucket, so that each has the sum of
 its span (``shares.py``), which alone goes on from the slot. Norms of owners are combined, so that all ranks have the
 same norm and skip the same steps.
 
-Refused: a gradient for a bucket that has been sent for this update (more backward passes than the plan's accumulation);
-sparse gradients.
+Refused: sparse gradients, and more backward passes than the plan's accumulation.
 """
 
 from __future__ import annotations
@@ -106,21 +105,19 @@ class Gradients:
         grad = take_grad(param)
         assert grad is not None and bucket.grad is not None
         if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{bucket.name}: sparse gradients are not supported; build the embedding with sparse=False"
-            )
+            raise RuntimeError(f"{bucket.name}: sparse gradients are not supported: build it with sparse=False")
         bucket.grads.refuse_spent(index)
         if self._fresh or index in bucket.grads.landed:
             self._start_pass()
         if bucket.index in self._done:
             self._refuse_pass()
-        if bucket.grads_on_host:
+        if bucket.grads_pass:
             self._enter_slot(bucket)
         else:  # a gradient that no update has taken may still be on its way down
             self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
         place = bucket.shaped(bucket.grad, index)
         self._transfer.writes(Lane.COMPUTE, bucket.grad)
-        if index in bucket.grads.touched and not bucket.grads_on_host:
+        if index in bucket.grads.touched and not bucket.grads_pass:
             place.add_(grad)
         else:
             place.copy_(grad)
@@ -141,7 +138,7 @@ class Gradients:
         if self._finished or self.passes >= self._layout.accumulation:
             self._refuse_pass()
         for bucket in self._buckets:
-            if bucket.grads_on_host:
+            if bucket.grads_pass:
                 self._send(bucket)  # incomplete, since some parameters got no gradient
             bucket.grads.new_pass()
         self._fresh = False
@@ -165,7 +162,7 @@ class Gradients:
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
         if not self.last_pass:
-            if bucket.grads_on_host:
+            if bucket.grads_pass:
                 self._send(bucket)
         elif self._group is None:
             self._finish(bucket)
@@ -224,16 +221,16 @@ class Gradients:
     def _finish(self, bucket: BucketState) -> None:
         """No further gradient of ``bucket`` comes for this update."""
         self._done.add(bucket.index)
-        if bucket.grads_on_host or bucket.spec.site is Site.HOST:
+        if bucket.grads_pass or bucket.spec.site is Site.HOST:
             self._send(bucket)
-        if bucket.grads_on_host and self._layout.accumulation > 1:
+        if bucket.grads_pass and self._layout.accumulation > 1:
             self._measure_on_host(bucket)
         self._complete(bucket)
 
     def _reduce(self, bucket: BucketState) -> None:
         """Mean over the ranks, in place."""
         assert bucket.grad is not None and self._group is not None
-        if bucket.grads_on_host:
+        if bucket.grads_pass:
             self._enter_slot(bucket)
         for index in range(len(bucket.params)):
             if index not in bucket.grads.touched:
@@ -259,9 +256,12 @@ class Gradients:
         if not leaving:
             return
         assert bucket.grad is not None and bucket.parked is not None
-        if bucket.grads_on_host and self._layout.accumulation == 1:  # the next bucket may take the slot at once
+        if bucket.grads_pass and self._layout.accumulation == 1:  # the next bucket may take the slot at once
             whole = [index for index in leaving if bucket.measures(index)]
             grads.measured(whole, norms_of(bucket.gradients(whole)))
+        if bucket.spec.grad_split and self._shares is not None:
+            self._shares.keep_span(bucket)
+            return
         adds = not summed.isdisjoint(leaving)
         target = bucket.arrival if adds else bucket.parked
         assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
@@ -335,7 +335,7 @@ class Gradients:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
         self.refuse_leftovers()
         self.finish()
-        self._measure([bucket for bucket in self._buckets if not bucket.grads_on_host and not bucket.grads.norms])
+        self._measure([bucket for bucket in self._buckets if not bucket.grads_pass and not bucket.grads.norms])
         for bucket in self._buckets:
             self.norms_in(bucket, device)
         if self._shares is not None and not self._combined:
@@ -362,9 +362,9 @@ class Gradients:
             raise RuntimeError(f"the gradient of {name} is shared over ranks: clip with optimizer.clip_grad_norm_")
         if self.last_pass:
             self.finish()
-        elif bucket.grads_on_host:
+        elif bucket.grads_pass:
             self._send(bucket)
-        if not bucket.grads_on_host:
+        if not bucket.grads_pass:
             assert bucket.grad is not None
             return bucket.shaped(bucket.grad, index).clone()
         assert bucket.parked is not None

@@ -88,11 +88,20 @@ class Shares:
             transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
             self._all_gather(bucket, bucket.grad)
             transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
-        if bucket.grads_on_host or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
+        if bucket.grads_pass or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
             mine = [index in bucket.grads.touched for index in range(len(bucket.params))]
             for index, flag in enumerate(on_any_rank(mine, bucket.weight.device, self._group)):
                 if flag and not mine[index]:
                     bucket.grads.touch(index)
+
+    def keep_span(self, bucket: BucketState) -> None:
+        """Of the sum this rank keeps its span, so that the slot is free for others: on COMPUTE, as the update is."""
+        assert bucket.grad is not None and bucket.parked is not None
+        source = bucket.own(bucket.grad)
+        self._transfer.reads(Lane.COMPUTE, source)
+        self._transfer.writes(Lane.COMPUTE, bucket.parked)
+        bucket.parked.copy_(source)
+        bucket.grads.send(sent=self._transfer.record(Lane.COMPUTE))
 
     def everywhere(self, flag: bool) -> bool:
         """Whether all ranks say so. A collective."""

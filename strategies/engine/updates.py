@@ -168,10 +168,13 @@ class Updates:
         transfer = self._transfer
         transfer.wait(Lane.COMPUTE, bucket.arrived, bucket.stored)
         state = _visit_views(bucket) if bucket.visit is not None else bucket.states()
-        transfer.reads(Lane.COMPUTE, bucket.grad)
-        transfer.writes(Lane.COMPUTE, bucket.weight, *state)
         assert bucket.grad is not None
         weight, grad = bucket.own(bucket.weight), bucket.own(bucket.grad)
+        if bucket.spec.grad_split:
+            assert bucket.parked is not None
+            grad = bucket.parked
+        transfer.reads(Lane.COMPUTE, grad)
+        transfer.writes(Lane.COMPUTE, bucket.weight, *state)
         mixed, flagged = bucket.spec.mixed, self._rule.flagged
         if flagged or not self._known_bad(job.scale):
             operands, scratch = (state, self._scratch) if mixed else ([weight, *state], None)

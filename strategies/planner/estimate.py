@@ -52,7 +52,7 @@ class Estimate:
         cpu = kernel = 0.0
         touched = new = grads = state = visiting_grads = 0
         update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
-        for bucket, (site, grad_home) in placed:
+        for bucket, (site, grad_home, _) in placed:
             size, count = bucket.weight_bytes, bucket.num_elements
             if site is Site.HOST:
                 cpu += count / update

@@ -31,7 +31,7 @@ from strategies.planner.addresses import all_needs, slot_pools, weight_packing
 
 SHARED: Mapping[Item, tuple[str, str]] = {  # what belongs to no unit: its name and the reason
     Item.WEIGHT: ("slots for weights", "weights in flight"),
-    Item.GRAD: ("slots for gradients", "gradients going down"),
+    Item.GRAD: ("slots for gradients", "gradients going down, or to their owners"),
     Item.ARRIVAL: ("slots for arrivals", "gradients arriving"),
     Item.COPY: ("slots for rounded weights", "weights on their way up"),
     Item.VISIT: ("slots for state", "state passing through the device"),
@@ -81,6 +81,8 @@ def resting(bucket: Bucket, layout: Layout, kind: Kind) -> Resting:
             return Resting(Home.HOST, 0, "in the place of its weight", ways)
         if bucket.grad_home is Home.HOST:
             return Resting(Home.HOST, size, "sent down when made", ways)
+        if bucket.grad_split:
+            return Resting(Home.DEVICE, size, "each rank's span waits for the update", ways)
         return Resting(Home.DEVICE, size, "wait for the update where they are made")
     home = Home.DEVICE if bucket.site is Site.DEVICE else Home.HOST
     own_master = bucket.mixed or (bucket.site is Site.HOST and bucket.resident)
@@ -141,9 +143,9 @@ def _shared_bytes(layout: Layout, home: Home) -> dict[Item, int]:
     for pool in slot_pools(layout):
         if pool.home is home:
             totals[pool.item] += pool.num_bytes
-    rests_on_host = {bucket.name for bucket in layout.buckets if bucket.grad_home is Home.HOST}
+    passing = {bucket.name for bucket in layout.buckets if bucket.grad_passes}
     for need in all_needs(layout):
-        is_grad = need.item is Item.PARKED and need.bucket in rests_on_host  # counted as the unit's gradient
+        is_grad = need.item is Item.PARKED and need.bucket in passing  # counted as the unit's gradient
         if need.home is home and need.item in (Item.STEPS, Item.PARKED) and not is_grad:
             totals[need.item] += aligned(need.num_bytes, home)
     return totals

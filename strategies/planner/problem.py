@@ -77,6 +77,11 @@ class Update:
         """Whether the gradient crosses the link."""
         return self.grad_bytes > 0 and (self.site is Site.HOST or self.grad_home is Home.HOST)
 
+    @property
+    def leaves_slot(self) -> bool:
+        """Whether the gradient leaves its memory, for the host or for its owners, so that others may use it."""
+        return self.sends_down or self.grad_slot is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from strategies.core.facts import Facts, Home, UnitKind
 from strategies.core.layout import (
@@ -38,7 +38,15 @@ from strategies.planner.addresses import size_classes
 from strategies.planner.buckets import capacity, form
 from strategies.planner.offloadable import offloadable
 
-Place: TypeAlias = tuple[Site, Home]
+
+class Place(NamedTuple):
+    """Where a bucket's state rests, where its gradient waits, and whether each rank then has its span of it alone."""
+
+    site: Site
+    grad_home: Home
+    grad_split: bool
+
+
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
 PASSING: Mapping[Item, Home] = {Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST}  # in slots
 PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... all
@@ -49,7 +57,7 @@ class OffloadRequest:
     """The options of ``strategies.offload``. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
 
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
-    how many ranks hold a span of each bucket.
+    how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well.
     """
 
     device_bytes: int
@@ -64,6 +72,7 @@ class OffloadRequest:
     gradients: Literal["auto", "device", "host"] = "auto"
     keeps_copies: bool = True
     ways: int = 1
+    splits_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +133,11 @@ class StatePlacements:
         self._hostable = [index for index in trainable if index not in self._hosted_always] if auto else []
         self._sends_early = request.gradients == "host" or (request.gradients == "auto" and facts.run.accumulation == 1)
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
-        # Embedding and head are large: slots for their state would cost more memory than they free.
+        # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
         self._streamable = [i for i, bucket in enumerate(self._buckets) if set(bucket.units) <= names]
+        # Several micro-batches are summed before the ranks are, as torch's data parallelism does.
+        splits = request.splits_gradients and request.ways > 1 and facts.run.accumulation == 1
+        self._shared = self._sendable.intersection(self._streamable) if splits else set[int]()
         last = max((at for at, index in enumerate(self._hostable) if index in set(self._streamable)), default=-1)
         always = not self._hosted_always.isdisjoint(self._streamable)
         self._streams_from = 0 if always else len(self._hostable) - last  # with so many hosted, some may be streamed
@@ -202,9 +214,7 @@ class StatePlacements:
     def layout(self, placement: StatePlacement) -> Layout:
         """All buckets as ``placement`` places them, every weight resident."""
         pairs = self.placed(placement)
-        return replace(
-            self._empty, buckets=tuple(replace(bucket, site=site, grad_home=home) for bucket, (site, home) in pairs)
-        )
+        return replace(self._empty, buckets=tuple(replace(bucket, **place._asdict()) for bucket, place in pairs))
 
     def placed(self, placement: StatePlacement) -> Iterator[tuple[Bucket, Place]]:
         """Each bucket with its site and the home of its gradients."""
@@ -231,8 +241,7 @@ class StatePlacements:
         return Sizes(weights, device - weights + scratch_of([mixed]) + self._received, host)
 
     def _cost(self, index: int, place: Place) -> _Cost:
-        site, grad_home = place
-        bucket = replace(self._buckets[index], site=site, grad_home=grad_home)
+        bucket = replace(self._buckets[index], **place._asdict())
         stays, leaves = (
             [need for need in needs(one, self._empty) if not need.passes and need.home is Home.HOST]
             for one in (bucket, replace(bucket, resident_ticks=((0, 1),)))
@@ -249,7 +258,7 @@ class StatePlacements:
             passing=tuple(
                 (need.item, aligned(need.num_bytes, need.home)) for need in needs(bucket, self._empty) if need.passes
             ),
-            scratch=bucket.share if bucket.mixed and site in ON_DEVICE else 0,
+            scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
         )
 
     def _places(self, placement: StatePlacement) -> list[Place]:
@@ -261,7 +270,14 @@ class StatePlacements:
             down |= {index for index in self._sendable if sites[index] in early}
         for index in self._streaming(placement):
             sites[index] = Site.STREAMED
-        return [(site, Home.HOST if index in down else Home.DEVICE) for index, site in enumerate(sites)]
+        return [
+            Place(
+                site,
+                Home.HOST if index in down else Home.DEVICE,
+                grad_split=index in self._shared and index not in down and site in ON_DEVICE,
+            )
+            for index, site in enumerate(sites)
+        ]
 
     def _sites_of(self, hosted: int) -> list[Site]:
         """The site of each bucket, before a part of the host updates is streamed."""

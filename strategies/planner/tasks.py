@@ -199,12 +199,17 @@ class TaskBuilder:
             yield up
 
     def _send(self, weight: int, made: Task, *, is_first: bool) -> None:
-        """The gradient of one pass that ``made`` has computed goes down; if it is not the first, the CPU adds it."""
+        """The gradient of one pass that ``made`` has computed goes to its owners, and down if it waits there; if it is
+        not the first, the CPU adds it.
+        """
         update, name = self._update(weight), self._problem.weights[weight].name
         slot = None if is_first else update.arrival_slot
         self._slot = self._free(update.grad_slot)
         there = self._exchange(f"gradient {name}", update.exchange_bytes, made)
-        down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, [there, self._slot, self._free(slot)])
+        down = there
+        if update.sends_down:
+            waits = (there, self._slot, self._free(slot))
+            down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, waits)
         self._occupy(update.grad_slot, down)
         self._landed[weight] = down
         if update.grad_home is Home.HOST and not is_first:
@@ -220,7 +225,7 @@ class TaskBuilder:
 
     def _sends(self, weight: int, is_last: bool) -> bool:
         update = self._problem.weights[weight].update
-        return update is not None and update.sends_down and (is_last or update.grad_home is Home.HOST)
+        return update is not None and update.leaves_slot and (is_last or update.grad_home is Home.HOST)
 
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the tick ``need`` waits for."""

@@ -27,7 +27,7 @@ def lines(plan: Plan) -> list[str]:
     groups: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in layout.buckets:
         # Embedding, blocks and head each have rows of their own; a bucket of several units is of the first one's kind.
-        key = (bucket.site, bucket.grad_home, bucket.resident, kinds[bucket.units[0]])
+        key = (bucket.site, bucket.grad_home, bucket.grad_split, bucket.resident, kinds[bucket.units[0]])
         groups.setdefault(key, []).append(bucket)
     return table(HEADER, (_cells(some, layout, addresses) for some in groups.values()))
 
@@ -37,7 +37,7 @@ def _cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) -> tupl
     name = first.name if len(some) == 1 else f"{first.name} to {last.name} ({len(some)})"
     spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in some]
     where = f"{human(min(s.offset for s in spots))} to {human(max(s.end for s in spots))}"
-    waits = "" if first.site is Site.NONE else f"on the {first.grad_home.value}"
+    waits = "" if first.site is Site.NONE else f"on the {first.grad_home.value}{', shared' * first.grad_split}"
     total = human(sum(bucket.weight_bytes for bucket in some))
     return (name, total, UPDATES[first.site], waits, _travels(some, layout), where)
 
@@ -70,6 +70,8 @@ def to_json(plan: Plan) -> list[dict[str, Any]]:
             "group": bucket.group,
             "site": bucket.site.value,
             "gradients": bucket.grad_home.value,
+            "ways": bucket.ways,
+            "splits_gradients": bucket.grad_split,
             "stays": [list(ticks) for ticks in bucket.resident_ticks],
             "addresses": {
                 item.value: {"home": spot.home.value, "offset": spot.offset, "bytes": spot.num_bytes}

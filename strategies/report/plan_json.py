@@ -72,6 +72,8 @@ class BucketEntry(Entry):
     group: int | None
     site: Site
     gradients: Home = Field(description="where they wait for the norm and for further micro-batches")
+    ways: int = Field(1, description="ranks that hold a span of it each")
+    splits_gradients: bool = Field(False, description="of those that wait on the device each rank keeps its span alone")
     stays: list[Range]
     addresses: dict[Item, SpotEntry]
 
@@ -293,6 +295,8 @@ def _bucket(entry: BucketEntry, params: list[ParameterEntry]) -> Bucket:
         site=entry.site,
         resident_ticks=tuple(entry.stays),
         grad_home=entry.gradients,
+        ways=entry.ways,
+        grad_split=entry.splits_gradients,
     )
 
 

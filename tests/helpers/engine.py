@@ -258,6 +258,7 @@ def plan_of(
     groups: int = 1,
     moments: int = 2,
     ranks: int = 1,
+    split: bool = True,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -266,7 +267,7 @@ def plan_of(
         weights: "resident", "travelling" (all that only blocks use), or "some": of those every other one, and
             embedding and head.
         bucket: "half" a block, "one", or "several".
-        ranks: that share each bucket.
+        ranks: that share each bucket; ``split``: and the gradients that wait on the device.
     """
     if not _machines:
         _machines.append(probe())
@@ -297,6 +298,8 @@ def plan_of(
         if ranks > 1:  # a slot is one bucket's until backward has left it
             wide = [b for b in buckets if len(b.units) > 2]
             buckets = tuple(replace(b, grad_home=Home.DEVICE) if b in wide else b for b in buckets)
+    if not split:
+        buckets = tuple(replace(b, grad_split=False) for b in buckets)
     blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
@@ -309,12 +312,13 @@ def _ends(buckets: Sequence[Bucket], blocks: set[str]) -> list[int]:
     return [i for i, b in enumerate(buckets) if not set(b.units) & blocks and all("." in name for name in b.params)]
 
 
+def _placed(bucket: Bucket, site: Site, grad_home: Home) -> Bucket:
+    home = Home.DEVICE if site is Site.DEVICE else grad_home
+    split = bucket.grad_split and site is not Site.HOST and home is Home.DEVICE
+    return replace(bucket, site=site, grad_home=home, grad_split=split)
+
+
 def _in_turn(buckets: Iterable[Bucket], grad_home: Home) -> tuple[Bucket, ...]:
     sites = (Site.HOST, Site.DEVICE, Site.STREAMED)
     turn = {b.name: sites[index % 3] for index, b in enumerate(b for b in buckets if b.group is not None)}
-    return tuple(
-        replace(b, site=turn[b.name], grad_home=Home.DEVICE if turn[b.name] is Site.DEVICE else grad_home)
-        if b.name in turn
-        else b
-        for b in buckets
-    )
+    return tuple(_placed(b, turn[b.name], grad_home) if b.name in turn else b for b in buckets)

@@ -42,6 +42,8 @@ pytestmark = pytest.mark.ranks
 TRANSFERS = {"delayed": Delayed, "watched": RaceDetector, "vacant": Vacant}
 FORBIDDEN = [
     (("site", "device"), ("park", "host")),
+    (("site", "host"), ("split", True)),
+    (("park", "host"), ("split", True)),
     (("weights", "resident"), ("prefetch", 0)),
     (("dtype", "bfloat16"), ("model", "mixtral")),
 ]
@@ -55,9 +57,14 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "recompute": ("none", "later"),
     "prefetch": (2, 0),
     "dtype": ("float32", "bfloat16"),
+    "split": (True, False),
     "transfer": tuple(TRANSFERS),
 }
-ROWS = {2: list(Table(FACTORS, FORBIDDEN, strength=3).rows()), 4: list(Table(FACTORS, FORBIDDEN).rows())}
+OTHERS = Table({name: levels[::-1] for name, levels in FACTORS.items()}, FORBIDDEN)
+ROWS = {
+    2: [*Table(FACTORS, FORBIDDEN, strength=3).rows(), *OTHERS.rows()],
+    4: list(Table(FACTORS, FORBIDDEN).rows()),
+}
 
 
 def made(case: dict[str, Any]) -> nn.Module:
@@ -79,7 +86,7 @@ def both(ranks: Ranks, row: Row) -> tuple[Result, Result]:
     batches = tokens(case["model"], STEPS * count)
     wanted = plain(made(case), batches, accumulation=count, max_norm=norm, groups=groups)
     model = made(case)
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch")}
+    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "split")}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
     mine = batches[ranks.rank :: count]
     return wanted, stowed(model, plan, mine, max_norm=norm, groups=groups, transfer=TRANSFERS[case["transfer"]]())
@@ -105,7 +112,7 @@ def test_the_bits_of_one_process(num_ranks: int) -> None:
 
 
 def test_there_are_many_combinations() -> None:
-    assert sum(map(len, ROWS.values())) >= 95
+    assert sum(len({title(row) for row in rows}) for rows in ROWS.values()) >= 120
 
 
 def orders(ranks: Ranks) -> list[list[str]]:
@@ -129,7 +136,15 @@ def orders(ranks: Ranks) -> list[list[str]]:
 
     updates._on_host = late
     row = {"model": "llama", "site": "host", "weights": "travelling", "bucket": "half", "park": "host", "prefetch": 2}
-    row |= {"clip": "tight", "tied": False, "groups": 1, "frozen": False, "recompute": "none", "dtype": "float32"}
+    row |= {
+        "clip": "tight",
+        "tied": False,
+        "groups": 1,
+        "frozen": False,
+        "recompute": "none",
+        "dtype": "float32",
+        "split": True,
+    }
     for weights in ("travelling", "resident"):
         wanted, shared = both(ranks, row | {"transfer": "delayed", "weights": weights})
         assert wanted.norms == shared.norms

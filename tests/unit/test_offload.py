@@ -1,6 +1,7 @@
 """Offload and buffers: one plan whose table adds up to the arenas, options as people write them, live models."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from strategies.core.compose import compose, in_order
-from strategies.core.facts import Facts, Home, MachineFacts, Precision
+from strategies.core.facts import Facts, Home, MachineFacts, Precision, UnitKind
 from strategies.core.layout import Site
 from strategies.core.plan import Kind, Plan, Travel
 from strategies.core.protocol import BITWISE, Refusal
@@ -32,8 +33,17 @@ def offload(**options: Any) -> Any:
     return find("offload").model_validate(options)
 
 
-def plan_of(known: Facts, *, debug: bool = False, **options: Any) -> Plan:
-    return compose({"offload": offload(**options), "buffers": find("buffers").model_validate({"debug": debug})}, known)
+def plan_of(known: Facts, *, debug: bool = False, stage: int = 0, **options: Any) -> Plan:
+    zero = {"zero": find("zero").model_validate({"stage": stage})} if stage else {}
+    buffers = find("buffers").model_validate({"debug": debug})
+    return compose({"offload": offload(**options), "buffers": buffers, **zero}, known)
+
+
+def over_ranks(known: Facts, asked: dict[str, Any]) -> Facts:
+    """``known`` on as many ranks as ``asked``, whose gradients wait where they may over ranks."""
+    if asked["ways"] > 1 and known.run.accumulation > 1:
+        asked["gradients"] = "auto"
+    return replace(known, run=replace(known.run, world_size=asked["ways"]))
 
 
 def in_table(plan: Plan, home: Home) -> int:
@@ -48,8 +58,10 @@ def in_table(plan: Plan, home: Home) -> int:
 @given(random_facts(), options)
 def test_the_table_adds_up_to_the_arenas(known: Facts, asked: dict[str, Any]) -> None:
     size = asked["bucket_bytes"]
+    known = over_ranks(known, asked)
     plan = plan_of(
         known,
+        stage=3,
         site=asked["site"],
         weights=asked["weights"],
         gradients=asked["gradients"],
@@ -136,10 +148,16 @@ def test_zero_beside_offload_shares_its_buckets(precision: Precision) -> None:
     assert third.peak(Home.HOST) < 0.7 * whole.peak(Home.HOST)
     first = shared(1, site="host").layout
     assert first is not None and all(bucket.resident and bucket.ways == 2 for bucket in first.buckets)
-    with pytest.raises(Refusal, match=r"zero.stage = 2: beside strategies.offload write 1 .* or 3"):
-        shared(2)
-    with pytest.raises(Refusal, match=r"offload.weights = 'streamed': strategies.zero.stage 1 keeps all weights"):
-        shared(1, weights="streamed")
+    gradients = [shared(stage, site="device", weights="resident").total(Kind.GRAD) for stage in (1, 2, 3)]
+    blocks = sum(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
+    assert gradients[0] - gradients[1] == gradients[0] - gradients[2] == blocks // 2 * 4
+    several = replace(known, run=replace(known.run, accumulation=2))
+    added_first = compose(
+        {"offload": offload(site="device"), "zero": find("zero").model_validate({"stage": 2})}, several
+    )
+    assert added_first.total(Kind.GRAD) == gradients[0]
+    with pytest.raises(Refusal, match=r"offload.weights = 'streamed': strategies.zero.stage 2 keeps all weights"):
+        shared(2, weights="streamed")
     with pytest.raises(Refusal, match="ranks that share the state agree on a step first"):
         shared(3, update_in_backward=True)
 

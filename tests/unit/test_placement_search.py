@@ -323,6 +323,7 @@ options = st.fixed_dictionaries(
         "prefetch": st.none() | st.integers(0, 3),
         "keeps_copies": st.booleans(),
         "ways": st.sampled_from([1, 1, 2, 3]),
+        "splits_gradients": st.booleans(),
     }
 )
 

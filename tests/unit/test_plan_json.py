@@ -15,7 +15,7 @@ from strategies.report import full_report, plan_json
 from strategies.report.plan_json import PlanFile
 from tests.helpers.fakes import facts
 from tests.helpers.layouts import random_facts, transformer
-from tests.unit.test_offload import plan_of
+from tests.unit.test_offload import over_ranks, plan_of
 from tests.unit.test_placement_search import options
 
 Content = dict[str, Any]
@@ -34,7 +34,8 @@ def moving() -> Plan:
 @settings(max_examples=60, deadline=None)
 @given(random_facts(), options)
 def test_what_is_written_reads_back_to_the_same_layout(known: Facts, asked: dict[str, Any]) -> None:
-    plan = plan_of(known, **{name: asked[name] for name in ("site", "weights", "gradients")})
+    known = over_ranks(known, asked)
+    plan = plan_of(known, stage=3, **{name: asked[name] for name in ("site", "weights", "gradients")})
     content = written(plan)
     assert plan_json.problems(json.dumps(content)) == []
     layout, addresses = plan_json.read(PlanFile.model_validate(content))

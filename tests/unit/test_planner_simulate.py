@@ -387,6 +387,20 @@ def test_ranks_exchange_what_each_has_a_part_of() -> None:
     assert labels == {"gather 0", "gather 1", "gradient 0", "gradient 1"}
 
 
+def test_a_gradient_that_ranks_share_leaves_its_slot_for_its_owners() -> None:
+    """Nothing goes down. BP 0 waits for the slot that gradient 2 leaves over a network that takes 5 s, since BP 1 has
+    made a gradient in the meantime.
+    """
+    problem = blocks([3, 3, 3], [1.0] * 3, [2.0] * 3, [0] * 3, FAST, 100)
+    update = {"site": Site.DEVICE, "seconds": 0.0, "grad_bytes": 1, "exchange_bytes": 5}
+    problem = replace(with_update(problem, **update), shared=Shared(network=1.0))
+    for slots, wait in ((1, 3.0), (2, 0.0)):
+        found = simulate(in_slots(problem, slots), ())
+        compute = spans(found, COMPUTE)
+        (waited,) = [then[1] - now[2] for now, then in pairwise(compute) if now[0] == "BP 1"]
+        assert waited == pytest.approx(wait) and not spans(found, DOWN)
+
+
 def test_a_master_is_rounded_before_its_weight_comes_up() -> None:
     """Weight 0, of 3 B, is wanted at 2 and needs 9 B of a memory that gives 4.5 B/s."""
     rounded = with_update(two_blocks(), site=Site.STREAMED, seconds=0.0, grad_bytes=0, copy_slot=0)

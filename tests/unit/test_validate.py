@@ -99,6 +99,8 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (4, {"group": 0}, "if, and only if"),
         (3, {"grad_home": Home.HOST}, "cannot wait on the host"),
         (4, {"grad_home": Home.HOST}, "cannot wait on the host"),
+        (0, {"grad_split": True}, "ranks share gradients of one micro-batch that wait on the device"),
+        (0, {"grad_split": True, "ways": 2, "site": Site.HOST}, "ranks share gradients of one micro-batch"),
     ],
 )
 def test_buckets(index: int, changes: dict[str, Any], words: str) -> None:
