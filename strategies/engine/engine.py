@@ -82,6 +82,7 @@ class Engine(Copied):
         find_overlapping(self.buckets, self.arena)
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
         scopes = find_scopes(model, self.bucket_of)
+        self._offloads = not all(bucket.spec.resident for bucket in self.buckets)
         self.residency = Residency(transfer, debug=debug, shares=self.shares)
         self.hooks = ModuleHooks(
             scopes,
@@ -90,6 +91,7 @@ class Engine(Copied):
             unseen(self.residency.left),
             self._bring_unannounced,
             debug=debug,
+            remembers=self.shares is not None and self._offloads,  # residents need no order of fetches
         )
         self.worker = Worker(spare_cores() if beside else None, device)
         scratch = self.arena.of("", Item.SCRATCH, torch.float32)
@@ -105,7 +107,6 @@ class Engine(Copied):
         self._ready: list[BucketState] = []  # complete buckets whose updates start in backward
         self.clipping = Clipping(layout, self.gradients, transfer, device)
         self.skipped_steps = SkippedSteps(transfer)
-        self._offloads = not all(bucket.spec.resident for bucket in self.buckets)
         self.unannounced = 0  # reads in backward that no hook announced and that had to fetch their weights
         self._handles = [model.register_forward_pre_hook(self._begin_forward)]
         self._handles += [*self.hooks.attach(), *self.gradients.attach()]
@@ -149,6 +150,8 @@ class Engine(Copied):
         self._update_ready()
         self.prefetch.come_back_to(scope)
         if self.shares is not None:
+            for other in self.hooks.comes_back_to():
+                self.shares.comes_back_to(other.name)
             self.gradients.exchange(self.prefetch.passed(), self.prefetch.used())
         self.ensure(*scope.buckets)
         self.prefetch.in_backward()

@@ -107,6 +107,7 @@ class ModuleHooks:
         left: called with buckets; all work that uses them has been launched, except that of open scopes.
         bring: called with a bucket that a backward node reads unannounced.
         debug: guard all scopes.
+        remembers: keep what ``comes_back_to`` needs.
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class ModuleHooks:
         bring: Callable[[BucketState], None],
         *,
         debug: bool,
+        remembers: bool = False,
     ) -> None:
+        self._remembers = remembers
         self._enter_forward, self._enter_backward, self._left, self._bring = enter_forward, enter_backward, left, bring
         self._scopes, self._debug = scopes, debug
         self._calls: list[Call] = []
@@ -128,6 +131,7 @@ class ModuleHooks:
         self._to_leave: list[Scope] = []  # left by an unannounced read; that node may have read their weights before
         self.backward = False  # backward has begun: a forward now is recomputation
         self._node = -1  # number of the node whose hook ran last
+        self._made: list[tuple[Scope, list[Any]]] = []  # in this forward, the nodes with hooks, until backward begins
 
     def attach(self) -> list[Handle]:
         handles: list[Handle] = []
@@ -159,6 +163,13 @@ class ModuleHooks:
             scope.buckets.append(bucket)
             bucket.enter(self._in_forward.count(scope))
 
+    def comes_back_to(self) -> Iterator[Scope]:
+        """At the first hook of a backward: the scopes that it will run, as far as they were announced in forward."""
+        made, self._made = self._made, []
+        for scope, nodes in made:
+            if any(torch._C._will_engine_execute_node(node) for node in nodes):
+                yield scope
+
     def choose_guards(self) -> None:
         """At a step: guard only those scopes that need it from now on."""
         for scope in self._scopes:
@@ -169,7 +180,7 @@ class ModuleHooks:
         self._leave_pending()
         self._close(self._in_forward, None)
         self._close(self._in_backward, None)
-        self.backward, self._read_only, self._node = False, None, -1
+        self.backward, self._read_only, self._node, self._made = False, None, -1, []
 
     def _before(self, scope: Scope, module: nn.Module, inputs: Any) -> None:
         self._leave_pending()
@@ -208,6 +219,8 @@ class ModuleHooks:
             inside = {node: number for node in made if (number := node._sequence_nr()) >= call.first_node}
             for node, number in inside.items():
                 node.register_prehook(partial(self._before_backward, scope, number))
+            if self._remembers and not self.backward:
+                self._made.append((scope, list(inside)))
             self._note_nodes(scope, max(inside.values(), default=call.first_node - 1))
 
     def _note_nodes(self, scope: Scope, announced: int) -> None:

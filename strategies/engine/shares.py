@@ -16,7 +16,8 @@ are whole, gradients are there to be added. DOWN reads this rank's span only, af
 others.
 
 Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, so
-what the ranks have run and exchanged is compared when backward begins, and again before any weight is updated.
+what the ranks have run and exchanged, and will go back through, is compared when backward begins, and again before any
+weight is updated.
 """
 
 from __future__ import annotations
@@ -111,6 +112,10 @@ class Shares:
     def ran(self, what: str) -> None:
         """Forward has come to a module. What runs decides what is exchanged in backward, and when."""
         self._note(f"ran {what}")
+
+    def comes_back_to(self, what: str) -> None:
+        """Backward has begun and will come to a module, which is not so if the loss does not depend on it."""
+        self._note(f"goes back through {what}")
 
     def _note(self, what: str) -> None:
         self._digest.update(f"{what}\n".encode())

@@ -199,6 +199,22 @@ def test_ranks_that_take_other_paths_are_refused_before_anything_is_updated() ->
     assert "paths through the model: at one time rank 0 ran model.layers.2, and rank 1 ran model.layers.1. " in line
 
 
+def other_loss(ranks: Ranks) -> str:
+    """The second rank's loss does not depend on the last blocks, which it has run."""
+    model: Any = build("llama")
+    plan: Any = plan_of(model, site="host", weights="travelling", max_norm=1.0, ranks=2)
+    stow(model, plan, groups_of(model, 1), device="cpu")
+    states = model(**tokens("llama", 1)[0], output_hidden_states=True).hidden_states
+    with pytest.raises(RuntimeError) as caught:
+        states[2 if ranks.rank else -1].sum().backward()
+    return str(caught.value)
+
+
+def test_ranks_whose_losses_depend_on_other_blocks_are_refused() -> None:
+    line = run_world(2, other_loss)
+    assert "at one time rank 0 goes back through model.layers.2, and rank 1 did nothing. " in line
+
+
 def skipping(ranks: Ranks, site: str) -> list[str]:
     """All ranks leave out the same block, another one in each step, whose last update may not have been computed."""
     case = {"model": "llama", "tied": False, "dtype": "float32", "recompute": "none", "frozen": False}
