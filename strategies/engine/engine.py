@@ -179,6 +179,8 @@ class Engine(Copied):
         """The newest weight of one parameter of a bucket that ranks share: its home if that is always its own, else a
         copy on ``device``. A collective if the weight is away.
         """
+        if self.hooks.backward:  # it has ended, and its last scope was not left
+            self.hooks.close_all()
         self.ensure(bucket)
         home = bucket.shaped(bucket.weight, index)
         if bucket.spec.resident:

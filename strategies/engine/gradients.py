@@ -130,8 +130,8 @@ class Gradients:
     def _refuse_pass(self) -> NoReturn:
         raise RuntimeError(
             f"a backward pass after the gradients of {self._layout.accumulation} were complete: call step() or "
-            f"zero_grad() first, or plan with the accumulation that the loop has. (Where a weight's gradient comes in "
-            f"parts, as under reentrant checkpointing, each part counts: write use_reentrant=False)"
+            f"zero_grad() first, or plan with the accumulation that the loop has. (Gradients in parts, as of reentrant "
+            f"checkpointing, each count: write use_reentrant=False. Over ranks, two forwards need two backwards)"
         )
 
     def _start_pass(self) -> None:

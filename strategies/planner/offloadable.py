@@ -25,7 +25,8 @@ class Offloadable:
         blocks: large enough, and used by a few blocks only.
         ends: large buckets of embedding and head that nothing uses while blocks run.
         gradients: large, and complete within a few blocks. Other gradients are few and land all through backward; they
-            would hold a slot all the time.
+            would hold a slot all the time. Over ranks a slot is held until all ranks have exchanged what is in it, so
+            it has to be the gradient of a weight that is not used for long.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -55,6 +56,8 @@ def offloadable(facts: Facts, buckets: Sequence[Bucket], bucket_bytes: int | Non
         # With several stacks of blocks the "head" holds what stands between them, and is not used at the end only.
         elif blocks.isdisjoint(bucket.units) and len(stacks) == 1 and not _is_around(bucket, next(iter(stacks))):
             found.ends.append(index)
+    if facts.run.world_size > 1:
+        found.gradients = sorted(found.blocks + found.ends)
     return found
 
 

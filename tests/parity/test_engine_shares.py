@@ -215,6 +215,29 @@ def test_ranks_whose_losses_depend_on_other_blocks_are_refused() -> None:
     assert "at one time rank 0 goes back through model.layers.2, and rank 1 did nothing. " in line
 
 
+def between(ranks: Ranks) -> list[str]:
+    """A model whose blocks share weights; its state dict is read between backward and step."""
+    model: Any = build("shared")
+    batches = tokens("shared", 2 * ranks.world_size)
+    wanted = plain(build("shared"), batches, accumulation=ranks.world_size, max_norm=0.05)
+    plan: Any = plan_of(model, site="host", weights="travelling", max_norm=0.05, ranks=ranks.world_size)
+    ours = stow(model, plan, groups_of(model, 1), AdamW(lr=LR, weight_decay=DECAY), device="cpu")
+    for batch in batches[ranks.rank :: ranks.world_size]:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(**batch).loss.backward()
+        unchanged = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        ours.clip_grad_norm_(0.05)
+        ours.step()
+        ours.zero_grad()
+    state = model.state_dict()
+    wrong = [name for name in dict(model.named_parameters()) if not torch.equal(state[name], wanted.tensors[name])]
+    return wrong if unchanged else [*wrong, "between"]
+
+
+def test_weights_are_read_between_backward_and_step() -> None:
+    assert run_world(2, between) == []
+
+
 def skipping(ranks: Ranks, site: str) -> list[str]:
     """All ranks leave out the same block, another one in each step, whose last update may not have been computed."""
     case = {"model": "llama", "tied": False, "dtype": "float32", "recompute": "none", "frozen": False}
