@@ -1,6 +1,7 @@
 """Measure this project against its peers on this machine.
 
     python launch/bench.py offload [--model 45m] [--tokens 64] [--gpu-memory 16GiB,24GiB]
+    python launch/bench.py offload --ranks 2 [--tokens 256]
     python launch/bench.py linear [--models gpt2-xl] [--tokens 16,64] [--dtypes bf16]
     python launch/bench.py recompute [--model 45m] [--attention eager] [--dropout 0.1]
 
@@ -48,6 +49,7 @@ def parser() -> Parser:
     offload = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
     add_work(offload, THEMES["offload"])
     offload.add_argument("--recompute", action="store_true", help="every contender recomputes its blocks in backward")
+    _add(offload, "--ranks", work.whole, "1", "N", "processes, each with a device or its part of the cores")
     offload.add_argument("--gpu-memory", default="", metavar="SIZES", help="budgets for ours-budget: 16GiB,24GiB")
     again = themes.add_parser("recompute", help="keeping less for backward: memory and speed", allow_abbrev=False)
     add_work(again, THEMES["recompute"])
@@ -108,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = parse(argv)
         command = shlex.join(["python", "launch/bench.py", *argv])
-        settle_environment(Ranks(), cores()[1])  # torch reads its threads from it, here and in contenders' processes
+        settle_environment(
+            on_this_machine(given), cores()[1]
+        )  # torch reads its threads from it, here and in contenders' processes
         if given.theme == "linear":
             cases = linear.wanted(listed(given.models), listed(given.tokens) or [given.tokens], listed(given.dtypes))
             return linear.run(cases, given, command, say)
@@ -141,12 +145,22 @@ def compare(todo: work.Work, contenders: Sequence[work.Contender], given: argpar
     return code
 
 
+def on_this_machine(given: argparse.Namespace) -> Ranks:
+    """The first of the ranks that a contender has."""
+    count = getattr(given, "ranks", 1)
+    return Ranks(0, 0, count, count)
+
+
 def wanted(given: argparse.Namespace) -> tuple[work.Work, list[work.Contender]]:
     """The work and the contenders that the options ask for. Raise ConfigError if they contradict each other."""
     names = {each.name for each in fields(work.Work)} | {"tokens"}
     options = {name: value for name, value in vars(given).items() if name in names and value is not None}
     budgets = listed(getattr(given, "gpu_memory", ""))
-    return work.work(**options), work.contenders(listed(given.subjects), budgets, THEMES[given.theme])
+    todo = work.work(**options)
+    if todo.ranks > 1 and budgets:
+        raise ConfigError("--gpu-memory: ours-budget is for one rank; leave --ranks out")
+    theme = work.OFFLOAD_OVER_RANKS if todo.ranks > 1 else THEMES[given.theme]
+    return todo, work.contenders(listed(given.subjects), budgets, theme)
 
 
 def listed(text: str) -> list[str]:

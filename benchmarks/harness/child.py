@@ -2,7 +2,8 @@
 
     python -m benchmarks.harness.child < request.json
 
-The request names the work, the contender and the file for the result. A failure is a result, too.
+The request names the work, the contender and the folder for the result. A failure is a result, too. Over ranks there is
+one process and one result of each; the environment says which rank this is, as under a launcher.
 
 The clock starts after the warm-up steps, when deferred updates are finished and the device is idle, and stops when the
 updates of the last measured step are finished and the device is idle again. So the time contains exactly as many
@@ -35,24 +36,27 @@ from torch import Tensor
 from benchmarks.harness.contenders import Trained, Unavailable
 from benchmarks.harness.work import Work
 from strategies.engine.memory import accelerator
+from trainer.dist.ranks import from_environment, process_group
 from trainer.machine.probe import cores, others_cpu_s, probe, status_bytes
 from trainer.run.plan_check import count_saved
 
 NUM_BATCHES = 2  # optimizer steps before the tokens repeat: the loss then falls, and a wrong update shows in it
 NOISE_LENGTH = 4_194_301  # a prime, so that rows of a matrix differ
+TIMEOUT_S = 600
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao")
 
 
 def main() -> int:
     """Do what the request says. The result goes to a file, because libraries print to stdout."""
-    request = json.load(sys.stdin)
-    out = Path(request["out"])
+    request, ranks = json.load(sys.stdin), from_environment()
+    out = Path(request["out"]) / f"result-{ranks.rank}.json"
     if "contender" not in request:
         out.write_text(json.dumps(surroundings()))
         return 0
     work = Work(**request["work"])
     try:
-        result = run(work, request["contender"]["maker"], request["contender"]["options"])
+        with process_group(ranks, TIMEOUT_S, single=False):
+            result = run(work, request["contender"]["maker"], request["contender"]["options"])
     except Exception as error:
         traceback.print_exc()
         result = {"failed": reason(error)}
@@ -150,11 +154,19 @@ def llama(work: Work) -> Any:
 
 
 def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
-    """The micro-batches of each optimizer step, the same in every process."""
+    """The micro-batches of each optimizer step, the same in every process of a rank."""
     generator = torch.Generator().manual_seed(work.seed + 1)
-    size = (NUM_BATCHES, work.accumulation, work.rows, work.length)
-    ids = torch.randint(work.shape.vocab, size, generator=generator).to(device)
+    size = (NUM_BATCHES, work.accumulation, work.ranks, work.rows, work.length)
+    ids = torch.randint(work.shape.vocab, size, generator=generator)[:, :, from_environment().rank].to(device)
     return [[{"input_ids": micro, "labels": micro} for micro in step] for step in ids]
+
+
+def over_ranks(losses: Sequence[Tensor], work: Work) -> list[float]:
+    """The mean of each loss over the ranks, as fp32."""
+    mean = torch.stack(list(losses)).float()
+    if work.ranks > 1:
+        torch.distributed.all_reduce(mean.div_(work.ranks))
+    return [float(loss) for loss in mean]
 
 
 def timed(
@@ -172,6 +184,8 @@ def timed(
         trained.drain()
         if device.type != "cpu":
             torch.accelerator.synchronize()
+        if work.ranks > 1:
+            torch.distributed.barrier()
         return time.perf_counter()
 
     torch.manual_seed(work.seed)  # of dropout
@@ -182,12 +196,13 @@ def timed(
         stamps.append(time.perf_counter())
     seconds = settle() - stamps[0]
     others_s = others_cpu_s() - others_s
+    means = over_ranks(losses, work)
     return {
-        "tokens_per_s": work.tokens * work.steps / seconds,
+        "tokens_per_s": work.tokens * work.ranks * work.steps / seconds,
         "measured_s": seconds,
         "step_s": [after - before for before, after in pairwise(stamps)],
-        "losses": [float(loss) for loss in losses],
-        "loss": float(losses[-1]),
+        "losses": means,
+        "loss": means[-1],
         "threads": torch.get_num_threads(),
         "others_share": max(0.0, others_s / (seconds * cores()[1])),
     }

@@ -61,12 +61,17 @@ class Trained:
 
 
 class Plain(Trained):
-    """A torch loop with everything on the device. In bf16, weights are bf16 and the optimizer updates fp32 masters."""
+    """A torch loop with everything on the device. In bf16, weights are bf16 and the optimizer updates fp32 masters.
+
+    Over ranks every micro-batch is averaged, as torch's data parallelism does it.
+    """
 
     def __init__(self, work: Work, model: nn.Module, device: torch.device) -> None:
         super().__init__(work, device)
         self.model = model.to(device)
         self.params: list[Tensor] = list(model.parameters())
+        if work.ranks > 1:
+            self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.mixed = work.dtype == "bf16"
         self.masters: list[Tensor] = (
             [p.detach().float().requires_grad_() for p in self.params] if self.mixed else self.params
@@ -101,7 +106,7 @@ class Ours(Trained):
         super().__init__(work, device)
         self.model = model
         batch, count, norm = (work.rows, work.length), work.accumulation, work.max_grad_norm
-        plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, **options)
+        plan = plan_for(model, batch=batch, accumulation=count, max_grad_norm=norm, world_size=work.ranks, **options)
         print(table(plan), flush=True)
         self.optimizer = stow(model, plan, rule=AdamW(**work.adamw), device=device)
         self.planned_device_bytes = self.optimizer.device_bytes

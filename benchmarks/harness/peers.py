@@ -1,4 +1,4 @@
-"""Peers, each at the best settings we know for one device and this work; the settings go into the record.
+"""Peers, each at the best settings we know for one device per rank and this work; the settings go into the record.
 
 A peer that cannot do the same work says so in ``notes``. One that cannot run here raises Unavailable, and the table
 shows why.
@@ -32,7 +32,8 @@ class DeepSpeed(Trained):
         if super_offload and device.type != "cuda":
             raise Unavailable("needs a CUDA GPU")
         self.group = ExitStack()
-        self.group.enter_context(process_group(Ranks(), TIMEOUT_S, single=True))
+        if work.ranks == 1:
+            self.group.enter_context(process_group(Ranks(), TIMEOUT_S, single=True))
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -110,8 +111,11 @@ class Fsdp2(Trained):
         backend = "gloo"
         if accelerated:  # gradients on the host need gloo for their norm
             backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh(device.type, (1,))
+        if work.ranks == 1:
+            distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+        elif accelerated:
+            raise Unavailable("over ranks of an accelerator its group is not opened here")
+        mesh = init_device_mesh(device.type, (work.ranks,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if work.dtype == "bf16" else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=accelerated)
         shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
@@ -132,8 +136,9 @@ class Fsdp2(Trained):
             self.notes = ("pin_memory=False: FSDP2 refuses to pin without an accelerator (its default is True)",)
 
     def close(self) -> None:
-        """Destroy the process group."""
-        torch.distributed.destroy_process_group()
+        """Destroy the process group that it has opened."""
+        if self.work.ranks == 1:
+            torch.distributed.destroy_process_group()
 
 
 class TorchAo(Trained):

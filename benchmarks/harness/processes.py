@@ -7,6 +7,8 @@ fresh process, so that its peak memory is its own. A contender that fails is a r
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from typing import Any
 
 from benchmarks.harness.work import Contender, Work
 from strategies.core.sizes import human, human_duration
+from trainer.dist.ranks import GRACE_S, Ranks, describe
 from trainer.run.metrics import human_number
 
 REPO = Path(__file__).resolve().parents[2]
@@ -40,24 +43,54 @@ def surroundings() -> dict[str, Any]:
     return told
 
 
-def child(request: dict[str, Any], log: Any) -> Run:
-    """Run a request in a fresh process (``child.py``) and return its result; what it prints goes to ``log``."""
-    with tempfile.TemporaryDirectory(prefix="deepstow-bench-") as folder:
-        out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.harness.child"]
-        text = json.dumps({**request, "out": str(out)})
-        try:
-            done = subprocess.run(
-                command, input=text, text=True, cwd=REPO, stdout=log, stderr=log, timeout=RUN_LIMIT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
+def child(request: dict[str, Any], log: Any, num_ranks: int = 1) -> Run:
+    """Run a request in fresh processes (``child.py``), one per rank; what they print goes to ``log``.
+
+    Returns:
+        The first rank's result, with the peak of that rank which needs the most host memory.
+    """
+    with tempfile.TemporaryDirectory(prefix="deepstow-bench-") as name:
+        folder = Path(name)
+        (folder / "request").write_text(json.dumps({**request, "out": name}))
+        places = [describe(Ranks(rank, rank, num_ranks, num_ranks)) for rank in range(num_ranks)]
+        meeting = {"MASTER_PORT": places[0]["MASTER_PORT"]}
+        started = []
+        for place in places:
+            around = {**os.environ, **place, **meeting} if num_ranks > 1 else None
+            with (folder / "request").open() as text:
+                command = [sys.executable, "-m", "benchmarks.harness.child"]
+                started.append(subprocess.Popen(command, stdin=text, cwd=REPO, stdout=log, stderr=log, env=around))
+        if not ended(started, time.monotonic() + RUN_LIMIT_S):
             return {"failed": f"not finished after {human_duration(RUN_LIMIT_S)}"}
-        if out.exists():
-            answer: Run = json.loads(out.read_text())
-            return answer
-    if done.returncode == -9:
+        files = [folder / f"result-{rank}.json" for rank in range(num_ranks)]
+        answers: list[Run] = [json.loads(file.read_text()) for file in files if file.exists()]
+    reasons = [answer["failed"] for answer in answers if "failed" in answer]
+    codes = [one.returncode for one in started]
+    if reasons:
+        return {"failed": reasons[0]}
+    if -signal.SIGKILL in codes and len(answers) < num_ranks:
         return {"failed": "killed by signal 9, most likely because memory ran out"}
-    return {"failed": f"ended with code {done.returncode} without a result; see its log"}
+    if len(answers) < num_ranks:
+        return {"failed": f"ended with code {next(filter(None, codes), 0)} without a result; see its log"}
+    if "host_peak_bytes" in answers[0]:
+        answers[0]["host_peak_bytes"] = max(answer["host_peak_bytes"] for answer in answers)
+    return answers[0]
+
+
+def ended(started: Sequence[subprocess.Popen[Any]], deadline_s: float) -> bool:
+    """Wait until all have ended, or one has failed and the others had the time to report. False: that took too long."""
+    in_time = True
+    while any(one.poll() is None for one in started):
+        if any(one.returncode for one in started):
+            deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+        in_time = time.monotonic() < deadline_s
+        if not in_time:
+            break
+        time.sleep(0.05)
+    for one in started:
+        one.kill()  # does nothing to those that have ended
+        one.wait()
+    return in_time or any(one.returncode for one in started)
 
 
 def measure(
@@ -73,7 +106,7 @@ def measure(
             say(f"round {number} of {rounds}: {label}{remaining}")
             began_s = time.perf_counter()
             with (logs / f"{label.replace(' ', '-')}-{number}.log").open("w") as log:
-                run = child({"work": asdict(work), "contender": asdict(contender)}, log)
+                run = child({"work": asdict(work), "contender": asdict(contender)}, log, work.ranks)
             wall_s = time.perf_counter() - began_s
             walls.append((label, wall_s))
             if "failed" in run:

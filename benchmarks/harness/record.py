@@ -151,11 +151,12 @@ def commit() -> str:
 def conditions(work: Work, rounds: int, surroundings: Mapping[str, Any]) -> str:
     """The line above a table: the work, the machine and the versions that the figures belong to."""
     shape, versions, hardware = work.shape, surroundings["versions"], surroundings["hardware"]
+    ranks = f" and rank, on {work.ranks} ranks" if work.ranks > 1 else ""
     recompute = ", blocks recomputed" if work.recompute else ""
     recompute += f", {work.attention} attention" + (f" with dropout {work.dropout}" if work.dropout else "")
     return (
         f"{work.model}: {shape.num_params / 1e6:,.1f} M parameters in {shape.layers} blocks, {work.dtype}{recompute}; "
-        f"{work.tokens:,} tokens per optimizer step ({work.rows} x {work.length} x {work.accumulation}); "
+        f"{work.tokens:,} tokens per optimizer step{ranks} ({work.rows} x {work.length} x {work.accumulation}); "
         f"{work.steps} steps after {work.warmup}, {rounds} rounds; {hardware['name']}, {hardware['usable_cores']} "
         f"cores; torch {versions['torch']}, deepspeed {versions['deepspeed']}; commit {commit()}"
     )

@@ -57,6 +57,7 @@ class Work:
     rows: int
     length: int
     accumulation: int = 1
+    ranks: int = 1
     dtype: str = "fp32"
     steps: int = 5
     warmup: int = 2
@@ -77,7 +78,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens per optimizer step."""
+        """Tokens per optimizer step, of each rank."""
         return self.rows * self.length * self.accumulation
 
     @property
@@ -109,6 +110,15 @@ OFFLOAD: tuple[Contender, ...] = (
     Contender("superoffload", "peers:DeepSpeed", {"stage": 3, "super_offload": True}),
     Contender("fsdp2", "peers:Fsdp2"),
     Contender("torchao", "peers:TorchAo"),
+)
+# Pairs that leave the same on the device: weights and gradients (zero2), or what is in use (zero3, fsdp2).
+OFFLOAD_OVER_RANKS: tuple[Contender, ...] = (
+    Contender(PLAIN, "contenders:Plain"),
+    Contender("ours-zero2", "contenders:Ours", {"zero": {"stage": 2}, "site": "host"}),
+    Contender("ours-zero3", "contenders:Ours", {"zero": {"stage": 3}, "site": "host", "weights": "streamed"}),
+    Contender("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
+    Contender("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
+    Contender("fsdp2", "peers:Fsdp2"),
 )
 
 # auto with a budget between the predicted peaks of full (0) and none (1)

@@ -26,7 +26,8 @@ import torch
 from benchmarks.harness import processes, work
 from benchmarks.harness.work import Contender
 from strategies.engine.memory import accelerator
-from trainer.dist.spawn import PRELOAD
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import PRELOAD, run_world
 
 pytestmark = [
     pytest.mark.ranks,
@@ -87,7 +88,7 @@ def fork(job: Callable[[], Any], out: Path) -> None:
     os._exit(0)
 
 
-def measured(contender: Contender) -> dict[str, Any]:
+def measured(contender: Contender, todo: work.Work = WORK) -> dict[str, Any]:
     """As the child does it, and two steps more before the contender is closed. Gradients that should be forgotten would
     change the first update, of another batch than theirs, and so the second loss."""
     from benchmarks.harness import child
@@ -102,15 +103,23 @@ def measured(contender: Contender) -> dict[str, Any]:
     after, close = dict[str, Any](), maker.close
 
     def train_on_and_close(trained: Any) -> None:
-        batches = child.tokens(WORK, trained.device)[::-1]
-        after.update(child.timed(replace(WORK, warmup=0, steps=2), trained, batches, trained.device))
+        batches = child.tokens(todo, trained.device)[::-1]
+        after.update(child.timed(replace(todo, warmup=0, steps=2), trained, batches, trained.device))
         close(trained)
 
     maker.close = train_on_and_close
     try:
-        return {**child.run(WORK, contender.maker, contender.options), "after": after["losses"]}
+        return {**child.run(todo, contender.maker, contender.options), "after": after["losses"]}
     except Unavailable as error:
         return {"failed": child.reason(error)}
+    finally:
+        maker.close = close
+
+
+def measured_over_ranks(ranks: Ranks, contenders: Sequence[Contender]) -> Results:
+    """One after the other, in the same processes."""
+    todo = replace(WORK, ranks=ranks.world_size)
+    return {contender.label: measured(contender, todo) for contender in contenders}
 
 
 def stand_in_for_cpu_adam() -> None:
@@ -204,6 +213,17 @@ def check(contender: Contender, runs: Results) -> None:
 @pytest.mark.parametrize("contender", OFFLOAD, ids=lambda contender: contender.label)
 def test_offload(contender: Contender, offload: Results) -> None:
     check(contender, offload)
+
+
+@pytest.fixture(scope="module")
+def over_ranks() -> Results:
+    found: Results = run_world(2, measured_over_ranks, work.OFFLOAD_OVER_RANKS)
+    return found
+
+
+@pytest.mark.parametrize("contender", work.OFFLOAD_OVER_RANKS, ids=lambda contender: contender.label)
+def test_offload_over_ranks(contender: Contender, over_ranks: Results) -> None:
+    check(contender, over_ranks)
 
 
 @pytest.mark.parametrize("contender", RECOMPUTE, ids=lambda contender: contender.label)

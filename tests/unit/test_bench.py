@@ -118,7 +118,7 @@ def test_weights_are_the_same_each_time_and_do_not_repeat() -> None:
 def test_every_contender_is_there() -> None:
     import importlib
 
-    for contender in (*OFFLOAD, *work.RECOMPUTE):
+    for contender in (*OFFLOAD, *work.OFFLOAD_OVER_RANKS, *work.RECOMPUTE):
         module, name = contender.maker.split(":")
         assert isinstance(getattr(importlib.import_module(f"benchmarks.harness.{module}"), name), type), contender.label
 
@@ -145,6 +145,11 @@ def test_one_row_for_each_budget() -> None:
         (
             "--gpu-memory 16",
             "--gpu-memory 16: that is 16 bytes; write the unit, as in 20GiB",
+        ),
+        ("--gpu-memory 16GiB --ranks 2", "--gpu-memory: ours-budget is for one rank; leave --ranks out"),
+        (
+            "--ranks 2 --subjects torchao",
+            "--subjects torchao: must be one of plain, ours-zero2, ours-zero3, deepspeed-zero2, deepspeed-zero3, fsdp2",
         ),
         ("--subjects ours-budget", "--subjects ours-budget: needs --gpu-memory, for example --gpu-memory 16GiB"),
     ],
