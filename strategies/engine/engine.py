@@ -2,7 +2,7 @@
 
     forward enters a scope     settle its updates, fetch what is absent, prefetch
     backward enters a scope    leave the scopes after it; then the same in the other direction
-    a weight is read           where no hook announced it: settle and fetch it (``guard.py``, ``state_dict.py``)
+    a weight is read           where no hook announced it: settle and fetch it (``guard.py``, ``keeper.py``)
     a gradient lands           into its slot, and on to where it waits for the update (``gradients.py``)
     norm, step                 jobs in forward order (``updates.py``), settled when their buckets are next used
 
@@ -108,7 +108,9 @@ class Engine(Copied):
         self.clipping = Clipping(layout, self.gradients, transfer, device)
         self.skipped_steps = SkippedSteps(transfer)
         self.unannounced = 0  # reads in backward that no hook announced and that had to fetch their weights
+        self._in_forward = False
         self._handles = [model.register_forward_pre_hook(self._begin_forward)]
+        self._handles += [model.register_forward_hook(self._end_forward, always_call=True)]
         self._handles += [*self.hooks.attach(), *self.gradients.attach()]
 
     # --- before the first step ---------------------------------------------------------------------------------------
@@ -131,11 +133,27 @@ class Engine(Copied):
         self.refuse_partly_updated()
         self.hooks.forget_calls()
         self.hooks.close_all()
+        self._in_forward = True
+        if self.shares is not None:
+            self.shares.begins("a forward " + ("with" if torch.is_grad_enabled() else "without") + " gradients")
         self.prefetch.begin()
         if torch.is_grad_enabled():
             if self._buffers is not None:
                 self._buffers.forward(is_last=self.gradients.passes + 1 >= self.layout.accumulation)
             self.gradients.new_pass()
+
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._in_forward = False
+
+    def refuse_alone(self, bucket: BucketState, name: str) -> None:
+        """Raise RuntimeError if outside code reads a weight that only an exchange could bring: the other ranks may know
+        nothing of it, but in forward and backward, where all ranks do the same.
+        """
+        if bucket.is_shared and not self._in_forward and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"{name} is shared over ranks, and this one has a part of it: read it on all of them, inside of `with "
+                f"optimizer.present([param]):`, or from model.state_dict()"
+            )
 
     @unseen
     def _enter_forward(self, scope: Scope) -> None:

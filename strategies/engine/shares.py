@@ -16,8 +16,8 @@ are whole, gradients are there to be added. DOWN reads this rank's span only, af
 others.
 
 Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, so
-what the ranks have run and exchanged, and will go back through, is compared when backward begins, and again before any
-weight is updated.
+what the ranks have run and exchanged, and will go back through, is compared when forward and backward begin, and again
+before any weight is updated. Weights that are away are not read by one rank alone (``Engine.refuse_alone``).
 """
 
 from __future__ import annotations
@@ -109,6 +109,11 @@ class Shares:
         (some_not,) = on_any_rank([not flag], self._device, self._group)
         return not some_not
 
+    def begins(self, what: str) -> None:
+        """Forward begins, if it does so on all ranks. A collective."""
+        self._note(f"began {what}")
+        self.refuse_other_paths()
+
     def ran(self, what: str) -> None:
         """Forward has come to a module. What runs decides what is exchanged in backward, and when."""
         self._note(f"ran {what}")
@@ -140,8 +145,8 @@ class Shares:
         other = next(rank for rank, what in enumerate(each) if what != each[0])
         raise RuntimeError(
             f"the ranks take different paths through the model: at one time rank 0 {each[0]}, and rank {other} "
-            f"{each[other]}. Ranks that share weights have to run the same blocks in the same order: no layer "
-            f"drop, no early exits"
+            f"{each[other]}. Ranks that share weights have to run the same blocks in the same order, without layer "
+            f"drop or early exits, and to read weights together"
         )
 
     def tell_norms(self, gradients: Sequence[tuple[BucketState, int]], device: torch.device) -> None:

@@ -11,11 +11,11 @@ through here; ``parameters.py`` makes sure that there is no other way.
                         masters and homes get the loaded values
     present             chosen parameters are on loan (``loans.py``), with copies on the device; changes are kept
     reading             a function that reads a parameter outside of the modules that own it asks its keeper
+                        (``keeper.py``)
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,19 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.sizes import human
 from strategies.engine.bucket_state import BucketState
 from strategies.engine.engine import Engine
+from strategies.engine.keeper import Keeper, lent_value
 from strategies.engine.memory.arena import alone
-from strategies.engine.tensors.loans import LentParameter, Loans
+from strategies.engine.tensors.loans import Loans
 from strategies.engine.tensors.nested import same_bits
-from strategies.engine.tensors.parameters import RAW_DATA, Alias, Copied, Elsewhere, StowedParameter
-from strategies.engine.tensors.pending_gradient import PendingGradient
+from strategies.engine.tensors.parameters import RAW_DATA, Copied
 from strategies.engine.tensors.saved_views import copies_to_host, customizes_state_dict, same_memory
 from strategies.engine.transfer.transfer import Lane
-
-logger = logging.getLogger(__name__)
-
 
 SWAPPED = (
     "torch.__future__.set_swap_module_params_on_conversion(True) makes load_state_dict replace what a plan has given "
@@ -93,7 +89,7 @@ class StateAccess(Copied):
             self._lent_to_modules[id(module)] = self.loans.lend(mine)
             return
         for param in mine:
-            if _lent_value(param) is None:
+            if lent_value(param) is None:
                 param.__class__ = nn.Parameter
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -101,7 +97,7 @@ class StateAccess(Copied):
         self.end_module_loans(id(module))
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             saved = state.get(prefix + name)
-            if _lent_value(param) is not None:  # by ``present``, until the end of its block
+            if lent_value(param) is not None:  # by ``present``, until the end of its block
                 continue
             self._restore(param)
             as_it_is = id(param) not in lent or same_memory(saved, lent[id(param)])
@@ -138,7 +134,7 @@ class StateAccess(Copied):
             raise RuntimeError(SWAPPED)
         self._engine.drain()  # all buckets: to settle another one before ``_after_load`` would hide these
         for param in module.parameters(recurse=False):
-            if _lent_value(param) is None:
+            if lent_value(param) is None:
                 value = self.newest_of(param)
                 param.__class__ = nn.Parameter
                 if not torch._has_compatible_shallow_copy_type(param, value):
@@ -147,7 +143,7 @@ class StateAccess(Copied):
 
     def _after_load(self, module: nn.Module, *rest: Any) -> None:
         for param in module.parameters(recurse=False):
-            if _lent_value(param) is None:
+            if lent_value(param) is None:
                 self.set_weight(param, param.data)
 
     @torch.no_grad()
@@ -160,7 +156,7 @@ class StateAccess(Copied):
                 bucket.fill(place, {index: value.reshape(-1)})
         if bucket.present and bucket.part(bucket.weight, index).data_ptr() != value.data_ptr():
             bucket.part(bucket.weight, index).copy_(value.reshape(-1))
-        loan = _lent_value(param)
+        loan = lent_value(param)
         if loan is not None and loan.data_ptr() != value.data_ptr():
             loan.copy_(value)
         self.was_used(bucket)
@@ -245,154 +241,3 @@ class StateAccess(Copied):
             for name, place in state.items():
                 if name != "master":
                     place.zero_()
-
-
-class Keeper(Copied):
-    """Reads and changes one parameter, its gradient and its views, for their classes; see ``parameters.py``."""
-
-    def __init__(self, engine: Engine, bucket: BucketState, index: int, name: str) -> None:
-        self._engine, self._bucket, self._index, self.name = engine, bucket, index, name
-        weight = bucket.part(bucket.weight, index)
-        self.home = (weight.data_ptr(), weight.data_ptr() + weight.nbytes)
-        self._warned = False  # that it travels and is read outside of the module that owns it
-
-    @property
-    def here(self) -> bool:
-        """Whether the weight is in its home and shown."""
-        return self._bucket.views.shows(self._index)
-
-    def value(self) -> Tensor:
-        """A copy of the newest weight, for COMPUTE."""
-        bucket, transfer = self._bucket, self._engine.transfer
-        self._engine.refuse_partly_updated()
-        with torch.no_grad():
-            self._engine.settle(bucket)
-            transfer.host_wait(bucket.stored)
-            transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
-            loan = _lent_value(bucket.params[self._index])
-            newest = self._newest() if loan is None else loan
-            return newest.to(self._engine.device, copy=True)
-
-    def _newest(self) -> Tensor:
-        if self._bucket.is_shared:
-            return self._engine.whole_weight(self._bucket, self._index, self._engine.device)
-        return self._bucket.weight_of(self._index)
-
-    def value_to_lend(self) -> Tensor:
-        """The memory of a parameter on loan: the home of a resident weight, so that its views see writes, or a copy."""
-        if not self._bucket.spec.resident:
-            return self.value()
-        self._engine.ensure(self._bucket)
-        return alone(self._bucket.shaped(self._bucket.weight, self._index))
-
-    def read(self) -> Tensor:
-        """The parameter itself if it is resident, else a copy through which gradients flow."""
-        param = self._bucket.params[self._index]
-        self._engine.refuse_partly_updated()
-        if self._bucket.spec.resident:
-            self._engine.add_reader(self._bucket)
-            return param
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s travels and is read outside of the module that owns it: %s are copied for that each time. Plan "
-                "with a batch, so that this is seen, or with weights='resident'",
-                self.name,
-                human(param.nbytes),
-            )
-        _refuse_casts(self.name, param)
-        return _with_gradient(param, self.value())
-
-    def require_present(self, what: str) -> None:
-        """Make the parameter present for ``what``, or raise RuntimeError if it travels."""
-        if not self._bucket.spec.resident:
-            raise RuntimeError(f"{self.name}: {what} of a parameter that travels; plan with weights='resident'")
-        self.read()
-
-    def follow(self, view: Tensor) -> Tensor:
-        """Make ``view`` of the home an ``Alias``, which asks here when it is read."""
-        if not isinstance(view, StowedParameter):
-            view.__class__ = Alias  # and not as_subclass, which would put a node into the graph
-            view._keeper = self  # type: ignore[attr-defined]
-        return view
-
-    def read_view(self, view: Tensor) -> Tensor:
-        """``view`` itself while the weight is in its home, else a copy of the same part of the weight."""
-        if self.here:
-            return view
-        bucket, param, value = self._bucket, self._bucket.params[self._index], self.value()
-        if view.dtype != value.dtype:
-            raise RuntimeError(
-                f"{self.name} travels, and a view of it as {view.dtype} is used after it left the device"
-            )
-        start = view.storage_offset() - bucket.shaped(bucket.weight, self._index).storage_offset()
-        if view.requires_grad and torch.is_grad_enabled():
-            _refuse_casts(self.name, param)
-            if view.retains_grad or view._backward_hooks:
-                raise RuntimeError(
-                    f"a view of {self.name}, which travels, has hooks, which would not run for its use after its "
-                    f"block: use param.register_hook"
-                )
-        # From the parameter, not from the view: torch would make the view's node again, from its base's present value.
-        whole = _with_gradient(param, value) if view.requires_grad else value
-        return whole.as_strided(view.size(), view.stride(), start)
-
-    # --- the gradient ------------------------------------------------------------------------------------------------
-
-    @property
-    def window(self) -> int:
-        """How often all gradients were taken or discarded."""
-        return self._engine.gradients.window
-
-    def gradient(self) -> Tensor | None:
-        """The stand-in for the gradient that waits for a step, if there is one."""
-        self._engine.gradients.learn()
-        if not self._bucket.grads.exists(self._index):
-            return None
-        gradient: PendingGradient = self._bucket.views.absent(self._index).as_subclass(PendingGradient)
-        gradient._keeper, gradient._window = self, self.window
-        return gradient
-
-    def forget_gradient(self) -> None:
-        self._engine.forget(self._bucket, self._index)
-
-    def zero_gradient(self) -> None:
-        """Discard the gradient that waits; it counts as zero."""
-        self.forget_gradient()
-        self._bucket.grads.zero_one(self._index)
-
-    @torch.no_grad()
-    def gradient_norm(self) -> Tensor:
-        return self._engine.clipping_after_backward().norm_of(self._bucket, self._index)
-
-    @torch.no_grad()
-    def gradient_value(self) -> Tensor:
-        return self._engine.clipping_after_backward().value_of(self._bucket, self._index)
-
-    @torch.no_grad()
-    def scale_gradient(self, factor: Tensor | float) -> None:
-        self._engine.clipping_after_backward().multiply(self._bucket, self._index, factor)
-
-
-def _refuse_casts(name: str, param: nn.Parameter) -> None:
-    """Raise RuntimeError if autocast would cast the parameter itself for backward.
-
-    Autocast keeps one cast of a parameter for all its uses, so that their gradients are added in the lower precision.
-    Of a copy it keeps none, and gradients would be added in the parameter's own precision.
-    """
-    kept = torch.is_autocast_enabled(param.device.type) and torch.is_autocast_cache_enabled()
-    if kept and torch.is_grad_enabled() and param.requires_grad and param.dtype is torch.float32:
-        raise RuntimeError(
-            f"{name} travels and is read under autocast outside of the module that owns it: plan with a batch, so that "
-            f"this is seen, or with weights='resident', or write torch.autocast(..., cache_enabled=False)"
-        )
-
-
-def _with_gradient(original: Tensor, value: Tensor) -> Tensor:
-    """``value``, through which gradients flow to ``original`` if it requires any."""
-    return Elsewhere.apply(original, value) if torch.is_grad_enabled() and original.requires_grad else value
-
-
-def _lent_value(param: nn.Parameter) -> Tensor | None:
-    """The value of ``param``, if it is on loan."""
-    return param.data if isinstance(param, LentParameter) else None

@@ -128,9 +128,10 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
     found = {"lr": torch.tensor(sorted(rates), dtype=torch.float64)}
     found["epoch of the schedule"] = torch.tensor(trainer.lr_scheduler.last_epoch)
     shared = shared_state(trainer.stowed) if trainer.stowed is not None and trainer.stowed.is_shared else {}
+    weights = trainer.model.state_dict() if shared else {}
     for name, param in trainer.model.named_parameters():
         if param.requires_grad and shared:
-            found[f"{name} weight"] = shared.pop(f"{name} master", param.detach().float().cpu().clone())
+            found[f"{name} weight"] = shared.pop(f"{name} master", weights[name].float().cpu().clone())
         elif param.requires_grad:
             for kind, value in _state_of(trainer, param).items():
                 found[f"{name} {kind}"] = torch.as_tensor(value).detach().float().cpu().clone()

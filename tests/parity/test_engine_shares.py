@@ -7,6 +7,7 @@ all of them plainly; compared are weights, norms, moments, masters and counts, p
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Row, Table
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
+from trainer.planning.plan_for import plan_for
 
 pytestmark = pytest.mark.ranks
 TRANSFERS = {"delayed": Delayed, "watched": RaceDetector, "vacant": Vacant}
@@ -213,6 +215,36 @@ def other_loss(ranks: Ranks) -> str:
 def test_ranks_whose_losses_depend_on_other_blocks_are_refused() -> None:
     line = run_world(2, other_loss)
     assert "at one time rank 0 goes back through model.layers.2, and rank 1 did nothing. " in line
+
+
+def alone(ranks: Ranks, stage: int) -> list[str]:
+    """After a step the first rank reads a weight, and then runs forward without gradients while the others train."""
+    model: Any = build("llama")
+    plan: Any = plan_for(model, max_grad_norm=1.0, world_size=2, zero={"stage": stage}, site="host")
+    optimizer = stow(model, plan, groups_of(model, 1), device="cpu")
+    batch = tokens("llama", 1)[0]
+    model(**batch).loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    weight, lines = model.model.layers[3].mlp.up_proj.weight, []
+    if ranks.is_first:
+        for read in (weight.norm, partial(getattr, weight, "data"), weight.data_ptr):
+            with pytest.raises(RuntimeError) as caught:
+                read()
+            lines.append(str(caught.value))
+    with optimizer.present([weight]):
+        assert weight.norm() > 0
+    with torch.set_grad_enabled(not ranks.is_first), pytest.raises(RuntimeError) as caught:
+        model(**batch)
+    return [*lines, str(caught.value)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_does_alone_is_refused(stage: int) -> None:
+    *reads, forward = run_world(2, alone, stage)
+    assert all(line.startswith("model.layers.3.mlp.up_proj.weight is shared over ranks") for line in reads)
+    assert "rank 0 began a forward without gradients, and rank 1 began a forward with gradients. " in forward
 
 
 def between(ranks: Ranks) -> list[str]:

@@ -51,7 +51,7 @@ from strategies.engine.tensors.torch_functions import (
 )
 
 if TYPE_CHECKING:
-    from strategies.engine.state_dict import Keeper
+    from strategies.engine.keeper import Keeper
 
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
@@ -201,7 +201,7 @@ class AbsentParameter(StowedParameter):
     _stand_in = True
 
     def _newest(self) -> Tensor:
-        return self._keeper.value().as_subclass(ReadOnly)
+        return self._keeper.shown().as_subclass(ReadOnly)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -32,7 +32,7 @@ from strategies.engine.tensors.torch_functions import (
 )
 
 if TYPE_CHECKING:
-    from strategies.engine.state_dict import Keeper
+    from strategies.engine.keeper import Keeper
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
