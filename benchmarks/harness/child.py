@@ -161,12 +161,13 @@ def tokens(work: Work, device: torch.device) -> list[list[dict[str, Tensor]]]:
     return [[{"input_ids": micro, "labels": micro} for micro in step] for step in ids]
 
 
-def over_ranks(losses: Sequence[Tensor], work: Work) -> list[float]:
-    """The mean of each loss over the ranks, as fp32."""
-    mean = torch.stack(list(losses)).float()
+def summed(numbers: Sequence[Tensor | float], work: Work) -> list[float]:
+    """Each of ``numbers`` summed over the ranks."""
+    sums = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
     if work.ranks > 1:
-        torch.distributed.all_reduce(mean.div_(work.ranks))
-    return [float(loss) for loss in mean]
+        sums = sums.to(accelerator.current() or "cpu")
+        torch.distributed.all_reduce(sums)
+    return sums.tolist()
 
 
 def timed(
@@ -190,13 +191,14 @@ def timed(
 
     torch.manual_seed(work.seed)  # of dropout
     losses = [step(index) for index in range(work.warmup)]
-    stamps, others_s = [settle()], others_cpu_s()
+    stamps, others_s, own_s = [settle()], others_cpu_s(), time.process_time()
     for index in range(work.warmup, work.warmup + work.steps):
         losses.append(step(index))
         stamps.append(time.perf_counter())
     seconds = settle() - stamps[0]
-    others_s = others_cpu_s() - others_s
-    means = over_ranks(losses, work)
+    others_s, own_s = others_cpu_s() - others_s, time.process_time() - own_s
+    means = [loss / work.ranks for loss in summed(losses, work)]
+    others_s -= summed([own_s], work)[0] - own_s  # the other ranks are not others
     return {
         "tokens_per_s": work.tokens * work.ranks * work.steps / seconds,
         "measured_s": seconds,
