@@ -339,6 +339,12 @@ class Facts:
         return sum(unit.num_params for unit in self.units)
 
     @property
+    def loaded_bytes(self) -> int:
+        """Of the weights as they are loaded, before any strategy changes their dtype."""
+        frozen = self.num_params - self.num_trainable
+        return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen
+
+    @property
     def num_trainable(self) -> int:
         """Elements of trainable parameters."""
         return sum(unit.num_trainable for unit in self.units)

@@ -1,4 +1,4 @@
-"""Memory budgets: what ``gpu_memory`` and ``host_memory`` allow on this machine, in bytes.
+"""Memory budgets: what ``gpu_memory`` and ``host_memory`` allow on this machine, in bytes; and what loading takes.
 
 The only place where a config value becomes bytes. ``placement_search.py`` then subtracts what forward saves, once; the
 rest is the size that the arenas may have.
@@ -7,6 +7,7 @@ rest is the size that the arenas may have.
 from __future__ import annotations
 
 from strategies.core.facts import MachineFacts
+from strategies.core.plan import Plan
 from strategies.core.sizes import AUTO, SHARE, parse_bytes
 
 
@@ -21,6 +22,19 @@ def host_budget(machine: MachineFacts, value: str | float) -> int:
     """Bytes of host memory that may be used; auto and shares leave out what the process itself needs."""
     named = isinstance(value, int) or (isinstance(value, str) and value != AUTO)
     return max(0, _bytes(value, machine.host_bytes) - (0 if named else machine.runtime_host_bytes))
+
+
+def loading_bytes(plan: Plan) -> int:
+    """What each rank has on the host while it loads the model, which it does before the plan is carried out, at most:
+    pages of a file that are not changed are shared by the ranks.
+
+    0 where there is no accelerator (the weights then count as the device's), and where DeepSpeed splits them over the
+    ranks as they are made.
+    """
+    facts = plan.facts
+    if not facts.machine.has_accelerator or plan.engine().get("zero_optimization.stage") == 3:
+        return 0
+    return facts.loaded_bytes + facts.machine.runtime_host_bytes
 
 
 def _bytes(value: str | float, whole: int) -> int:

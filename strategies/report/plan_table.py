@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter
 from strategies.core.facts import Unit, UnitKind
 from strategies.core.plan import Decision, Home, Keep, Kind, Plan, Travel, When, answer
 from strategies.core.sizes import human
+from strategies.planner.budget import loading_bytes
 from strategies.report.table import table as aligned
 
 HEADER = ("unit", "home", "each rank", *(kind.value for kind in Kind), "decided by", "why")
@@ -176,6 +177,8 @@ def summary(plan: Plan) -> Iterator[str]:
             f"predicted peak per rank, {where}: {human(peak)} of {human(has[home])} ({rest}); "
             f"training state {human(plan.states(home))}"
         )
+    if (loading := loading_bytes(plan)) > plan.peak(Home.HOST):
+        yield f"while the model is loaded, per rank, host: up to {human(loading)}"
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts, Precision
-from strategies.core.plan import RUN, Home, Impl, Kind, Plan, Reserve, Rest
+from strategies.core.plan import RUN, EngineSet, Home, Impl, Kind, Plan, Reserve, Rest
 from strategies.core.registry import find
 from strategies.core.sizes import human
 from strategies.report.plan_table import rows, summary, table
@@ -133,7 +133,10 @@ def test_totals_say_what_is_free() -> None:
     assert list(summary(with_memory(1 << 20, 1 << 10))) == [
         "predicted peak per rank, device: 3.1 KiB of 1.0 MiB (1020.9 KiB free); training state 3.1 KiB",
         "predicted peak per rank, host: 100 B of 1.0 KiB (924 B free); training state 0 B",
+        "while the model is loaded, per rank, host: up to 800 B",
     ]
+    split = EngineSet(unit=RUN, reason="", key="zero_optimization.stage", value=3)  # as it is made
+    assert len(list(summary(with_memory(1 << 20, 1 << 10).amend([split], by="zero")))) == 2
 
 
 def test_totals_say_what_is_too_much() -> None:
