@@ -39,8 +39,10 @@ class UpdateCosts:
     device: float
 
     def at(self, weight: Weight, site: Site, index: int = 0) -> Weight:
-        """The weight number ``index``, updated at ``site``; gradients of host updates go down as they land."""
-        num_bytes, on_host = weight.num_bytes, site is Site.HOST
+        """The weight number ``index``, updated at ``site``; gradients of host updates go down as they land. Of ranks
+        that share it each updates its part, whose gradient the others send.
+        """
+        num_bytes, on_host = weight.num_bytes // weight.ways, site is Site.HOST
         update = Update(
             site=site,
             seconds=num_bytes * (self.host if on_host else self.device),
@@ -50,6 +52,7 @@ class UpdateCosts:
             grad_bytes=num_bytes,
             state_bytes=STATE * num_bytes,
             grad_home=Home.HOST if on_host else Home.DEVICE,
+            exchange_bytes=weight.exchange_bytes,
         )
         return replace(weight, update=update)
 

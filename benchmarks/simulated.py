@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import peer_models
 from strategies.core.compose import compose
-from strategies.core.facts import Facts, Home, UnitKind
+from strategies.core.facts import Facts, Home, Rates, UnitKind
 from strategies.core.layout import Site
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
@@ -64,29 +64,28 @@ def ours(known: Facts, strategies: Mapping[str, Any]) -> tuple[Plan, StepCost] |
     return None if cost is None else (plan, cost)
 
 
-def as_problem(known: Facts, budget: int) -> Problem:
+def as_problem(known: Facts, budget: float, ways: int = 1) -> Problem:
     """The policies' problem: whole units, and at each tick what forward and backward need besides, with our loss by
     chunks, and two blocks' gradients."""
     rates = known.machine.rates
     assert rates is not None
     problem = problem_of(known, empty(known), rates)
     count = len(known.units)
-    weights = tuple(Weight(u.name, 2 * u.num_params, (i, 2 * count - 1 - i)) for i, u in enumerate(known.units))
+    weights = tuple(
+        Weight(u.name, 2 * u.num_params, (i, 2 * count - 1 - i), ways=ways) for i, u in enumerate(known.units)
+    )
     block = max(unit.num_params for unit in known.units if unit.kind is UnitKind.BLOCK)
     loss = compose({"cross_entropy": find("cross_entropy")()}, known)
     besides = loss.saved_peak() + 2 * (2 * block)
     ticks = tuple(replace(tick, num_bytes=besides) for tick in problem.ticks)
-    return replace(problem, ticks=ticks, weights=weights, budget=budget * GIB)
+    return replace(problem, ticks=ticks, weights=weights, budget=int(budget * GIB))
 
 
 def policies(known: Facts, budget: int) -> dict[str, peer_models.Policy | None]:
     """Each policy's model at its best; None if it does not fit."""
     rates = known.machine.rates
     assert rates is not None
-    problem = as_problem(known, budget)
-    costs = peer_models.UpdateCosts(
-        host=1 / (2 * rates.update_bf16_params_per_s), device=TOUCHED_BYTES / 2 / rates.device_bytes_per_s
-    )
+    problem, costs = as_problem(known, budget), update_costs(rates)
     on_host = peer_models.placed(problem, costs, lambda _: Site.HOST)
     ratios = [part / 10 for part in range(11)]
     found = (
@@ -100,6 +99,13 @@ def policies(known: Facts, budget: int) -> dict[str, peer_models.Policy | None]:
         best_of([partial(peer_models.prime_rl, problem, costs)]),
     )
     return dict(zip(POLICIES, found, strict=True))
+
+
+def update_costs(rates: Rates) -> peer_models.UpdateCosts:
+    """Of two bytes per parameter."""
+    return peer_models.UpdateCosts(
+        host=1 / (2 * rates.update_bf16_params_per_s), device=TOUCHED_BYTES / 2 / rates.device_bytes_per_s
+    )
 
 
 def best_of(makes: Iterable[Callable[[], peer_models.Policy]]) -> peer_models.Policy | None:

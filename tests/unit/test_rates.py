@@ -12,16 +12,23 @@ from launch import doctor
 from strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from strategies.planner.weight_schedule import ASSUMED
 from trainer.errors import ExitCode
-from trainer.machine import profiles, rates
-from trainer.machine.probe import GIB, probe
-from trainer.machine.profiles import MachineKey, StoredRates
-from trainer.machine.rates import Effort, duplex_factor, fit_line
+from trainer.machine import network, profiles, rates
+from trainer.machine.fits import duplex_factor, fit_line
+from trainer.machine.network import measure_network
+from trainer.machine.probe import GIB, cores, probe
+from trainer.machine.profiles import MachineKey, StoredRates, one_line
+from trainer.machine.rates import Effort
 from trainer.planning.facts import machine_facts
 
 SIZES = [1 << power for power in range(16, 29)]
 HERE: MachineKey = {"device": "card", "cpu": "AMD EPYC 26 2", "cores": 16, "torch": "2.13.0+cu130"}
 TINY = Effort(
-    seconds=0.01, link_seconds=0.002, largest_bytes=1 << 20, num_params=1 << 12, shapes=((8, 16, 8), (16, 16, 16))
+    seconds=0.01,
+    link_seconds=0.002,
+    largest_bytes=1 << 20,
+    num_params=1 << 12,
+    network_bytes=0,
+    shapes=((8, 16, 8), (16, 16, 16)),
 )
 
 
@@ -289,3 +296,23 @@ def test_time_runs_out_gently() -> None:
     clock = rates.Stopwatch(replace(TINY, seconds=10.0, hurry_after_s=0.0), torch.device("cpu"))
     clock.seconds(lambda: calls.append(1))
     assert len(calls) == 2
+
+
+# --- network -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_exchanges_of_ranks_are_measured() -> None:
+    said: list[str] = []
+    rate = measure_network(1 << 20, 0.01, said.append)
+    if cores()[1] < 2:
+        assert rate is None
+        return
+    assert rate is not None and 1e6 < rate < 1e12
+    plan_rates = some_rates(net_bytes_per_s=rate)
+    assert plan_rates.exchange_bytes_per_s() == rate and f"exchanges {rate / 1e9:.3g} GB/s" in one_line(plan_rates)
+
+
+def test_one_rank_has_no_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "cores", lambda: (1, 1))
+    assert measure_network(1 << 20, 0.01, print) is None

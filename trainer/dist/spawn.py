@@ -26,11 +26,14 @@ class WorldError(RuntimeError):
     """A rank failed. The message has the exit code and the output of each rank."""
 
 
-def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> Any:
+def run_world(
+    num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: float = 300.0, deepspeed: bool = True
+) -> Any:
     """Run ``work(ranks, *args)`` in ``num_ranks`` processes with one process group; returns rank 0's result.
 
     Args:
         work: a module-level function; ``torch.save`` must be able to write its result.
+        deepspeed: open DeepSpeed's communication as well, which on CPUs compiles an extension at first use.
 
     Raises:
         WorldError: a rank ended with an error, by a signal, or not in time.
@@ -45,7 +48,7 @@ def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: f
         folder = Path(name)
         port = describe(Ranks())["MASTER_PORT"]
         processes = [
-            context.Process(target=_rank, args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args))
+            context.Process(target=_rank, args=(Ranks(rank, rank, num_ranks, num_ranks), port, folder, work, args, deepspeed))
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -78,7 +81,9 @@ def _report(folder: Path, codes: Sequence[int | None]) -> str:
     return "\n".join(parts)
 
 
-def _rank(ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args: tuple[Any, ...], deepspeed: bool
+) -> None:
     """The main function of a rank: output goes to a file, work runs inside a group, the result goes to a file."""
     log = os.open(folder / f"log-{ranks.rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -87,7 +92,7 @@ def _rank(ranks: Ranks, port: str, folder: Path, work: Callable[..., Any], args:
     settle_environment(ranks, len(os.sched_getaffinity(0)))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     quiet_libraries()
-    with process_group(from_environment(), 120, single=True):
+    with process_group(from_environment(), 120, single=deepspeed):
         result = work(ranks, *args)
         if ranks.is_first:
             torch.save(result, folder / "result")

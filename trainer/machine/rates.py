@@ -7,6 +7,7 @@
     update   the engine's AdamW on host memory, in the engine's chunk size and with its worker's threads
     together the same update while copies run in both directions: what all of them get of DRAM
     launch   one small operator after the other on the device, without waiting for it
+    network  exchanges of several ranks (``network.py``)
 
 A plan lets updates and copies run together, so DRAM counts with what they reach together if they slow each other down.
 Without an accelerator two ordinary buffers stand in for the link, one core copies between them, and the lines say so;
@@ -22,16 +23,15 @@ processes is measured and printed.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ from strategies.engine.optim import AdamW, Operands
 from strategies.engine.transfer.transfer import Lane, transfer_for
 from strategies.engine.updates import HOST_CHUNK
 from strategies.engine.worker import Worker, spare_cores
+from trainer.machine.fits import duplex_factor, fit_line
+from trainer.machine.network import measure_network
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import StoredRates, key_of, save
 
@@ -70,52 +72,11 @@ class Effort:
     smallest_bytes: int = MIB // 16
     largest_bytes: int = 256 * MIB
     num_params: int = 24 * MIB
+    network_bytes: int = 64 * MIB
     shapes: tuple[Shape, ...] = ()  # empty: those that suit the device
 
 
 FULL = Effort()
-
-
-class LinkFit(NamedTuple):
-    """A copy takes ``latency_s + bytes / bytes_per_s`` seconds."""
-
-    latency_s: float
-    bytes_per_s: float
-
-
-def fit_line(points: Sequence[tuple[int, float]]) -> LinkFit:
-    """Fit a line to points (bytes, seconds), robustly.
-
-    Candidates are the lines through any two points, and through one point and the origin, with a latency of at least 0.
-    The best has the least sum of ``abs(log(ratio))``: ratios, because sizes span three orders of magnitude and both
-    ends count; not squared, so that one disturbed point does not bend the line.
-
-    Raises:
-        ValueError: the points have fewer than two sizes.
-    """
-    if len({size for size, _ in points}) < 2:
-        raise ValueError(f"{len(points)} points of one size; a line needs two sizes")
-    lines = [(0.0, seconds / size) for size, seconds in points]
-    for (size, seconds), (other, longer) in itertools.combinations(points, 2):
-        slope = (longer - seconds) / (other - size) if other != size else 0.0
-        lines.append((seconds - slope * size, slope))
-    possible = [(latency, slope) for latency, slope in lines if latency >= 0 and slope > 0]
-
-    def error(line: tuple[float, float]) -> float:
-        return sum(abs(math.log((line[0] + line[1] * size) / seconds)) for size, seconds in points)
-
-    latency, slope = min(possible, key=error)
-    return LinkFit(latency, 1 / slope)
-
-
-def duplex_factor(up_s: float, down_s: float, both_s: float) -> float:
-    """The share of its rate that each direction keeps while both run, from the times alone and together; at most 1.
-
-    Assumes that both run at this share until the shorter copy is done, and the longer one then at its full rate.
-    """
-    first, last = sorted((up_s, down_s))
-    shared = both_s - (last - first)  # how long both ran
-    return min(1.0, first / shared) if shared > 0 else 1.0
 
 
 @dataclass(slots=True)
@@ -373,6 +334,7 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
         update_fp32_params_per_s=update["fp32"],
         update_bf16_params_per_s=update["bf16"],
         device_bytes_per_s=memory["device"],
+        net_bytes_per_s=measure_network(effort.network_bytes, effort.seconds, say),
         origin="measured",
     )
     return rates, {"gemm": gemm, "link": copies, "memory": memory}

@@ -22,6 +22,10 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "offload": (1, {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}),
     "stage 2 on two ranks": (2, {"zero": {"stage": 2}}),
+    "shared on two ranks": (
+        2,
+        {"zero": {"stage": 3}, "offload": {"site": "host", "weights": "streamed", "prefetch": 0}},
+    ),
 }
 
 
@@ -60,6 +64,7 @@ KILLED: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (1, {"zero": {"stage": 0}}),
     "stage 1 on two ranks": (2, {"zero": {"stage": 1}}),
     "stage 3 on two ranks": (2, {"zero": {"stage": 3}}),
+    "shared on two ranks": VARIANTS["shared on two ranks"],
 }
 LENGTH, SAVE, KILLS = 420, 3, 60
 

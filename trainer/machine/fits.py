@@ -1,0 +1,50 @@
+"""From times of copies to numbers of a link: arithmetic only, which does not depend on how the times were measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class LinkFit(NamedTuple):
+    """A copy takes ``latency_s + bytes / bytes_per_s`` seconds."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> LinkFit:
+    """Fit a line to points (bytes, seconds), robustly.
+
+    Candidates are the lines through any two points, and through one point and the origin, with a latency of at least 0.
+    The best has the least sum of ``abs(log(ratio))``: ratios, because sizes span three orders of magnitude and both
+    ends count; not squared, so that one disturbed point does not bend the line.
+
+    Raises:
+        ValueError: the points have fewer than two sizes.
+    """
+    if len({size for size, _ in points}) < 2:
+        raise ValueError(f"{len(points)} points of one size; a line needs two sizes")
+    lines = [(0.0, seconds / size) for size, seconds in points]
+    for (size, seconds), (other, longer) in itertools.combinations(points, 2):
+        slope = (longer - seconds) / (other - size) if other != size else 0.0
+        lines.append((seconds - slope * size, slope))
+    possible = [(latency, slope) for latency, slope in lines if latency >= 0 and slope > 0]
+
+    def error(line: tuple[float, float]) -> float:
+        return sum(abs(math.log((line[0] + line[1] * size) / seconds)) for size, seconds in points)
+
+    latency, slope = min(possible, key=error)
+    return LinkFit(latency, 1 / slope)
+
+
+def duplex_factor(up_s: float, down_s: float, both_s: float) -> float:
+    """The share of its rate that each direction keeps while both run, from the times alone and together; at most 1.
+
+    Assumes that both run at this share until the shorter copy is done, and the longer one then at its full rate.
+    """
+    first, last = sorted((up_s, down_s))
+    shared = both_s - (last - first)  # how long both ran
+    return min(1.0, first / shared) if shared > 0 else 1.0
