@@ -3,8 +3,9 @@
     python benchmarks/simulated_ranks.py --profile rtx4090-pcie4 --out benchmarks/records/DATE_simulated-ranks
 
 Llama shapes of 13, 34 and 70 B on 8 cards of 24 GB in a machine with 1 TiB; bf16, blocks recomputed, gradients clipped;
-2,048 tokens per row. Exchanges cross the host, since such cards have no peer access. As in ``simulated.py``, a policy's
-model is an upper bound for the policy: every copy and exchange at the speed of its road, no software overhead.
+2,048 tokens per row. The host is a server's, with the memory and cores of the profile ``h100-pcie5``. Exchanges cross
+it, since such cards have no peer access. As in ``simulated.py``, a policy's model is an upper bound for the policy: all
+copies and exchanges at the speed of their roads, no software overhead.
 
     ZeRO-2 offload   weights on every card; each rank's part of the gradients goes down, the CPU updates it after
                      backward, and the new weights go up and to the others before the next forward
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,10 @@ def policies(known: Facts) -> dict[str, peer_models.Policy | None]:
 
 def cases(machine: Any) -> Iterator[Entry]:
     """All of them, in order."""
-    machine = replace(machine, host_total_bytes=HOST_BYTES, host_available_bytes=HOST_BYTES)
+    server = asdict(profile("h100-pcie5").rates)
+    of_host = ("dram_bytes_per_s", "update_fp32_params_per_s", "update_bf16_params_per_s")
+    rates = replace(machine.rates, **{name: server[name] for name in of_host})
+    machine = replace(machine, host_total_bytes=HOST_BYTES, host_available_bytes=HOST_BYTES, rates=rates)
     for model, shape in MODELS.items():
         changes = [f"model.config.{name}={value}" for name, value in shape.items()]
         for rows in ROWS:

@@ -179,8 +179,8 @@ class BucketState:
             target[piece.at : piece.at + piece.size].copy_(master[piece.at : piece.at + piece.size])
 
     def measures(self, index: int) -> bool:
-        """Whether this rank's slot has the whole summed gradient of a parameter: its owner's, or all if any is cut."""
-        return not self.is_shared or self.spec.cut or self.speaker(index) == self.rank
+        """Whether this rank's slot has the whole summed gradient of a parameter."""
+        return not self.is_shared or self.speaker(index) == self.rank
 
     def speaker(self, index: int) -> int:
         """The rank that tells the others about a parameter: its owner, or the first of them."""

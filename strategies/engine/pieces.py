@@ -22,6 +22,16 @@ class Piece:
         return self.stop - self.start
 
 
+def head_of(spec: Bucket, rank: int) -> tuple[int, int]:
+    """Of the parameter that began before the span of ``rank`` and goes on in it: the rank in whose span it began, and
+    how many elements of this span it takes, from the first one on; ``rank`` itself and 0 if there is none.
+    """
+    for piece in pieces_of(spec, rank):
+        if piece.start > 0:
+            return spec.offsets[piece.index] // spec.share, piece.size
+    return rank, 0
+
+
 def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
     """The parameters, or parts of them, in the span of ``rank``."""
     low, high = rank * spec.share, (rank + 1) * spec.share

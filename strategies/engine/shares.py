@@ -7,7 +7,7 @@ Exactness. N ranks have the bits of one process that accumulates N micro-batches
 order of ranks, as that process does one micro-batch after the other, and an element-wise update of a span has the bits
 of the update of the whole. Both divide by N first, which is exact for powers of two. The norm of a parameter is a
 reduction in an order of its own, so it needs all elements in one place: most parameters have one owner, who computes
-it; of those that are cut, the summed spans are gathered into the slot.
+it; of one that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
 the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from strategies.core.layout import Site
 from strategies.engine.bucket_state import BucketState
+from strategies.engine.pieces import head_of
 from strategies.engine.rank_sync import on_any_rank
 from strategies.engine.transfer.transfer import Lane, Transfer
 
@@ -65,8 +66,8 @@ class Shares:
         bucket.arrive(arrived=transfer.record(Lane.NET))
 
     def sum_to_owners(self, bucket: BucketState) -> None:
-        """The mean of all ranks' gradients in this rank's span; of a bucket that cuts parameters everywhere. What any
-        rank has a gradient for has one on all. A collective.
+        """The mean of all ranks' gradients in this rank's span, and of a parameter that begins there all of it. What
+        any rank has a gradient for has one on all. A collective.
         """
         assert bucket.grad is not None and self._received is not None
         transfer, share = self._transfer, bucket.spec.share
@@ -86,14 +87,30 @@ class Shares:
         for rank in range(1, self.ranks):
             own.add_(received[rank * share :][:share])
         if bucket.spec.cut:
-            transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
-            self._all_gather(bucket, bucket.grad)
-            transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
+            self._complete_the_last(bucket, bucket.grad)
         if bucket.grads_pass or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
             mine = [index in bucket.grads.touched for index in range(len(bucket.params))]
             for index, flag in enumerate(on_any_rank(mine, bucket.weight.device, self._group)):
                 if flag and not mine[index]:
                     bucket.grads.touch(index)
+
+    def _complete_the_last(self, bucket: BucketState, grad: Tensor) -> None:
+        """What the other ranks have of the parameter that goes on behind this rank's span comes there, for its norm.
+
+        Every rank has at most one part of a parameter that began before its span: the first elements of the span.
+        """
+        transfer, spec, own = self._transfer, bucket.spec, bucket.own(grad)
+        heads = [head_of(spec, rank) for rank in range(self.ranks)]
+        gets = [size if to == self.rank and rank != to else 0 for rank, (to, size) in enumerate(heads)]
+        to, size = heads[self.rank]
+        sends = [size if rank == to else 0 for rank in range(self.ranks)]
+        behind = grad[(self.rank + 1) * spec.share :][: sum(gets)]
+        transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
+        transfer.reads(Lane.NET, own[:size])
+        transfer.writes(Lane.NET, behind)
+        with transfer.on(Lane.NET):
+            dist.all_to_all_single(behind, own[:size], gets, sends, group=self._group)
+        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
 
     def keep_span(self, bucket: BucketState) -> None:
         """Of the sum this rank keeps its span, so that the slot is free for others: on COMPUTE, as the update is."""

@@ -120,7 +120,8 @@ class Candidates:
 
     def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
         """The most promising share of streamed updates of each placement, in order, each with the share below it: the
-        estimate knows no waiting, so that it streams too much.
+        estimate knows no waiting, so that it streams too much. Where ranks exchange what they update there is more of
+        that, so one that streams nothing comes first.
         """
         by_placement: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
@@ -129,7 +130,8 @@ class Candidates:
         below = {
             one: known.get(replace(one.placement, eighths=one.placement.eighths - 1)) for one in by_placement.values()
         }
-        return [one for pair in below.items() for one in pair if one is not None]
+        plain = next((one for one in ranked if not one.placement.eighths), None) if self._request.ways > 1 else None
+        return [one for one in (plain, *(one for pair in below.items() for one in pair)) if one is not None]
 
     def _ranked(self, placements: Sequence[StatePlacement], room: int, number: int = ESTIMATED) -> list[_Candidate]:
         """Candidates that may fit, from ``number`` of the placements and from some around the most promising one of

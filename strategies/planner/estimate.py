@@ -25,7 +25,8 @@ from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 class Load:
     """What buckets at their places add to a step: seconds of the CPU's updates and the bytes of the host's memory that
     they touch; seconds of the device's updates; bytes of new weights, gradients (of one update) and state that cross
-    the link, and of gradients that come up with state."""
+    the link, and of gradients that come up with state; all of one rank. ``exchanged``: bytes of gradients, and as many
+    of new weights, that it gets from the others, where ``ways`` ranks share the buckets."""
 
     cpu_s: float
     touched: int
@@ -34,6 +35,8 @@ class Load:
     grads: int
     state: int
     visiting_grads: int
+    exchanged: int
+    ways: int
 
 
 class Estimate:
@@ -50,10 +53,12 @@ class Estimate:
         """What buckets at these places add."""
         rates, run = self._rates, self._run
         cpu = kernel = 0.0
-        touched = new = grads = state = visiting_grads = 0
+        touched = new = grads = state = visiting_grads = exchanged = 0
+        ways = 1
         update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
         for bucket, (site, grad_home, _) in placed:
-            size, count = bucket.weight_bytes, bucket.num_elements
+            size, count, ways = bucket.weight_bytes // bucket.ways, bucket.share, bucket.ways
+            exchanged += (bucket.weight_bytes - size) * (site is not Site.NONE)
             if site is Site.HOST:
                 cpu += count / update
                 touched += HOST_UPDATE_BYTES * count
@@ -67,16 +72,19 @@ class Estimate:
             if site is Site.STREAMED:
                 state += 4 * (run.moments + bucket.mixed) * count
                 visiting_grads += size if grad_home is Home.HOST else 0
-        return Load(cpu, touched, kernel, new, grads, state, visiting_grads)
+        return Load(cpu, touched, kernel, new, grads, state, visiting_grads, exchanged, ways)
 
     def seconds(self, load: Load, away: int) -> float:
         """Seconds per step; ``away`` bytes of the buckets' weights leave between forward and backward.
 
-        Saved tensors on the host go down under forward and come up under backward, in addition.
+        Saved tensors on the host go down under forward and come up under backward, in addition. Exchanges that cross
+        the host use both links and its memory.
         """
         rates, passes = self._rates, self._run.accumulation
         forward, backward, saved = self._forward, self._backward, passes * self._hosted
-        back_up, again_up = away * passes + saved, away * (passes - 1)
+        own = away // load.ways
+        in_before = load.exchanged + (away - own) * (2 * passes - 1)  # gradients, and what backward gathers again
+        back_up, again_up = own * passes + saved, own * (passes - 1)
         duplex = rates.duplex_factor if load.state else 1
         up, down = rates.up_bytes_per_s * duplex, rates.down_bytes_per_s * duplex
         coming, going = load.new + load.state + load.visiting_grads, load.grads + load.state + saved
@@ -84,15 +92,24 @@ class Estimate:
         if self._in_backward:
             compute = passes * (forward + backward) + load.kernel_s
             rising = coming + back_up + again_up
-            return max(compute, _together(updating, (max(rising / up, going / down), rising + going), dram))
+            copying, moved = self._copies(rising / up, going / down, rising + going, in_before + load.exchanged)
+            return max(compute, _together(updating, (copying, moved), dram))
         first = self._hosted  # saved by the pass under whose forward the updates run
         rising, falling = back_up + again_up, load.grads + saved - first
-        computing, copying = passes * backward + (passes - 1) * forward, max(falling / down, rising / up)
-        before = max(computing, _together((0.0, 0.0), (copying, rising + falling), dram))
+        computing = passes * backward + (passes - 1) * forward
+        copies = self._copies(rising / up, falling / down, rising + falling, in_before)
+        before = max(computing, _together((0.0, 0.0), copies, dram))
         leaving = load.state + first
-        copying = max(coming / up, leaving / down)
-        after = max(forward + load.kernel_s, _together(updating, (copying, coming + leaving), dram))
+        copies = self._copies(coming / up, leaving / down, coming + leaving, load.exchanged)
+        after = max(forward + load.kernel_s, _together(updating, copies, dram))
         return before + after
+
+    def _copies(self, up_s: float, down_s: float, num_bytes: int, exchanged: int) -> tuple[float, int]:
+        """Seconds of the slowest road, and bytes of the host's memory, of copies together with exchanges."""
+        rates = self._rates
+        through_host = exchanged if rates.net_bytes_per_s is None else 0
+        up_s, down_s = up_s + through_host / rates.up_bytes_per_s, down_s + through_host / rates.down_bytes_per_s
+        return max(up_s, down_s, exchanged / rates.exchange_bytes_per_s()), num_bytes + 2 * through_host
 
 
 def _together(one: tuple[float, float], other: tuple[float, float], rate: float) -> float:

@@ -4,9 +4,11 @@ Each queue runs one task at a time: compute, the CPU, and two queues of copies p
 streams of their own. What a task needs at full speed is known: a compute task its seconds, a copy its bytes at the rate
 of the link. Tasks that run together use the same media:
 
-    link up, link down   by the copies of that direction; while bytes move in both, each has ``duplex`` of its rate
-    DRAM                 copies, one byte per byte; updates of the CPU; gradients that it adds
-    device memory        copies, one byte per byte; updates on the device
+    link up, link down   by the copies of that direction; while bytes move in both, each has ``duplex`` of its rate.
+                         Exchanges by way of the host use both
+    DRAM                 copies, one byte per byte; updates of the CPU; gradients that it adds; exchanges by way of the
+                         host, which are written and read
+    device memory        copies, one byte per byte; updates on the device; such exchanges, likewise
     cores                everything, where there is no accelerator
 
 If the tasks together need more of a medium than it has, all its users slow down by the same factor, so that it is used
@@ -100,6 +102,8 @@ class SimulatedMachine:
         found = [(CORES, 1.0)] if self._cores else []
         if task.resource in COPIES:
             found.append((UP if task.resource is Resource.UP else DOWN, task.num_bytes / task.seconds))
+        if task.resource is Resource.NET and task.num_bytes:
+            found += [(medium, task.num_bytes / task.seconds) for medium in (UP, DOWN)]
         found += [(medium, size / task.seconds) for medium, size in media(task) if size]
         return found
 
@@ -127,6 +131,8 @@ def media(task: Task) -> tuple[tuple[int, int], ...]:
     """The memories that ``task`` uses, and how many bytes of each."""
     if task.resource in COPIES:
         return (DRAM, task.num_bytes), (DEVICE, task.num_bytes)
+    if task.resource is Resource.NET:
+        return (DRAM, 2 * task.num_bytes), (DEVICE, 2 * task.num_bytes)
     return ((DRAM if task.resource is Resource.CPU else DEVICE, task.touched_bytes),)
 
 
@@ -136,6 +142,9 @@ def least_seconds(problem: Problem, tasks: Sequence[Task]) -> dict[str, float]:
     bytes_of = {DRAM: 0, DEVICE: 0}
     for task in tasks:
         found[task.resource.value] += task.seconds
+        if task.resource is Resource.NET:
+            found[Resource.UP.value] += task.num_bytes / problem.link.up
+            found[Resource.DOWN.value] += task.num_bytes / problem.link.down
         for medium, size in media(task):
             bytes_of[medium] += size
     found["DRAM"] = bytes_of[DRAM] / problem.shared.dram

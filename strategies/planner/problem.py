@@ -131,12 +131,14 @@ class Shared:
         device: bytes per second of the device's memory: copies, and updates on the device.
         cores: there is no accelerator; compute, copies and updates on the host run on the same cores.
         network: bytes per second that a rank sends to others.
+        through_host: exchanges cross the links and the host's memory, in both directions.
     """
 
     dram: float = inf
     device: float = inf
     cores: bool = False
     network: float = inf
+    through_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, order=True)

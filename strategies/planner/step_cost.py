@@ -120,6 +120,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
             rates.device_bytes_per_s,
             cores=not facts.machine.has_accelerator,
             network=rates.exchange_bytes_per_s(),
+            through_host=rates.net_bytes_per_s is None,
         ),
     )
 
@@ -213,8 +214,8 @@ def _update(
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=slots.get((bucket.name, Item.COPY)),
-        # Spans to their owners; where parameters are cut, the sums to all, for the norm.
-        exchange_bytes=(1 + bucket.cut) * (bucket.weight_bytes - bucket.weight_bytes // bucket.ways),
+        # Spans to their owners; where parameters are cut, sums to the owners of their first elements, for the norm.
+        exchange_bytes=bucket.weight_bytes - (1 - bucket.cut) * (bucket.weight_bytes // bucket.ways),
     )
 
 

@@ -46,7 +46,8 @@ ROUND_NUMBERS = 3  # of the weight's size that rounding touches: a master of twi
 class Task:
     """One piece of work: its size, how many tasks it waits for, and which tasks wait for it.
 
-    ``seconds`` are those at full speed. ``stream`` tells apart queues of one resource.
+    ``seconds`` are those at full speed, ``num_bytes`` those that cross a link. ``stream`` tells apart queues of one
+    resource.
     """
 
     __slots__ = (
@@ -115,6 +116,7 @@ class TaskBuilder:
             return after
         task = self._task(Resource.NET, label, [after])
         task.seconds = num_bytes / self._problem.shared.network
+        task.num_bytes = num_bytes * self._problem.shared.through_host
         return task
 
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:

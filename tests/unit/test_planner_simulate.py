@@ -401,6 +401,20 @@ def test_a_gradient_that_ranks_share_leaves_its_slot_for_its_owners() -> None:
         assert waited == pytest.approx(wait) and not spans(found, DOWN)
 
 
+def test_exchanges_by_way_of_the_host_use_the_links() -> None:
+    """Of two ranks each gathers half of a weight: alone a byte takes a second, and half of each link's byte per second.
+    What copies go down at the same time have the other half.
+    """
+    update = {"site": Site.STREAMED, "seconds": 0.0, "grad_bytes": 0, "state_bytes": 6}
+    problem = with_update(blocks([8, 8], [0.5] * 2, [0.5] * 2, [0] * 2, Link(0, 2.0, 2.0), 100), **update)
+    problem = replace(problem, weights=tuple(replace(item, ways=2) for item in problem.weights))
+    apart, by_host = (replace(problem, shared=Shared(network=1.0, through_host=flag)) for flag in (False, True))
+    first, second = simulate(apart, ()), simulate(by_host, ())
+    assert second.period > first.period and second.least["network"] == first.least["network"] == 8.0
+    assert second.least["link up"] == first.least["link up"] + 4.0 == 6.0 + 4.0
+    assert simulate(replace(by_host, shared=replace(by_host.shared, dram=1.0)), ()).least["DRAM"] == 2 * 12 + 2 * 8
+
+
 def test_a_master_is_rounded_before_its_weight_comes_up() -> None:
     """Weight 0, of 3 B, is wanted at 2 and needs 9 B of a memory that gives 4.5 B/s."""
     rounded = with_update(two_blocks(), site=Site.STREAMED, seconds=0.0, grad_bytes=0, copy_slot=0)
