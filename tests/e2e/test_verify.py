@@ -105,5 +105,5 @@ def test_a_refusal_on_the_ranks_is_one_line(tmp_path: Path) -> None:
 
 def test_an_optimizer_that_the_engine_has_not_is_refused(tmp_path: Path) -> None:
     config = load(str(config_with(tmp_path, {}, optim="adafactor")), [])
-    with pytest.raises(ConfigError, match=r"training\.optim = 'adafactor'"):
+    with pytest.raises(ConfigError, match=r'training\.optim = "adafactor"'):
         real_plan(config, 1)

@@ -121,11 +121,15 @@ def test_a_key_of_another_section(write: Callable[..., Path], capsys: pytest.Cap
     assert planned(path, capsys).startswith(expected)
 
 
-def test_a_stage_that_offload_does_not_have(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    path = write("  zero: {stage: 2}\n  offload: {}")
+def test_weights_that_a_stage_keeps_do_not_travel(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write("  zero: {stage: 2}\n  offload: {weights: streamed}")
     for command in (planned, trained):
         line = command(path, capsys)
-        assert line.startswith(f"{path}:8: strategies.zero.stage = 2: beside strategies.offload write 1 "), line
+        assert line.startswith(f'{path}:9: strategies.offload.weights = "streamed": strategies.zero.stage 2 keeps '), (
+            line
+        )
 
 
 def test_the_folder_of_the_run(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
