@@ -174,6 +174,10 @@ def test_a_parameter_of_a_module_around_the_blocks_stays() -> None:
     )
     least = every_budget(known)[-1]
     assert least.buckets[0].resident and not least.buckets[-1].resident
+    # Over ranks its gradient would hold a slot until all have exchanged it, which is at the end of backward.
+    for ranks, home in ((1, HOST), (2, DEVICE)):
+        made = chosen(replace(known, run=replace(known.run, world_size=ranks)), site="host", gradients="host")
+        assert [bucket.grad_home for bucket in made.buckets] == [home, HOST, HOST, HOST, HOST, HOST]
 
 
 def test_what_stands_between_two_stacks_of_blocks_stays() -> None:
