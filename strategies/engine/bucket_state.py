@@ -111,11 +111,6 @@ class BucketState:
         return self.spec.grad_home is Home.HOST
 
     @property
-    def grads_pass(self) -> bool:
-        """Whether gradients leave the slot for the place where they wait, so that other buckets use it, too."""
-        return self.spec.grad_passes
-
-    @property
     def is_shared(self) -> bool:
         """Whether several ranks hold a span each."""
         return self.spec.ways > 1

@@ -170,7 +170,7 @@ class Engine(Copied):
         if self.shares is not None:
             for other in self.hooks.comes_back_to():
                 self.shares.comes_back_to(other.name)
-            self.gradients.exchange(self.prefetch.passed(), self.prefetch.used())
+            self.gradients.exchange(self.prefetch.used(), self.prefetch.to_come())
         self.ensure(*scope.buckets)
         self.prefetch.in_backward()
 

@@ -24,7 +24,7 @@ Refused: sparse gradients, and more backward passes than the plan's accumulation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -81,7 +81,7 @@ class Gradients:
         self._fresh = True  # the next gradient belongs to a new pass
         self._finished = False  # no more gradients may come before the next update
         self._combined = False  # every rank has the norms of all
-        self._used: Container[int] = ()  # buckets of the forward whose gradients land
+        self._used = set[int]()  # buckets of the forward whose gradients land
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
         """Hook every trained parameter; the handles take the hooks off again."""
@@ -111,13 +111,13 @@ class Gradients:
             self._start_pass()
         if bucket.index in self._done:
             self._refuse_pass()
-        if bucket.grads_pass:
+        if bucket.spec.grad_passes:
             self._enter_slot(bucket)
         else:  # a gradient that no update has taken may still be on its way down
             self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
         place = bucket.shaped(bucket.grad, index)
         self._transfer.writes(Lane.COMPUTE, bucket.grad)
-        if index in bucket.grads.touched and not bucket.grads_pass:
+        if index in bucket.grads.touched and not bucket.spec.grad_passes:
             place.add_(grad)
         else:
             place.copy_(grad)
@@ -138,7 +138,7 @@ class Gradients:
         if self._finished or self.passes >= self._layout.accumulation:
             self._refuse_pass()
         for bucket in self._buckets:
-            if bucket.grads_pass:
+            if bucket.spec.grad_passes:
                 self._send(bucket)  # incomplete, since some parameters got no gradient
             bucket.grads.new_pass()
         self._fresh = False
@@ -162,7 +162,7 @@ class Gradients:
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
         if not self.last_pass:
-            if bucket.grads_pass:
+            if bucket.spec.grad_passes:
                 self._send(bucket)
         elif self._group is None:
             self._finish(bucket)
@@ -171,8 +171,8 @@ class Gradients:
                 self._reduce_some({self._to_reduce[0].index})
 
     @torch.no_grad()
-    def exchange(self, passed: Container[int], used: Container[int]) -> None:
-        """Of the buckets ``used`` by this forward, exchange the gradients of those that backward has ``passed``.
+    def exchange(self, used: set[int], to_come: set[int]) -> None:
+        """Exchange the gradients of buckets ``used`` by this forward that backward has passed: all but ``to_come``.
 
         A rank may have no gradient for a parameter for which others have one. So what it exchanges, and when, follows
         from where backward is, and not from what has landed. The last update of a bucket that is not used may still
@@ -184,9 +184,9 @@ class Gradients:
             self._shares.refuse_other_paths()  # an exchange of gradients would not find its like
         self._used = used
         if self.last_pass:
-            self._reduce_some(passed)
+            self._reduce_some(used - to_come)
 
-    def _reduce_some(self, indices: Container[int]) -> None:
+    def _reduce_some(self, indices: set[int]) -> None:
         for bucket in [bucket for bucket in self._to_reduce if bucket.index in indices]:
             self._to_reduce.remove(bucket)
             self._reduce(bucket)
@@ -221,16 +221,16 @@ class Gradients:
     def _finish(self, bucket: BucketState) -> None:
         """No further gradient of ``bucket`` comes for this update."""
         self._done.add(bucket.index)
-        if bucket.grads_pass or bucket.spec.site is Site.HOST:
+        if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:
             self._send(bucket)
-        if bucket.grads_pass and self._layout.accumulation > 1:
+        if bucket.spec.grad_passes and self._layout.accumulation > 1:
             self._measure_on_host(bucket)
         self._complete(bucket)
 
     def _reduce(self, bucket: BucketState) -> None:
         """Mean over the ranks, in place."""
         assert bucket.grad is not None and self._group is not None
-        if bucket.grads_pass:
+        if bucket.spec.grad_passes:
             self._enter_slot(bucket)
         for index in range(len(bucket.params)):
             if index not in bucket.grads.touched:
@@ -256,7 +256,7 @@ class Gradients:
         if not leaving:
             return
         assert bucket.grad is not None and bucket.parked is not None
-        if bucket.grads_pass and self._layout.accumulation == 1:  # the next bucket may take the slot at once
+        if bucket.spec.grad_passes and self._layout.accumulation == 1:  # the next bucket may take the slot at once
             whole = [index for index in leaving if bucket.measures(index)]
             grads.measured(whole, norms_of(bucket.gradients(whole)))
         if bucket.spec.grad_split and self._shares is not None:
@@ -335,7 +335,7 @@ class Gradients:
         """The norm of all gradients of this update, a single fp32 number on ``device``."""
         self.refuse_leftovers()
         self.finish()
-        self._measure([bucket for bucket in self._buckets if not bucket.grads_pass and not bucket.grads.norms])
+        self._measure([bucket for bucket in self._buckets if not bucket.spec.grad_passes and not bucket.grads.norms])
         for bucket in self._buckets:
             self.norms_in(bucket, device)
         if self._shares is not None and not self._combined:
@@ -362,9 +362,9 @@ class Gradients:
             raise RuntimeError(f"the gradient of {name} is shared over ranks: clip with optimizer.clip_grad_norm_")
         if self.last_pass:
             self.finish()
-        elif bucket.grads_pass:
+        elif bucket.spec.grad_passes:
             self._send(bucket)
-        if not bucket.grads_pass:
+        if not bucket.spec.grad_passes:
             assert bucket.grad is not None
             return bucket.shaped(bucket.grad, index).clone()
         assert bucket.parked is not None

@@ -11,6 +11,7 @@ it, and the other ranks would not know of it.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +99,9 @@ class Keeper(Copied):
     def follow(self, view: Tensor) -> Tensor:
         """Make ``view`` of the home an ``Alias``, which asks here when it is read."""
         if not isinstance(view, StowedParameter):
-            view.__class__ = Alias  # and not as_subclass, which would put a node into the graph
-            view._keeper = self  # type: ignore[attr-defined]
+            alias: Any = view
+            alias.__class__ = Alias  # and not as_subclass, which would put a node into the graph
+            alias._keeper = self
         return view
 
     def read_view(self, view: Tensor) -> Tensor:

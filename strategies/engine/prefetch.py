@@ -58,9 +58,9 @@ class Prefetch:
         """The buckets, by index, of the scopes of this forward."""
         return {bucket.index for scope in self._order for bucket in scope.buckets}
 
-    def passed(self) -> set[int]:
-        """Those of them that neither the scope that backward has come to uses, nor one that it has not reached."""
-        return self.used() - {bucket.index for scope in self._order[: self._at + 1] for bucket in scope.buckets}
+    def to_come(self) -> set[int]:
+        """Those of the scope that backward has come to, and of the scopes that it has not reached."""
+        return {bucket.index for scope in self._order[: self._at + 1] for bucket in scope.buckets}
 
     def in_step(self) -> None:
         """Start what the next forward needs."""

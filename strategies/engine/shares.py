@@ -88,7 +88,7 @@ class Shares:
             own.add_(received[rank * share :][:share])
         if bucket.spec.cut:
             self._complete_the_last(bucket, bucket.grad)
-        if bucket.grads_pass or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
+        if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
             mine = [index in bucket.grads.touched for index in range(len(bucket.params))]
             for index, flag in enumerate(on_any_rank(mine, bucket.weight.device, self._group)):
                 if flag and not mine[index]:
@@ -158,8 +158,8 @@ class Shares:
         lists: list[Any] = [None] * self.ranks
         dist.all_gather_object(lists, mine, group=self._group)
         times = zip_longest(*lists, fillvalue="did nothing")
-        each = next(each for each in times if len(set(each)) > 1)
-        other = next(rank for rank, what in enumerate(each) if what != each[0])
+        each = next((each for each in times if len(set(each)) > 1), ["did something else before"] * self.ranks)
+        other = next((rank for rank, what in enumerate(each) if what != each[0]), 1)
         raise RuntimeError(
             f"the ranks take different paths through the model: at one time rank 0 {each[0]}, and rank {other} "
             f"{each[other]}. Ranks that share weights have to run the same blocks in the same order, without layer "

@@ -109,9 +109,13 @@ class Candidates:
         """The most promising layouts of these placements: as they are, with offloaded weights or streamed updates."""
         assert self._seconds
         found, best = list[Layout](), inf
-        for one in self._starts(self._ranked(placements, room)):
-            if len(found) == TRIED or (found and one.seconds >= best * (1 - CLOSE)):
+        starts = self._starts(self._ranked(placements, room))
+        tried = TRIED if self._request.ways == 1 else 2 * TRIED
+        for one in starts:
+            if len(found) == tried:
                 break
+            if found and one.seconds >= best * (1 - CLOSE):
+                continue
             layout = self._worked_out(one)
             if layout is not None:
                 found.append(layout)
@@ -120,8 +124,7 @@ class Candidates:
 
     def _starts(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
         """The most promising share of streamed updates of each placement, in order, each with the share below it: the
-        estimate knows no waiting, so that it streams too much. Where ranks exchange what they update there is more of
-        that, so one that streams nothing comes first.
+        estimate knows no waiting, so that it streams too much.
         """
         by_placement: dict[StatePlacement, _Candidate] = {}
         for one in ranked:
@@ -130,8 +133,17 @@ class Candidates:
         below = {
             one: known.get(replace(one.placement, eighths=one.placement.eighths - 1)) for one in by_placement.values()
         }
-        plain = next((one for one in ranked if not one.placement.eighths), None) if self._request.ways > 1 else None
-        return [one for one in (plain, *(one for pair in below.items() for one in pair)) if one is not None]
+        return [*self._unstreamed(ranked), *(one for pair in below.items() for one in pair if one is not None)]
+
+    def _unstreamed(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
+        """Where ranks exchange what they update there is more waiting, which the estimate does not know: of the
+        candidates that stream nothing the most promising one, and those with the most and the least on the host.
+        """
+        plain = [one for one in ranked if not one.placement.eighths]
+        if self._request.ways == 1 or not plain:
+            return []
+        by_host = sorted(plain, key=lambda one: one.placement.hosted)
+        return list({id(one): one for one in (plain[0], by_host[-1], by_host[0])}.values())
 
     def _ranked(self, placements: Sequence[StatePlacement], room: int, number: int = ESTIMATED) -> list[_Candidate]:
         """Candidates that may fit, from ``number`` of the placements and from some around the most promising one of

@@ -16,6 +16,7 @@ from strategies.planner.addresses import place
 from strategies.planner.buckets import block_bytes
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
+from strategies.planner.step_cost import cost_of
 from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.layouts import facts_of, homes_of, random_facts, transformer
 
@@ -314,6 +315,21 @@ def test_what_takes_the_least_of_both_sides_is_not_refused() -> None:
     least = every_budget(known, gradients="device", bucket_bytes=2 * 14 * 64 * 64, **asked)[-1]
     addresses = place(least)
     assert fits(known, 0, addresses.num_bytes(DEVICE), addresses.num_bytes(HOST), **asked)
+
+
+def test_over_ranks_updates_that_stream_nothing_are_simulated_too() -> None:
+    """The estimate promises more of streaming there than its waiting lets it keep."""
+    rates = replace(ASSUMED, dram_bytes_per_s=ASSUMED.dram_bytes_per_s / 4)
+    known = transformer(12, 256, dtype="bfloat16")
+    run = replace(known.run, forward_flops=10**9, world_size=8)
+    known = replace(known, machine=replace(known.machine, rates=rates), run=run)
+    budget = 3 * sum(param.num_elements for param in known.params)
+
+    def seconds(site: Any) -> float:
+        asked = request(budget, ways=8, splits_gradients=True, site=site)
+        return cost_of(known, choose(known, asked), rates).seconds
+
+    assert seconds("auto") <= seconds("host") < seconds("streamed")
 
 
 # Any model, any options

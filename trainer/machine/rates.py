@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,7 +285,10 @@ def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> Sto
     others_s, began_s = others_cpu_s(), time.perf_counter()
     rates, points = measure(say, effort)
     spent_s = (time.perf_counter() - began_s) * cores()[1]
-    stored = StoredRates(rates, date, max(0.0, (others_cpu_s() - others_s) / spent_s))
+    others_share = max(0.0, (others_cpu_s() - others_s) / spent_s)
+    effort = FULL if effort is None else effort  # ranks are processes of their own, which are not others
+    rates = replace(rates, net_bytes_per_s=measure_network(effort.network_bytes, effort.seconds, say))
+    stored = StoredRates(rates, date, others_share)
     save(path, key, stored, points)
     return stored
 
@@ -334,7 +337,6 @@ def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, An
         update_fp32_params_per_s=update["fp32"],
         update_bf16_params_per_s=update["bf16"],
         device_bytes_per_s=memory["device"],
-        net_bytes_per_s=measure_network(effort.network_bytes, effort.seconds, say),
         origin="measured",
     )
     return rates, {"gemm": gemm, "link": copies, "memory": memory}
