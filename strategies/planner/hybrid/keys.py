@@ -1,0 +1,62 @@
+"""Degrees as keys of a config: what the search replaces, what it counts with, and what to write for what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from strategies.planner.hybrid.degrees import Degrees, Rule, Stowed
+
+SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload")  # strategies that the search decides
+CHUNKS = "cross_entropy"
+Tree = dict[str, Any]
+Offer = tuple[str, Tree, Callable[[Degrees], bool]]  # a strategy, options, and the degrees that are written with them
+
+
+def without(tree: Tree) -> Tree:
+    """A config as the model is counted: nothing recomputed, and weights in the dtype of compute."""
+    others = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
+    return _with(tree, others | {"zero": {"stage": 0}}, {})
+
+
+def written(degrees: Degrees, tree: Tree) -> Tree:
+    """``tree`` with all that the search decides as ``degrees`` say."""
+    strategies = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
+    for name, options, used in offers(degrees):
+        if used(degrees):
+            strategies[name] = strategies.get(name, {}) | options
+    training = {
+        "per_device_train_batch_size": degrees.micro_batch,
+        "gradient_accumulation_steps": degrees.micro_batches,
+    }
+    return _with(tree, strategies, training)
+
+
+def offers(degrees: Degrees) -> Iterator[Offer]:
+    """Each strategy with the options that ``degrees`` have, and whose degrees these are."""
+    weights = "streamed" if degrees.offload is Stowed.WEIGHTS else "resident"
+    yield "zero", {"stage": degrees.zero}, _writes_zero
+    yield "tensor", {"degree": degrees.tensor}, lambda d: d.tensor > 1
+    yield "pipeline", {"stages": degrees.stages, "schedule": "1f1b"}, lambda d: d.stages > 1
+    yield "recompute", {"policy": degrees.recompute}, lambda d: d.recompute != "none"
+    yield "offload", {"site": "host", "weights": weights}, lambda d: d.offload is not Stowed.NOTHING
+
+
+def refused(name: str, reason: str, offer: Degrees) -> Rule:
+    """A rule for a strategy that refuses the options of ``offer`` in this run."""
+    value = {"zero": "zero", "tensor": "tensor", "pipeline": "stages"}.get(name, name)
+    wanted = getattr(offer, value)
+    return Rule(f"{name} refused", reason, lambda d, has: getattr(d, value) == wanted)
+
+
+def _writes_zero(degrees: Degrees) -> bool:
+    """Alone, stage 0 is DeepSpeed's engine with bf16 weights; beside an engine of its own there is nothing to write."""
+    return degrees.zero > 0 or (degrees.stages == 1 and degrees.offload is Stowed.NOTHING)
+
+
+def _with(tree: Tree, strategies: Tree, training: Tree) -> Tree:
+    whole = tree["training"] | training
+    if whole.get("gradient_checkpointing"):
+        whole["gradient_checkpointing"] = False
+    whole.pop("activation_checkpointing", None)
+    return tree | {"training": whole, "strategies": strategies}
