@@ -139,9 +139,12 @@ class Account:
         summed = (
             degrees.data > 1 and degrees.micro_batches > 1
         )  # over micro-batches, and then over ranks: on the device
-        device = size * (share if degrees.zero >= 2 else trained) if summed else 2 * size * largest
+        device = size * trained if summed else 2 * size * largest
         device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest)
-        host += size * share  # gradients that wait for the CPU's update
+        if degrees.offload is Stowed.STATE or degrees.micro_batches > 1:
+            host += (
+                size * share
+            )  # gradients that wait for the CPU's update; else they take the place of a weight's copy
         if degrees.offload is Stowed.WEIGHTS:
             moving = 2 * live_elements(facts) * size
             device += min(weights, moving)

@@ -173,6 +173,8 @@ class Pricing:
         fetched = self._fetched(degrees, weights)
         arriving = max(gather(weights), fetched) if degrees.zero == 3 else fetched
         leaving = gather(grads) if degrees.zero >= 2 else 0.0
+        if degrees.offload is not Stowed.NOTHING and degrees.data == 1 and degrees.micro_batches > 1:
+            leaving = grads / rates.down_bytes_per_s  # they are added up on the host
         seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
         # The last unit's gradients are made last, and nothing is left to hide them.
         once = 0.0 if degrees.zero >= 2 else gather(grads) * (1 if degrees.zero else 2)
