@@ -34,7 +34,7 @@ def test_p1_is_the_best_of_all_plans_by_its_own_measure() -> None:
 
 
 def test_p1_is_not_the_best_by_the_whole_step() -> None:
-    chains = [random_chain(seed, memory=False) for seed in SEEDS]
+    chains = [random_chain(seed, memory=False) for seed in SEEDS[:30]]
     ratios = [chain.total(least_bottleneck(chain)[1]) / least_total(chain)[0] for chain in chains]
     assert min(ratios) == SAME(1.0) and max(ratios) > 1.2
 
@@ -48,7 +48,7 @@ def test_one_rank_has_one_stage() -> None:
 
 def test_more_memory_or_a_faster_network_is_never_slower() -> None:
     slower = 0
-    for seed in SEEDS:
+    for seed in SEEDS[:40]:
         chain = random_chain(seed)
         here = least_total(chain)[0]
         for better in (replace(chain, budget=chain.budget * 1.3), with_wires(chain, 1.7)):
@@ -59,7 +59,7 @@ def test_more_memory_or_a_faster_network_is_never_slower() -> None:
 
 
 def test_a_chain_and_its_reverse_take_as_long() -> None:
-    for seed in SEEDS:
+    for seed in SEEDS[:30]:
         chain = random_chain(seed, memory=False)
         assert chain.reversed().reversed() == replace(
             chain, layers=(*chain.layers[:-1], replace(chain.layers[-1], output_bytes=0.0))

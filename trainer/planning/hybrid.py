@@ -17,6 +17,7 @@ from strategies.core.facts import Rates
 from strategies.core.registry import available, find
 from strategies.core.sizes import human
 from strategies.planner.hybrid import keys
+from strategies.planner.hybrid.account import Chunked
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
 from strategies.planner.hybrid.search import Options, hybrid
@@ -120,10 +121,11 @@ def _rates(machine: Machine) -> Rates:
     return rates
 
 
-def _chunked(config: RunConfig) -> bool:
-    """Whether the config asks for the loss by chunks, as far as it is worth it."""
+def _chunked(config: RunConfig) -> Chunked:
+    """What the config says about the loss by chunks."""
     asked = config.strategies.get(keys.CHUNKS)
-    return asked is not None and asked.model_dump().get("chunked") is not False
+    found: Chunked = asked.model_dump()["chunked"] if asked is not None else None
+    return found
 
 
 def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:

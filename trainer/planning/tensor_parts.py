@@ -4,9 +4,9 @@ Tensor parallelism as DeepSpeed and Megatron-LM do it gives each rank some heads
 hidden states, norms, embedding and head stay whole. A block with so many heads and that width is the rank's block: what
 it saves for backward, and its weights, are counted and not scaled. Its operations are the block's over the degree.
 
-Blocks are alike, so a model of three stands for one of many, which takes a tenth of the time; where they are not alike,
-all are counted. Not tried: models whose config has no size of a head by itself, since theirs would follow from the
-number of heads, and mixtures of experts, which are split in other ways.
+Blocks are alike, so a model of three stands for one of many, which takes a tenth of the time, and leaves out a scalar
+or so per block; where they are not alike, all are counted. Not tried: models whose config has no size of a head by
+itself, since theirs would follow from the number of heads, and mixtures of experts, which are split in other ways.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal, TypeAlias
 
 from strategies.core.facts import WORTH_BYTES, Facts, Precision, RunFacts, Unit
 from strategies.core.layout import SCRATCH_ELEMENTS
@@ -25,6 +26,8 @@ from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Part
 from strategies.planner.hybrid.pipeline_clock import in_flight
 from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes, live_elements
+
+Chunked: TypeAlias = bool | Literal["auto"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,12 @@ class Account:
 
     Args:
         models: by micro-batch and tensor degree.
-        chunked: the loss of the head is computed by chunks where that is worth it; with offload it always is.
+        chunked: what ``strategies.cross_entropy`` says; None: it is not in the config, and offload brings it.
         receives_all: a stage has a buffer for each micro-batch that it receives, not only for those in flight.
     """
 
     def __init__(
-        self, models: Mapping[tuple[int, int], Model], *, chunked: bool = False, receives_all: bool = True
+        self, models: Mapping[tuple[int, int], Model], *, chunked: Chunked = None, receives_all: bool = True
     ) -> None:
         self._models, self._chunked, self._receives_all = models, chunked, receives_all
         self._passes_of: dict[object, _Passes] = {}
@@ -107,10 +110,12 @@ class Account:
     def _passes(self, degrees: Degrees, model: Model, part: Part) -> _Passes:
         # With one micro-batch gradients land while saved tensors leave; their bytes depend on ZeRO.
         shares = (degrees.zero >= SPLIT_FROM[Kind.GRAD] and degrees.data) if degrees.micro_batches == 1 else None
-        chunked = self._chunked or degrees.offload is not Stowed.NOTHING  # which implies it
+        chunked = self._chunked
+        if chunked is None and degrees.offload is not Stowed.NOTHING:
+            chunked = "auto"
         key = (degrees.micro_batch, degrees.tensor, degrees.recompute, chunked, shares, model.key(part))
         if key not in self._passes_of:
-            units = [unit.with_chunks() if chunked and worth_chunks(unit) else unit for unit in model.units(part)]
+            units = [unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.units(part)]
             kept = [by_policy(unit, degrees.recompute).saved for unit in units]
             run = model.facts.run
             none, grads = [0] * len(units), [state_bytes([unit], run, degrees, Kind.GRAD) for unit in units]
@@ -154,9 +159,11 @@ class Account:
         return Bytes(device + besides, host + facts.machine.runtime_host_bytes)
 
 
-def worth_chunks(unit: Unit) -> bool:
-    """Whether the loss of this head is computed by chunks where ``strategies.cross_entropy`` is left to itself."""
-    return unit.in_chunks is not None and 4 * unit.in_chunks.logits >= WORTH_BYTES
+def in_chunks(unit: Unit, chunked: Chunked) -> bool:
+    """Whether the loss of this head is computed by chunks, as ``strategies.cross_entropy`` decides."""
+    if unit.in_chunks is None or not chunked:
+        return False
+    return chunked is True or 4 * unit.in_chunks.logits >= WORTH_BYTES
 
 
 def boundary_bytes(facts: Facts) -> int:

@@ -20,7 +20,7 @@ from math import inf
 from strategies.core.facts import Facts
 from strategies.core.sizes import SHARE
 from strategies.planner.budget import device_budget
-from strategies.planner.hybrid.account import Account, Bytes
+from strategies.planner.hybrid.account import Account, Bytes, Chunked
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Rule, Stowed, broken
 from strategies.planner.hybrid.parts import Model
@@ -92,12 +92,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may vary. ``receives_all``: see ``account.py``; ``chunked``: the config has ``strategies.cross_entropy``."""
+    """What may vary; ``chunked`` and ``receives_all``: see ``account.py``."""
 
     rules: tuple[Rule, ...] = HERE
     policies: Sequence[str] = POLICIES
     offloads: Sequence[Stowed] = tuple(Stowed)
-    chunked: bool = False
+    chunked: Chunked = None
     receives_all: bool = True
 
 
