@@ -60,6 +60,11 @@ def test_a_pipeline_of_unlike_stages_by_hand() -> None:
     assert last_backwards(stages, 2, Schedule.GPIPE) == [14.0, 12.0]
 
 
+def test_a_slow_boundary_sends_one_after_the_other() -> None:
+    """Activations arrive at 4, 7 and 10, gradients at 15, 18 and 21."""
+    assert last_backwards([StageSeconds(1.0, 1.0, 3.0), StageSeconds(1.0, 1.0)], 3, Schedule.GPIPE) == [22.0, 14.0]
+
+
 def test_no_schedule_is_faster_than_the_bound_and_nothing_faster_makes_it_slower() -> None:
     slower = 0
     for seed in range(150):

@@ -89,7 +89,7 @@ def test_with_offload_the_account_is_near_the_plan(zero: int, stowed: Stowed, mi
     assert found.device == pytest.approx(plan.peak(Home.DEVICE), rel=0.15)
     runtime = plan.facts.machine.runtime_host_bytes
     assert found.host - parts()[2, 1].machine.runtime_host_bytes == pytest.approx(
-        plan.peak(Home.HOST) - runtime, rel=0.15
+        plan.peak(Home.HOST) - runtime, rel=0.05
     )
 
 

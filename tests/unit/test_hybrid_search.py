@@ -1,7 +1,7 @@
 """The search over degrees: its account is the plan's, it returns what pricing everything would, and it is monotone."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -10,13 +10,14 @@ from strategies.core.compose import compose
 from strategies.core.facts import Facts, MachineFacts, Operator, Precision, Rates, Temporaries, Unit, Work
 from strategies.core.plan import Home, Kind
 from strategies.core.registry import find
+from strategies.planner.hybrid import keys
 from strategies.planner.hybrid import search as search_module
 from strategies.planner.hybrid.account import Account, Bytes, boundary_bytes, state_bytes
 from strategies.planner.hybrid.chain import Chain, Layer, Stage
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Stowed, broken
 from strategies.planner.hybrid.parts import Model
-from strategies.planner.hybrid.search import Answer, Options, hybrid
+from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from tests.helpers.fakes import block, choosing, embedding, facts, head
 
@@ -75,17 +76,18 @@ def cluster(ranks: int = 16, *, rate: float = 1e9) -> Cluster:
 
 
 @pytest.mark.parametrize("accelerated", [True, False])
-def test_with_one_stage_and_tensor_rank_the_account_is_the_plan(accelerated: bool) -> None:
-    several = product((0, 1, 2, 3), ("none", "selective", "full"), (1, 3), (Precision.FP32, Precision.BF16), (1, 7))
-    for stage, policy, micro_batches, precision, ranks in several:
-        run = {"precision": precision, "accumulation": micro_batches, "world_size": ranks}
-        whole = model(5, **run)
-        if not accelerated:
-            whole = replace(whole, machine=replace(whole.machine, name="cpu"))
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_with_one_stage_and_tensor_rank_the_account_is_the_plan(precision: Precision, accelerated: bool) -> None:
+    whole = model(5, precision=precision)
+    if not accelerated:
+        whole = replace(whole, machine=replace(whole.machine, name="cpu"))
+    account = Account({(1, 1): Model(whole)})
+    for stage, policy, micro_batches, ranks in product((0, 1, 2, 3), ("none", "selective", "full"), (1, 2, 3), (1, 7)):
+        run = replace(whole.run, accumulation=micro_batches, world_size=ranks)
         chosen = {"zero": {"stage": stage}, "recompute": {"policy": policy}}
-        plan = compose({name: find(name).model_validate(options) for name, options in chosen.items()}, whole)
-        degrees = Degrees(data=ranks, zero=stage, recompute=policy, micro_batches=micro_batches)
-        found = Account({(1, 1): Model(whole)}).of(degrees)
+        strategies = {name: find(name).model_validate(options) for name, options in chosen.items()}
+        plan = compose(strategies, replace(whole, run=run))
+        found = account.of(Degrees(data=ranks, zero=stage, recompute=policy, micro_batches=micro_batches))
         assert found == Bytes(plan.peak(Home.DEVICE), plan.peak(Home.HOST)), (stage, policy, run)
 
 
@@ -131,12 +133,22 @@ def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> 
     return hybrid(known(whole), on, sequences, options)
 
 
+@pytest.mark.parametrize("rate", [1e9, 1e7])
 @pytest.mark.parametrize("device", [WIDE, 1_000_000, 800_000])
-def test_the_search_returns_what_pricing_everything_would(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = priced(model(device=device), cluster(), Options())
-    monkeypatch.setattr(Pricing, "least", lambda self, degrees: 0.0)
-    everything = priced(model(device=device), cluster(), Options())
+def test_the_search_returns_what_pricing_everything_would(
+    device: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = priced(model(device=device), cluster(rate=rate), Options(SHAPE))
+    bounds, least = [], Pricing.least
+
+    def noted(self: Pricing, degrees: Degrees) -> float:
+        bounds.append(least(self, degrees) <= self.price(degrees).seconds * (1 + 1e-12))
+        return 0.0
+
+    monkeypatch.setattr(Pricing, "least", noted)
+    everything = priced(model(device=device), cluster(rate=rate), Options(SHAPE))
     assert found.best == everything.best and found.priced < everything.priced == everything.fitting
+    assert all(bounds), "a bound is not more than the price"
 
 
 def test_it_is_never_slower_with_more_memory_or_a_faster_network() -> None:
@@ -160,8 +172,11 @@ def test_nothing_fits() -> None:
     assert not answer.best and 0 < len(answer.nearest) <= 3
     lacks = [each.device for each in answer.nearest]
     assert lacks == sorted(lacks)
-    need = Account({key: Model(each) for key, each in known(model()).items()}).of(answer.nearest[0].degrees)
-    assert need.device == lacks[0] + 900
+    account = Account({key: Model(each) for key, each in known(model()).items()})
+    assert account.of(answer.nearest[0].degrees).device == lacks[0] + 900
+    small = replace(model(), machine=replace(model().machine, host_bytes=1000))
+    (first, *_) = priced(small, cluster(), Options(offloads=(Stowed.STATE,))).nearest
+    assert first.device == 0 and account.of(first.degrees).host == first.host + 900
 
 
 def test_one_rank_has_one_stage() -> None:
@@ -185,6 +200,12 @@ def test_every_row_uses_all_ranks_and_the_whole_batch_and_breaks_no_rule() -> No
         assert broken(degrees, limits, HERE) is None
         assert found.bytes.device <= 0.9 * 900_000
         assert sum(found.price.parts.values()) == pytest.approx(found.price.seconds)
+    # As little is recomputed and offloaded as fits: none of either for nothing.
+    for found, other in permutations([each.degrees for each in answer.best], 2):
+        if replace(found, recompute="", offload=Stowed.NOTHING) == replace(other, recompute="", offload=Stowed.NOTHING):
+            more = POLICIES.index(found.recompute) - POLICIES.index(other.recompute)
+            levels = list(Stowed)
+            assert more * (levels.index(found.offload) - levels.index(other.offload)) < 0
     assert {each.rule.name for each in answer.left} >= {"tensor with pipeline", "tensor with ZeRO 3"}
 
 
@@ -258,6 +279,31 @@ def test_rates_are_needed() -> None:
     without = replace(model(), machine=replace(model().machine, rates=None))
     with pytest.raises(ValueError, match="rates and counted operations"):
         hybrid({(1, 1): without}, cluster(), 16)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategies"),
+    [
+        (Degrees(data=8), {"zero": {"stage": 0}}),
+        (Degrees(data=8, zero=3, recompute="full"), {"zero": {"stage": 3}, "recompute": {"policy": "full"}}),
+        (Degrees(stages=4), {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
+        (Degrees(tensor=2, zero=1), {"zero": {"stage": 1}, "tensor": {"degree": 2}}),
+        (Degrees(offload=Stowed.STATE), {"offload": {"site": "host", "weights": "resident"}}),
+        (
+            Degrees(zero=3, offload=Stowed.WEIGHTS),
+            {"zero": {"stage": 3}, "offload": {"site": "host", "weights": "streamed"}},
+        ),
+    ],
+)
+def test_degrees_are_written_as_strategies(degrees: Degrees, strategies: dict[str, Any]) -> None:
+    tree = {"training": {"gradient_checkpointing": True}, "strategies": {"zero": {"stage": 2}, "linear": {}}}
+    found = keys.written(degrees, tree)
+    assert found["strategies"] == {"linear": {}} | strategies
+    assert found["training"] == {
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+    }
 
 
 def test_divisors() -> None:
