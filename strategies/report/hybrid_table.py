@@ -41,8 +41,9 @@ def lines(answer: Answer, scale: Scale, write: Sequence[str]) -> Iterator[str]:
     yield from table_of(answer.best, scale)
     yield ""
     yield f"{answer.tried:,} looked at; {answer.fitting:,} run here and fit; {answer.priced} of them simulated"
-    for each in answer.left:
-        yield f"left out: {each.rule.name} ({each.rule.reason}), which would take {each.seconds:.3g} s or more"
+    yield from left_out(answer)
+    if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
+        yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
     yield ""
     yield "to write for the first row, in place of these sections or keys of the config:"
     yield from (f"  {line}" for line in write)
@@ -86,10 +87,17 @@ def words(degrees: Degrees) -> str:
     )
 
 
+def left_out(answer: Answer) -> Iterator[str]:
+    """What would fit if it could be run."""
+    for each in answer.left:
+        yield f"left out: {each.rule.name} ({each.rule.reason}), which would take {each.seconds:.3g} s or more"
+
+
 def nothing_fits(answer: Answer) -> Iterator[str]:
-    """What is missing, for those that lack least."""
+    """What is missing, for those that lack least, and what would fit if it could be run."""
     for each in answer.nearest:
         lacks = [
             (f"{human(size)} of {name} memory") for name, size in (("device", each.device), ("host", each.host)) if size
         ]
         yield f"  {words(each.degrees)}: lacks {' and '.join(lacks)} per rank"
+    yield from (f"  {line}" for line in left_out(answer))

@@ -85,7 +85,9 @@ def test_models_whose_tensor_ranks_cannot_be_counted(model: dict[str, object], w
 def test_with_offload_the_account_is_near_the_plan(zero: int, stowed: Stowed, micro_batches: int) -> None:
     degrees = Degrees(data=8, zero=zero, recompute="full", offload=stowed, micro_batch=2, micro_batches=micro_batches)
     found = Account({(2, 1): Model(parts()[2, 1])}).of(degrees)
-    plan = plan_of(build(keys.written(degrees, COUNTED.tree())), RANKS, CARD)
+    tree = keys.written(degrees, COUNTED.tree())
+    tree["strategies"]["offload"] = {"site": "host", "weights": "streamed" if zero == 3 else "resident"}
+    plan = plan_of(build(tree), RANKS, CARD)
     assert found.device == pytest.approx(plan.peak(Home.DEVICE), rel=0.15)
     runtime = plan.facts.machine.runtime_host_bytes
     assert found.host - parts()[2, 1].machine.runtime_host_bytes == pytest.approx(
@@ -130,6 +132,15 @@ def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps * 8 == 48
     plan = plan_of(config, RANKS, sized(CARD, None, None))
     assert human(plan.peak(Home.DEVICE)) in said.out.splitlines()[5]
+
+
+def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
+    assert main(["--search", *given, "strategies.offload.gpu_memory=1GiB"]) == 0
+    said = capsys.readouterr().out
+    sizes = [row.split()[13:15] for row in said.split("----\n")[1].split("\n\n")[0].splitlines() if "x" in row]
+    assert sizes and all(unit == "MiB" and float(size) <= 1024 for size, unit in sizes)
+    assert "offload: {gpu_memory: 1GiB" in said or "offload" not in said.split("config:\n")[1]
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """The search over degrees: its account is the plan's, it returns what pricing everything would, and it is monotone."""
 
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import combinations, pairwise, permutations, product
 from typing import Any
 
 import pytest
@@ -127,6 +127,18 @@ def test_splits_have_every_block_once_and_a_lighter_last_stage() -> None:
                 counts, default=1
             )
     assert min(Model(model(12)).splits(3)) < 4 == max(Model(model(12)).splits(3))
+
+
+def test_no_other_split_has_a_shorter_longest_stage() -> None:
+    """Of all ways to give blocks to stages, where the head takes as long as two of them."""
+    for blocks, stages in product((4, 6, 9, 11), (2, 3, 4)):
+        some = Model(model(blocks))
+        longest = [
+            max(part.blocks + 2 * part.ends for part in some.parts(stages, last)) for last in some.splits(stages)
+        ]
+        cuts = combinations(range(1, blocks), stages - 1)
+        every = [[b - a for a, b in pairwise((0, *cut, blocks))] for cut in cuts]
+        assert min(longest) == min(max(*counts[:-1], counts[-1] + 2) for counts in every)
 
 
 def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> Answer:
@@ -288,15 +300,16 @@ def test_rates_are_needed() -> None:
         (Degrees(data=8, zero=3, recompute="full"), {"zero": {"stage": 3}, "recompute": {"policy": "full"}}),
         (Degrees(stages=4), {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
         (Degrees(tensor=2, zero=1), {"zero": {"stage": 1}, "tensor": {"degree": 2}}),
-        (Degrees(offload=Stowed.STATE), {"offload": {"site": "host", "weights": "resident"}}),
+        (Degrees(offload=Stowed.STATE), {"offload": {"gpu_memory": "20GiB"}}),
         (
             Degrees(zero=3, offload=Stowed.WEIGHTS),
-            {"zero": {"stage": 3}, "offload": {"site": "host", "weights": "streamed"}},
+            {"zero": {"stage": 3}, "offload": {"gpu_memory": "20GiB"}},
         ),
     ],
 )
 def test_degrees_are_written_as_strategies(degrees: Degrees, strategies: dict[str, Any]) -> None:
     tree = {"training": {"gradient_checkpointing": True}, "strategies": {"zero": {"stage": 2}, "linear": {}}}
+    tree["strategies"]["offload"] = {"gpu_memory": "20GiB", "site": "device"}
     found = keys.written(degrees, tree)
     assert found["strategies"] == {"linear": {}} | strategies
     assert found["training"] == {

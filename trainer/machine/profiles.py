@@ -288,7 +288,7 @@ def known_rates(machine: Machine, path: Path | None = None) -> StoredRates:
 
 def one_line(rates: Rates) -> str:
     """The rates on one line."""
-    half, net, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, 1e9
+    half, net, outside, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, rates.net_across_bytes_per_s, 1e9
     return (
         f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{half / 1e12:.3g}' if half else 'none'} Tflop/s; "
         f"link up {rates.up_bytes_per_s / giga:.3g}, down {rates.down_bytes_per_s / giga:.3g} GB/s, both at once "
@@ -297,4 +297,5 @@ def one_line(rates: Rates) -> str:
         f"update fp32 {rates.update_fp32_params_per_s / giga:.3g}, "
         f"bf16 {rates.update_bf16_params_per_s / giga:.3g} G parameters/s"
         + (f"; exchanges {net / giga:.3g} GB/s" if net else "")
+        + (f", across machines {outside / giga:.3g}" if outside else "")
     )

@@ -1,7 +1,7 @@
 """``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``.
 
 The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
-taken out of the config first; the rest stays.
+taken out of the config first; the rest stays, and so do budgets of memory.
 
 Refused: machines of unknown speed, a network of unknown speed, and jobs that nothing fits.
 """
@@ -57,13 +57,18 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
     began = time.process_time()
     known, no_tensor = gather_parts(counted, ranks, machine, sequences, say)
     counted_at = time.process_time()
-    options = Options(rules=(*HERE, *_refused(counted, ranks)), chunked=_chunked(config))
+    facts = next(iter(known.values()))
+    budgets = (strategy.budget(facts) for strategy in config.strategies.values())
+    options = Options(
+        rules=(*HERE, *_refused(counted, ranks)),
+        chunked=_chunked(config),
+        device_bytes=min((size for size in budgets if size is not None), default=None),
+    )
     answer = hybrid(known, cluster, sequences, options)
     done = time.process_time()
     say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
     if not answer.best:
         raise ConfigError(_nothing(machine, ranks, list(hybrid_table.nothing_fits(answer))))
-    facts = next(iter(known.values()))
     peak = machine.peak_flops and machine.peak_flops.of(facts.run.precision.value)
     flops = step_flops(facts) * sequences / facts.run.micro_batch
     scale = hybrid_table.Scale(

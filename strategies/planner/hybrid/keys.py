@@ -9,6 +9,7 @@ from strategies.planner.hybrid.degrees import Degrees, Rule, Stowed
 
 SEARCHED = ("zero", "tensor", "pipeline", "recompute", "offload")  # strategies that the search decides
 CHUNKS = "cross_entropy"
+BUDGETS = ("gpu_memory", "host_memory")  # options that are kept
 Tree = dict[str, Any]
 Offer = tuple[str, Tree, Callable[[Degrees], bool]]  # a strategy, options, and the degrees that are written with them
 
@@ -20,11 +21,13 @@ def without(tree: Tree) -> Tree:
 
 
 def written(degrees: Degrees, tree: Tree) -> Tree:
-    """``tree`` with all that the search decides as ``degrees`` say."""
-    strategies = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
+    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay."""
+    before = tree["strategies"]
+    strategies = {name: options for name, options in before.items() if name not in SEARCHED}
     for name, options, used in offers(degrees):
         if used(degrees):
-            strategies[name] = strategies.get(name, {}) | options
+            kept = {key: value for key, value in before.get(name, {}).items() if key in BUDGETS}
+            strategies[name] = kept | options
     training = {
         "per_device_train_batch_size": degrees.micro_batch,
         "gradient_accumulation_steps": degrees.micro_batches,
@@ -34,12 +37,12 @@ def written(degrees: Degrees, tree: Tree) -> Tree:
 
 def offers(degrees: Degrees) -> Iterator[Offer]:
     """Each strategy with the options that ``degrees`` have, and whose degrees these are."""
-    weights = "streamed" if degrees.offload is Stowed.WEIGHTS else "resident"
     yield "zero", {"stage": degrees.zero}, _writes_zero
     yield "tensor", {"degree": degrees.tensor}, lambda d: d.tensor > 1
     yield "pipeline", {"stages": degrees.stages, "schedule": "1f1b"}, lambda d: d.stages > 1
     yield "recompute", {"policy": degrees.recompute}, lambda d: d.recompute != "none"
-    yield "offload", {"site": "host", "weights": weights}, lambda d: d.offload is not Stowed.NOTHING
+    # What rests where is decided by its own planner, which may do better than the plain placements of the search.
+    yield "offload", {}, lambda d: d.offload is not Stowed.NOTHING
 
 
 def refused(name: str, reason: str, offer: Degrees) -> Rule:

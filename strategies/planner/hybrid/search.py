@@ -92,13 +92,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may vary; ``chunked`` and ``receives_all``: see ``account.py``."""
+    """What may vary; ``chunked`` and ``receives_all``: see ``account.py``.
+
+    Args:
+        device_bytes: that may be used of each device; None: the share that is used by default.
+    """
 
     rules: tuple[Rule, ...] = HERE
     policies: Sequence[str] = POLICIES
     offloads: Sequence[Stowed] = tuple(Stowed)
     chunked: Chunked = None
     receives_all: bool = True
+    device_bytes: int | None = None
 
 
 def hybrid(known: Known, cluster: Cluster, sequences: int, options: Options | None = None) -> Answer:
@@ -193,10 +198,11 @@ class _Search:
 
     def _missing(self, need: Bytes) -> tuple[int, int]:
         """Bytes beyond what may be used of the device and of the host; at most 0: it fits."""
-        machine = self._machine
+        machine, given = self._machine, self._options.device_bytes
+        budget = device_budget(machine) if given is None else given
         if not machine.has_accelerator:  # its device is its host
-            return need.device + need.host - machine.runtime_host_bytes - device_budget(machine), 0
-        return need.device - device_budget(machine), need.host - int(SHARE * machine.host_bytes)
+            return need.device + need.host - machine.runtime_host_bytes - budget, 0
+        return need.device - budget, need.host - int(SHARE * machine.host_bytes)
 
     def _best(self, fitting: list[tuple[float, int, Degrees, Bytes]]) -> tuple[list[Found], int]:
         """The best by price, and how many were priced: in the order of lower bounds, until these exceed the last."""
