@@ -27,7 +27,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -72,7 +72,7 @@ class Zero(Strategy):
             return Parity(1e-4, _CLIPPING)
         return BITWISE
 
-    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if self.stage and run.optim == "adagrad":  # DeepSpeed makes another one, with one group for all
             cure = (
                 f"strategies.zero.stage {self.stage} would lose its parameter groups and with them weight decay; write "
@@ -110,8 +110,8 @@ class Zero(Strategy):
         }
         for kind in Kind:
             split = self.stage >= split_from[kind]
-            reason = f"stage {self.stage}: " + (f"1/{run.world_size} per rank" if split else "whole on every rank")
-            ways = run.world_size if split else 1
+            reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
+            ways = run.replicas if split else 1
             yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=element_bytes[kind])
 
     def _reserves(self, facts: Facts) -> Iterator[Reserve]:
@@ -124,7 +124,7 @@ class Zero(Strategy):
                 owner="zero: reduce bucket",
                 num_bytes=buffers * deepspeed.bucket_elements(facts) * run.precision.element_bytes,
             )
-        if self.stage == 3 and run.world_size > 1:
+        if self.stage == 3 and run.replicas > 1:
             yield Reserve(
                 unit=RUN,
                 reason="weights gathered for use and prefetched",
@@ -132,7 +132,7 @@ class Zero(Strategy):
                 num_bytes=min(deepspeed.live_elements(facts), facts.num_params) * run.precision.element_bytes,
             )
         if run.precision is not Precision.FP32 or self.stage == 3:  # stage 3 flattens into a copy in fp32, too
-            ways = run.world_size if self.stage > 0 else 1
+            ways = run.replicas if self.stage > 0 else 1
             yield Reserve(
                 unit=RUN,
                 reason="the optimizer reads its share of the gradients in fp32",

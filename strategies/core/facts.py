@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from strategies.core.grid import Grid
 from strategies.core.linears import Linear, Timed
 
 
@@ -173,7 +174,10 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes."""
+    """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
+
+    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``).
+    """
 
     micro_batch: int
     sequence: int
@@ -190,11 +194,29 @@ class RunFacts:
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
+    stages: int = 1
+    tensor: int = 1
+
+    @property
+    def grid(self) -> Grid:
+        """Where the ranks are."""
+        return Grid(self.stages, self.replicas, self.tensor)
+
+    @property
+    def ranks(self) -> str:
+        """Their number, and how they divide the model, in words."""
+        divided = "" if self.grid.is_plain else f" ({self.grid})"
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{divided}"
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, each of which is given other data."""
+        return self.world_size // (self.stages * self.tensor)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step over all ranks."""
-        return self.micro_batch * self.sequence * self.accumulation * self.world_size
+        return self.micro_batch * self.sequence * self.accumulation * self.replicas
 
 
 # Per parameter, of an update on the host: master and two moments read and written (24), and the gradient clipped in

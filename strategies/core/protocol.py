@@ -39,6 +39,13 @@ class Phase(Enum):
     BUFFER = "which buffer receives it"
 
 
+class Axis(Enum):
+    """Along which one copy of the model is divided among ranks (``strategies/core/grid.py``); the value is the key."""
+
+    STAGES = "strategies.pipeline.stages"
+    TENSOR = "strategies.tensor.degree"
+
+
 class Requirement(Enum):
     """Something that the trainer prepares only for strategies that declare it in ``requires``."""
 
@@ -109,9 +116,13 @@ class Strategy(BaseModel, ABC):
         It may not rename, reorder or drop a parameter, buffer or module; the caller checks that.
         """
 
-    def refusals(self, run: RunFacts) -> Iterable[Refusal]:
-        """Options that cannot work in such a run, whatever the model and the machine are. All of them are reported
-        together, before any data is read.
+    def divides(self) -> Mapping[Axis, int]:
+        """Over how many ranks it divides the model along each axis."""
+        return {}
+
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterable[Refusal]:
+        """Options that cannot work in such a run or beside ``others``, whatever the model and the machine are. All of
+        them are reported together, before any data is read.
         """
         return ()
 

@@ -102,7 +102,7 @@ def title(plan: Plan) -> str:
     run, machine = plan.facts.run, plan.facts.machine
     return (
         f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters, {plan.facts.num_trainable / 1e6:,.1f} M trainable, "
-        f"{run.precision.value}, {run.world_size} rank{'s' * (run.world_size > 1)} on {machine.name}, "
+        f"{run.precision.value}, {run.ranks} on {machine.name}, "
         f"{run.tokens_per_step:,} tokens per optimizer step"
     )
 

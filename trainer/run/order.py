@@ -319,7 +319,7 @@ def make_meter(run: Run, device: torch.device) -> Meter:
 
         total = torch.tensor(number, dtype=torch.int64, device=device)
         torch.distributed.all_reduce(total)
-        return int(total.item())
+        return int(total.item()) * known.replicas // known.world_size  # ranks of one copy have counted the same
 
     return Meter(
         flops_per_token=step_flops(run.plan.facts) / (known.micro_batch * known.sequence),

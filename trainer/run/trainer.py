@@ -77,6 +77,14 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """Whether the plan has a layout, so that the memory engine trains."""
         return self.plan.layout is not None
 
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.grid = self.plan.facts.run.grid
+
+    def get_tp_size(self) -> int:
+        """How many ranks are given the same rows: all that hold one copy of the model together."""
+        return int(self.args.world_size) // self.plan.facts.run.replicas
+
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """The plan of the run."""
         return self.plan

@@ -23,7 +23,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -250,10 +250,29 @@ def _refuse(complaints: Sequence[str], checkpoint: Path) -> None:
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
+class _Stream(NamedTuple):
+    """One of ``streams`` sequences of random numbers; one of the ranks that draw from it ``writes`` its state."""
+
+    number: int
+    streams: int
+    writes: bool
+
+
+def _stream_of(trainer: Any) -> _Stream:
+    """The stream of this rank. Ranks that hold parts of the same weights draw the same numbers."""
+    grid, rank = trainer.accelerator.grid, trainer.args.process_index
+    if grid.is_plain:
+        return _Stream(rank, trainer.args.world_size, True)
+    cell = grid.cell(rank)
+    return _Stream(cell.stage * grid.replicas + cell.replica, grid.stages * grid.replicas, cell.tensor == 0)
+
+
 def save_random_state(trainer: Any, checkpoint: Path) -> None:
-    """Write the states of this rank's generators."""
+    """Write the states of this rank's generators; one rank writes for those that draw the same numbers."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    random_state.save(random_state.file_of(checkpoint, trainer.args.process_index, trainer.args.world_size))
+    stream = _stream_of(trainer)
+    if stream.writes:
+        random_state.save(random_state.file_of(checkpoint, stream.number, stream.streams))
 
 
 def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
@@ -262,7 +281,7 @@ def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
     Raises:
         ValueError: the file is damaged.
     """
-    rank = trainer.args.process_index
+    rank = _stream_of(trainer).number
     path = random_state.found(checkpoint, rank)
     if path is None:
         return f"{checkpoint}: no random state of rank {rank}; it goes on from training.seed"
