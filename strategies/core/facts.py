@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from strategies.core.grid import Grid
+from strategies.core.grid import Cut, Grid
 from strategies.core.linears import Linear, Timed
 
 
@@ -195,6 +195,7 @@ class RunFacts:
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
     stages: int = 1
+    stage: int = 0  # of this rank
     tensor: int = 1
 
     @property
@@ -344,6 +345,7 @@ class Facts:
     timings: tuple[Timed, ...] = ()
     no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
     unit_times: UnitTimes | None = None
+    cut: Cut | None = None  # of the whole model, where the units are those of one stage
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]

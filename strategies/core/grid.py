@@ -82,6 +82,19 @@ class Grid:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The parts of a model as names of units, in order, the stage of each, and the name of the schedule."""
+
+    parts: tuple[tuple[str, ...], ...]
+    stages: tuple[int, ...]
+    schedule: str
+
+    def of_stage(self, stage: int) -> list[int]:
+        """The parts that ``stage`` holds."""
+        return [part for part, holder in enumerate(self.stages) if holder == stage]
+
+
 def grid_of(world_size: int, *, stages: int = 1, tensor: int = 1) -> Grid:
     """The grid of a world.
 

@@ -106,6 +106,14 @@ class Strategy(BaseModel, ABC):
             Idle: there is nothing to decide for these facts; the message says why.
         """
 
+    def narrowed(self, facts: Facts, rank: int) -> Facts:
+        """The facts of the part of the model that ``rank`` has; every strategy decides about that part alone.
+
+        Raises:
+            Refusal: the model cannot be divided so.
+        """
+        return facts
+
     def beside(self, others: Mapping[str, Strategy]) -> Strategy:
         """This strategy as it decides instead of ``others``, which it takes over."""
         return self

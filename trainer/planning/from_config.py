@@ -49,6 +49,11 @@ def plan_of(
     """
     check_options(config, ranks.world_size, installed=False)
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    try:
+        for strategy in in_order(config.strategies).values():
+            known = strategy.narrowed(known, ranks.rank)
+    except Refusal as refused:
+        raise _located(config, refused) from None
     if known.linears:
         known = gemm_timing.for_config(config, known, ranks, machine, tune=tune, say=say)
     if Requirement.BLOCK_TIMES in requirements_of(config.strategies) and ranks.world_size == ranks.local_world_size:

@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from strategies.backends.pipeline_gradients import StageGradients
+
 
 class StowAccelerator(Accelerator):
     """Accelerate's Accelerator, unchanged for plain training and for DeepSpeed with stages 1 to 3."""
 
     stowed: StowOptimizer | None = None
     grid: Grid = Grid()  # of ranks; a plain one says nothing about their number
+    gradients: StageGradients | None = None  # of a pipeline's stage
     _of_copies = False  # ``gather`` takes from one rank of each copy of the model
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
     last_norm: Any = None  # of the newest clipping, whichever library did it
@@ -102,6 +105,8 @@ class StowAccelerator(Accelerator):
         """As Accelerate's, but a stowed model is neither moved nor wrapped, before training as well."""
         if stowed_by(model) is not None:
             device_placement, evaluation_mode = False, True
+        if self.gradients is not None:
+            evaluation_mode = True  # stages are not wrapped: their ranks hold different weights
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -134,6 +139,8 @@ class StowAccelerator(Accelerator):
         """
         if self.stowed is not None:
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)
+        elif self.gradients is not None:
+            self.last_norm = self.gradients.clip(max_norm)
         elif self._norm is not None:
             self.last_norm = self._norm
         else:
