@@ -28,9 +28,9 @@ from typing import Literal
 from pydantic import Field
 
 from strategies.core.facts import Choices, Facts, Param, Precision, RunFacts, Unit
-from strategies.core.plan import RUN, Decision, Plan, Reserve
+from strategies.core.plan import RUN, Decision, Plan, Reserve, When
 from strategies.core.protocol import BITWISE, Axis, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.planner.cuts import Schedule, cut, work
+from strategies.planner.cuts import MESSAGE_BYTES, Schedule, cut, work
 
 KEY = "strategies.pipeline"
 _TIED = "a tied head has a copy at each end, and gradients of the two ends are added after all micro-batches"
@@ -126,6 +126,15 @@ class Pipeline(Strategy):
             owner="pipeline: received tensors",
             num_bytes=ends * run.accumulation * hidden,
         )
+        if run.replicas > 1:
+            grads = sum(run.trained_bytes * unit.num_trainable for unit in facts.units)
+            yield Reserve(
+                unit=RUN,
+                reason="gradients are copied into messages to the other copies",
+                owner="pipeline: messages",
+                num_bytes=min(grads, MESSAGE_BYTES + run.trained_bytes * run.largest_param),
+                when=When.STEP,
+            )
 
 
 def _at(param: Param, here: Collection[str]) -> Param | None:

@@ -16,8 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.utils import clip_grads_with_norm_
 
 from strategies.backends.pipelining import Pipeline
-
-MESSAGE_BYTES = 25 << 20
+from strategies.planner.cuts import MESSAGE_BYTES
 
 
 class StageGradients:

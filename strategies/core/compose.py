@@ -109,8 +109,8 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
 
 
 def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
-    """What torch's DistributedDataParallel holds, which sums the gradients where no strategy has an engine."""
-    if plan.facts.run.replicas > 1 and plan.layout is None and not plan.engine():
+    """What torch's DistributedDataParallel holds, which sums the gradients of whole models where nothing else does."""
+    if plan.facts.run.replicas > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None:
         yield Reserve(
             unit=RUN,
             reason="gradients are copied into buckets and summed over the ranks there",

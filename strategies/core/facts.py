@@ -364,9 +364,10 @@ class Facts:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weights as they are loaded, before any strategy changes their dtype."""
-        frozen = self.num_params - self.num_trainable
-        return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen
+        """Of the weights as they are loaded, before any strategy changes their dtype; a stage is cut out of them."""
+        whole = self.cut or self
+        frozen = whole.num_params - whole.num_trainable
+        return self.run.trained_bytes * whole.num_trainable + self.run.frozen_bytes * frozen
 
     @property
     def num_trainable(self) -> int:

@@ -21,6 +21,8 @@ from enum import Enum
 from strategies.core.facts import Unit, UnitKind
 from strategies.core.grid import Cut
 
+MESSAGE_BYTES = 25 << 20  # of gradients to the other copies, as torch's data parallelism sends them
+
 
 class Schedule(Enum):
     """In which order a stage runs forwards and backwards; the names of ``torch.distributed.pipelining``, shortened."""
@@ -89,7 +91,13 @@ def cut(units: Sequence[Unit], schedule: Schedule, stages: int, blocks: Sequence
         done += number
     parts[0] = (*ends[UnitKind.EMBEDDING], *parts[0])
     parts[-1] = (*parts[-1], *ends[UnitKind.HEAD])
-    return Cut(tuple(parts), tuple(schedule.stage_of(part, stages) for part in range(count)), schedule.value)
+    return Cut(
+        tuple(parts),
+        tuple(schedule.stage_of(part, stages) for part in range(count)),
+        schedule.value,
+        num_params=sum(unit.num_params for unit in units),
+        num_trainable=sum(unit.num_trainable for unit in units),
+    )
 
 
 def work(units: Sequence[Unit]) -> dict[str, int]:

@@ -33,7 +33,7 @@ from trainer.machine.profiles import known_rates
 from trainer.model import build, config_keys
 from trainer.planning import facts
 from trainer.planning.fit import explained
-from trainer.planning.from_config import advice, plan_of, refuse_folder, refuse_impossible
+from trainer.planning.from_config import advice, plans_of, refuse_folder, refuse_impossible
 from trainer.run import manifest, optimizer_choice, resuming, taken_over
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
@@ -84,7 +84,8 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     )
     machine = probe()
     with explained(config, ranks, machine):
-        plan = plan_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
+        plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
+    plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
     form = form_of_stages(config) if plan.facts.cut is not None else None
     optimizer_choice.refuse_under_zero(config, deepspeed.stage(plan))
@@ -93,13 +94,14 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     cost = plan_cost(plan)
     shown = ""
     if ranks.is_first:
-        shown = full_report.text(plan, cost, advice(config, plan))
+        shown = full_report.text(plan, cost, advice(config, plan), plans)
         write_plan(run, shown, full_report.to_json(plan, cost))
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
     run.say(f"\n{shown}\n")
     with explained(config, ranks, machine):
-        refuse_impossible(plan)
+        for each in plans:
+            refuse_impossible(each)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if aside := resuming.set_aside(config, ranks, resumed):
         run.say(aside)
