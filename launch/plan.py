@@ -112,15 +112,16 @@ def show(arguments: argparse.Namespace) -> None:
     from strategies.planner.step_cost import plan_cost
     from strategies.report import full_report
     from trainer.planning.fit import explained
-    from trainer.planning.from_config import advice, measure, plan_of, refuse_impossible
+    from trainer.planning.from_config import advice, measure, plans_of, refuse_impossible
 
     with explained(config, ranks, machine):
         if arguments.measure:
             for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
                 print(line)
-        plan = plan_of(config, ranks, machine)
+        plans = plans_of(config, ranks, machine)
+    plan = plans[0]
     cost = plan_cost(plan)
-    print(full_report.text(plan, cost, advice(config, plan)))
+    print(full_report.text(plan, cost, advice(config, plan), plans))
     if arguments.explain:
         units = [unit.name for unit in plan.facts.units]
         if arguments.explain not in units:
@@ -136,7 +137,8 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot(config, plan, cost, arguments.plot)
     with explained(config, ranks, machine):
-        refuse_impossible(plan)
+        for each in plans:
+            refuse_impossible(each)
 
 
 def show_fit(arguments: argparse.Namespace) -> None:

@@ -125,7 +125,7 @@ class Offload(Strategy):
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
-    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if run.precision is Precision.FP16:
             yield Refusal("training.fp16", True, "strategies.offload trains in bf16 or fp32; write training.bf16: true")
         if run.optim not in OPTIMIZERS:
@@ -184,11 +184,11 @@ class Offload(Strategy):
 
     def _ways(self, run: RunFacts) -> int:
         """How many ranks hold a span of each bucket."""
-        return run.world_size if self._stage else 1
+        return run.replicas if self._stage else 1
 
     def _sums_over_ranks(self, run: RunFacts) -> bool:
         """Whether gradients are summed over micro-batches and then over ranks, which has to happen on the device."""
-        return run.world_size > 1 and run.accumulation > 1
+        return run.replicas > 1 and run.accumulation > 1
 
     def request(self, facts: Facts) -> OffloadRequest:
         """The options, with budgets in bytes on this machine."""

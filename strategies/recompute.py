@@ -27,7 +27,7 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -95,7 +95,7 @@ class Recompute(Strategy):
         """Bit for bit: the same kernels run on the same inputs."""
         return BITWISE
 
-    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if self.policy == AUTO and self.every > 1:
             yield Refusal(f"{KEY}.every", self.every, "auto chooses the blocks itself; leave it out")
         if self.activation_offloading is True and self.policy in ("none", AUTO):

@@ -27,7 +27,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -73,7 +73,7 @@ class Zero(Strategy):
             return Parity(1e-4, _CLIPPING)
         return BITWISE
 
-    def refusals(self, run: RunFacts) -> Iterator[Refusal]:
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if self.stage and run.optim == "adagrad":  # DeepSpeed makes another one, with one group for all
             cure = (
                 f"strategies.zero.stage {self.stage} would lose its parameter groups and with them weight decay; write "
@@ -104,10 +104,10 @@ class Zero(Strategy):
         sizes = element_bytes(run, self.stage)
         for kind in Kind:
             split = self.stage >= SPLIT_FROM[kind]
-            reason = f"stage {self.stage}: " + (f"1/{run.world_size} per rank" if split else "whole on every rank")
-            ways = run.world_size if split else 1
+            reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
+            ways = run.replicas if split else 1
             yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
 
     def _reserves(self, facts: Facts) -> Iterator[Reserve]:
-        for each in buffers(facts, self.stage, facts.run.world_size):
+        for each in buffers(facts, self.stage, facts.run.replicas):
             yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)

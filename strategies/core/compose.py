@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from strategies.core.facts import Facts, RunFacts
+from strategies.core.grid import grid_of
 from strategies.core.plan import (
     BASELINE,
     RUN,
@@ -28,7 +29,7 @@ from strategies.core.plan import (
     Stow,
     Travel,
 )
-from strategies.core.protocol import Idle, Phase, Refusal, Requirement, Strategy
+from strategies.core.protocol import Axis, Idle, Phase, Refusal, Requirement, Strategy
 from strategies.core.registry import find
 
 ANSWERS: Mapping[Phase, tuple[type[Decision], ...]] = {
@@ -65,10 +66,20 @@ def requirements_of(strategies: Mapping[str, Strategy]) -> frozenset[Requirement
     return frozenset(each for strategy in in_order(strategies).values() for each in strategy.requires)
 
 
+def degrees(strategies: Mapping[str, Strategy]) -> dict[Axis, int]:
+    """Over how many ranks the model is divided along each axis."""
+    return {axis: count for strategy in strategies.values() for axis, count in strategy.divides().items()}
+
+
 def refusals(strategies: Mapping[str, Strategy], run: RunFacts) -> Iterator[Refusal]:
     """Every option of ``strategies`` that cannot work in such a run, whatever the model and the machine are."""
+    try:
+        grid_of(run.world_size, stages=run.stages, tensor=run.tensor)
+    except ValueError as error:
+        axis = max(degrees(strategies), key=lambda axis: degrees(strategies)[axis])
+        yield Refusal(axis.value, degrees(strategies)[axis], str(error))
     for strategy in in_order(strategies).values():
-        yield from strategy.refusals(run)
+        yield from strategy.refusals(run, strategies)
 
 
 def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
@@ -98,8 +109,8 @@ def compose(strategies: Mapping[str, Strategy], facts: Facts) -> Plan:
 
 
 def _sums_over_ranks(plan: Plan) -> Iterator[Reserve]:
-    """What torch's DistributedDataParallel holds, which sums the gradients where no strategy has an engine."""
-    if plan.facts.run.world_size > 1 and plan.layout is None and not plan.engine():
+    """What torch's DistributedDataParallel holds, which sums the gradients of whole models where nothing else does."""
+    if plan.facts.run.replicas > 1 and plan.layout is None and not plan.engine() and plan.facts.cut is None:
         yield Reserve(
             unit=RUN,
             reason="gradients are copied into buckets and summed over the ranks there",

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from strategies.core.grid import Cut, Grid
 from strategies.core.linears import Linear, Timed
 
 
@@ -176,7 +177,10 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes."""
+    """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
+
+    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``).
+    """
 
     micro_batch: int
     sequence: int
@@ -195,11 +199,30 @@ class RunFacts:
     accelerated: bool = False  # the device has other kernels than the host
     heads: int = 0  # of attention, for queries; 0: the model's config does not say
     kv_heads: int = 0  # for keys and values; as many as ``heads`` where the config has no such number
+    stages: int = 1
+    stage: int = 0  # of this rank
+    tensor: int = 1
+
+    @property
+    def grid(self) -> Grid:
+        """Where the ranks are."""
+        return Grid(self.stages, self.replicas, self.tensor)
+
+    @property
+    def ranks(self) -> str:
+        """Their number, and how they divide the model, in words."""
+        divided = "" if self.grid.is_plain else f" ({self.grid})"
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{divided}"
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, each of which is given other data."""
+        return self.world_size // (self.stages * self.tensor)
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step over all ranks."""
-        return self.micro_batch * self.sequence * self.accumulation * self.world_size
+        return self.micro_batch * self.sequence * self.accumulation * self.replicas
 
 
 # Per parameter, of an update on the host: master and two moments read and written (24), and the gradient clipped in
@@ -335,6 +358,7 @@ class Facts:
     timings: tuple[Timed, ...] = ()
     no_copies: str = ""  # why no second copies of weights can be kept; empty: they can
     unit_times: UnitTimes | None = None
+    cut: Cut | None = None  # of the whole model, where the units are those of one stage
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
@@ -353,9 +377,10 @@ class Facts:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weights as they are loaded, before any strategy changes their dtype."""
-        frozen = self.num_params - self.num_trainable
-        return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen
+        """Of the weights as they are loaded, before any strategy changes their dtype; a stage is cut out of them."""
+        whole = self.cut or self
+        frozen = whole.num_params - whole.num_trainable
+        return self.run.trained_bytes * whole.num_trainable + self.run.frozen_bytes * frozen
 
     @property
     def num_trainable(self) -> int:

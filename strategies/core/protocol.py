@@ -39,6 +39,13 @@ class Phase(Enum):
     BUFFER = "which buffer receives it"
 
 
+class Axis(Enum):
+    """Along which one copy of the model is divided among ranks (``strategies/core/grid.py``); the value is the key."""
+
+    STAGES = "strategies.pipeline.stages"
+    TENSOR = "strategies.tensor.degree"
+
+
 class Requirement(Enum):
     """Something that the trainer prepares only for strategies that declare it in ``requires``."""
 
@@ -99,6 +106,14 @@ class Strategy(BaseModel, ABC):
             Idle: there is nothing to decide for these facts; the message says why.
         """
 
+    def narrowed(self, facts: Facts, rank: int) -> Facts:
+        """The facts of the part of the model that ``rank`` has; every strategy decides about that part alone.
+
+        Raises:
+            Refusal: the model cannot be divided so.
+        """
+        return facts
+
     def beside(self, others: Mapping[str, Strategy]) -> Strategy:
         """This strategy as it decides instead of ``others``, which it takes over."""
         return self
@@ -109,9 +124,13 @@ class Strategy(BaseModel, ABC):
         It may not rename, reorder or drop a parameter, buffer or module; the caller checks that.
         """
 
-    def refusals(self, run: RunFacts) -> Iterable[Refusal]:
-        """Options that cannot work in such a run, whatever the model and the machine are. All of them are reported
-        together, before any data is read.
+    def divides(self) -> Mapping[Axis, int]:
+        """Over how many ranks it divides the model along each axis."""
+        return {}
+
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterable[Refusal]:
+        """Options that cannot work in such a run or beside ``others``, whatever the model and the machine are. All of
+        them are reported together, before any data is read.
         """
         return ()
 

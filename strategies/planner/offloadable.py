@@ -56,7 +56,7 @@ def offloadable(facts: Facts, buckets: Sequence[Bucket], bucket_bytes: int | Non
         # With several stacks of blocks the "head" holds what stands between them, and is not used at the end only.
         elif blocks.isdisjoint(bucket.units) and len(stacks) == 1 and not _is_around(bucket, next(iter(stacks))):
             found.ends.append(index)
-    if facts.run.world_size > 1:
+    if facts.run.replicas > 1:
         found.gradients = sorted(found.blocks + found.ends)
     return found
 

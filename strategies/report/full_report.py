@@ -10,20 +10,21 @@ from strategies.core.plan import Plan
 from strategies.planner import gemm_routes
 from strategies.planner.step_cost import StepCost
 from strategies.planner.tasks import Resource
-from strategies.report import bucket_table, plan_json, plan_table, recompute_table
+from strategies.report import bucket_table, plan_json, plan_table, rank_grid, recompute_table
 from strategies.report.table import table
 
 WORTH = 0.1  # a part of the step that is worth a row
 
 
-def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = ()) -> str:
-    """What the run needs, its simulated step and ``advice``; then the state, routes of linear layers, recomputation,
-    the buckets, and what is busy in the step.
+def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: Sequence[Plan] = ()) -> str:
+    """What the run needs, its simulated step and ``advice``; then the grid of ranks and what each of the ``stages``
+    holds, the state, routes of linear layers, recomputation, the buckets, and what is busy in the step.
     """
     lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(cost)] if cost else [])]
     lines += ["what would change it most, estimated:", *advice] if advice else []
+    grid = [*rank_grid.picture(plan.facts.run.grid), *rank_grid.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_table.lines(plan), bucket_table.lines(plan))
-    for part in map(list, (*tables, step_lines(cost) if cost else ())):
+    for part in map(list, (grid, *tables, step_lines(cost) if cost else ())):
         lines += ["", *part] if part else []
     return "\n".join(lines)
 

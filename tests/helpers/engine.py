@@ -237,7 +237,7 @@ class Made:
         addresses = place(layout)
         check(layout, addresses, params)
         here = SimpleNamespace(addresses=addresses, debug=True)
-        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(world_size=ranks), units=()))
+        return cls(layout, here, SimpleNamespace(run=SimpleNamespace(replicas=ranks), units=()))
 
     def hosted_bytes(self) -> int:
         """Nothing waits on the host."""

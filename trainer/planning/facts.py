@@ -21,10 +21,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from strategies.core.compose import requirements_of
+from strategies.core.compose import degrees, requirements_of
 from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
 from strategies.core.linears import Linear
-from strategies.core.protocol import Requirement
+from strategies.core.protocol import Axis, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.machine.profiles import known_rates
 from trainer.model import config_keys
@@ -116,7 +116,7 @@ def products_again(config: RunConfig) -> bool:
 
 def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) -> RunFacts:
     """The facts that follow from the config alone."""
-    training = config.training
+    training, divided = config.training, degrees(config.strategies)
     return RunFacts(
         micro_batch=training.per_device_train_batch_size,
         sequence=config.data.max_length,
@@ -128,6 +128,8 @@ def run_facts(config: RunConfig, world_size: int, *, accelerated: bool = False) 
         optim=training.optim,
         recomputes=training.gradient_checkpointing or bool(training.activation_checkpointing),
         accelerated=accelerated,
+        stages=divided.get(Axis.STAGES, 1),
+        tensor=divided.get(Axis.TENSOR, 1),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose, in_order, refusals, requirements_of
+from strategies.core.grid import Cell
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
@@ -49,6 +50,11 @@ def plan_of(
     """
     check_options(config, ranks.world_size, installed=False)
     known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    try:
+        for strategy in in_order(config.strategies).values():
+            known = strategy.narrowed(known, ranks.rank)
+    except Refusal as refused:
+        raise _located(config, refused) from None
     if known.linears:
         known = gemm_timing.for_config(config, known, ranks, machine, tune=tune, say=say)
     if Requirement.BLOCK_TIMES in requirements_of(config.strategies) and ranks.world_size == ranks.local_world_size:
@@ -60,6 +66,14 @@ def plan_of(
         raise _located(config, refused) from None
     _refuse_compiled(config, plan)
     return plan
+
+
+def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> list[Plan]:
+    """The plans of a run's stages, in order; one where the model is not cut. Arguments and errors: ``plan_of``."""
+    first = plan_of(config, replace(ranks, rank=0), machine, **how)
+    grid = first.facts.run.grid
+    others = (grid.rank(Cell(stage, 0, 0)) for stage in range(1, grid.stages))
+    return [first, *(plan_of(config, replace(ranks, rank=rank), machine, **how) for rank in others)]
 
 
 def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:

@@ -7,15 +7,22 @@ clips the gradients that it holds.
 Under ZeRO stage 0 in fp32 DeepSpeed would clip with another formula (it multiplies by the reciprocal of the norm) and
 report no norm. The gradients are whole on every rank after reduction there, so torch's own clipping runs between
 backward and step: the result has the bits of plain training, and the gradient norm is logged.
+
+Where several ranks hold one copy of the model together they are given the same rows: data is divided among the copies,
+and results of an evaluation are gathered from one rank of each.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
+from torch.utils._pytree import tree_map_only
 
+from strategies.core.grid import Grid
 from strategies.engine import StowOptimizer, stowed_by
 
 if TYPE_CHECKING:
@@ -23,11 +30,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from strategies.backends.pipeline_gradients import StageGradients
+
 
 class StowAccelerator(Accelerator):
     """Accelerate's Accelerator, unchanged for plain training and for DeepSpeed with stages 1 to 3."""
 
     stowed: StowOptimizer | None = None
+    grid: Grid = Grid()  # of ranks; a plain one says nothing about their number
+    gradients: StageGradients | None = None  # of a pipeline's stage
+    _of_copies = False  # ``gather`` takes from one rank of each copy of the model
     max_grad_norm: float | None = None  # if set, torch clips here before DeepSpeed steps
     last_norm: Any = None  # of the newest clipping, whichever library did it
     _norm: Tensor | None = None
@@ -48,10 +60,53 @@ class StowAccelerator(Accelerator):
             return self.prepare_model(arg)
         return super().prepare(arg, **kwargs) if isinstance(arg, DataLoader) else arg
 
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *args: Any) -> Any:
+        """As Accelerate's; copies of the model are given different rows, ranks of one copy the same."""
+        if self.grid.is_plain or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, *args)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.grid.replicas,
+            process_index=self.grid.cell(self.process_index).replica,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,  # every rank reads: the one that would send knows nothing of copies
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's; within ``gather_for_metrics`` one rank of each copy of the model is taken."""
+        found = super().gather(tensor)
+        if not self._of_copies:
+            return found
+        mine = self.grid.cell(self.process_index)
+        chosen = [self.grid.rank(mine._replace(replica=replica)) for replica in range(self.grid.replicas)]
+
+        def of_copies(each: Tensor) -> Tensor:
+            return each.view(self.grid.world_size, -1, *each.shape[1:])[chosen].flatten(0, 1)
+
+        return tree_map_only(torch.Tensor, of_copies, found)
+
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's, from one rank of each copy of the model."""
+        self._of_copies = not self.grid.is_plain
+        try:
+            return super().gather_for_metrics(*args, **kwargs)
+        finally:
+            self._of_copies = False
+
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """As Accelerate's, but a stowed model is neither moved nor wrapped, before training as well."""
         if stowed_by(model) is not None:
             device_placement, evaluation_mode = False, True
+        if self.gradients is not None:
+            evaluation_mode = True  # stages are not wrapped: their ranks hold different weights
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -84,6 +139,8 @@ class StowAccelerator(Accelerator):
         """
         if self.stowed is not None:
             self.last_norm = self._clip_stowed(self.stowed, parameters, max_norm, norm_type)
+        elif self.gradients is not None:
+            self.last_norm = self.gradients.clip(max_norm)
         elif self._norm is not None:
             self.last_norm = self._norm
         else:

@@ -81,9 +81,11 @@ def export(
     import torch
 
     model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    probe, logits = probe_logits(trainer, model)
+    probe, logits = probe_logits(trainer)
+    if trainer.pipeline is not None:
+        model = trainer.whole
     expected = shapes(model)
-    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    gathered = trainer.whole_state() if trainer.pipeline else trainer.accelerator.get_state_dict(trainer.model_wrapped)
     gathered = {name.replace("_orig_mod.", ""): tensor for name, tensor in (gathered or {}).items()}  # of torch.compile
     state, has_adapters = tied_again(model, gathered), hasattr(model, "peft_config")
     if trainer.stowed is not None and has_adapters and merge:
@@ -178,19 +180,13 @@ def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def probe_logits(trainer: Trainer, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     """A fixed row of tokens and its logits from the trained model. [1, T], [1, T, V]"""
     import torch
 
-    rows = model.get_input_embeddings().num_embeddings
+    rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
-    wrapped = trainer.model_wrapped
-    was_training = wrapped.training
-    wrapped.eval()
-    with torch.no_grad(), trainer.compute_loss_context_manager():
-        logits = wrapped(input_ids=probe.to(trainer.args.device)).logits
-    wrapped.train(was_training)
-    return probe, logits.float().cpu()
+    return probe, trainer.logits_of(probe)
 
 
 def check(

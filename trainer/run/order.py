@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from strategies.backends import deepspeed
+from strategies.backends import deepspeed, stages
+from strategies.backends.stages import Form, Stage
 from strategies.core.commit import replace_file
 from strategies.core.compose import in_order
+from strategies.core.facts import Precision
 from strategies.core.plan import Plan
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
@@ -31,7 +33,7 @@ from trainer.machine.profiles import known_rates
 from trainer.model import build, config_keys
 from trainer.planning import facts
 from trainer.planning.fit import explained
-from trainer.planning.from_config import advice, plan_of, refuse_folder, refuse_impossible
+from trainer.planning.from_config import advice, plans_of, refuse_folder, refuse_impossible
 from trainer.run import manifest, optimizer_choice, resuming, taken_over
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
 
@@ -62,6 +64,8 @@ class Run:
     plan: Plan
     resume: Path | None
     resumed: Resumed | None = None
+    form: Form | None = None  # of the architecture's forward, where the model is cut into stages
+    stage: Stage | None = None
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -80,21 +84,24 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     )
     machine = probe()
     with explained(config, ranks, machine):
-        plan = plan_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
+        plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
+    plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
+    form = form_of_stages(config) if plan.facts.cut is not None else None
     optimizer_choice.refuse_under_zero(config, deepspeed.stage(plan))
     resume = resumed.path if resumed else None
-    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume, resumed)
+    run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume, resumed, form)
     cost = plan_cost(plan)
     shown = ""
     if ranks.is_first:
-        shown = full_report.text(plan, cost, advice(config, plan))
+        shown = full_report.text(plan, cost, advice(config, plan), plans)
         write_plan(run, shown, full_report.to_json(plan, cost))
     if ignored := known_rates(machine).ignored:
         run.say(ignored)
     run.say(f"\n{shown}\n")
     with explained(config, ranks, machine):
-        refuse_impossible(plan)
+        for each in plans:
+            refuse_impossible(each)
     # Only after the last refusal, so that a refused run leaves the checkpoints of an earlier one in place.
     if aside := resuming.set_aside(config, ranks, resumed):
         run.say(aside)
@@ -207,6 +214,11 @@ def make_model(run: Run) -> PreTrainedModel:
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
     weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3)
+    if run.form is not None:
+        known = run.plan.facts
+        assert known.cut is not None
+        form = replace(run.form, width=known.run.hidden_size)
+        run.stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form)
     apply_strategies(weights, run)
     if run.plan.layout is not None:
         optimizer_choice.to_compute_dtype(weights, run.plan)
@@ -238,7 +250,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> JobTrainer:
     arguments = make_arguments(run)
     meter = make_meter(run, arguments.device)
     prompt = sample_prompt(run)
-    sample = [SampleText(prompt)] if prompt else []
+    sample = [SampleText(prompt)] if prompt and run.form is None else []  # stages cannot generate
     packing = run.config.data.packing
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
@@ -269,6 +281,8 @@ def make_trainer(run: Run, together: Agreement | None = None) -> JobTrainer:
         ],
     )
     trainer.remove_callback(PrinterCallback)  # our line says more
+    if run.stage is not None:
+        trainer.start_pipeline(run.stage)
     if deepspeed.clips_itself(run.plan):
         trainer.accelerator.max_grad_norm = run.config.training.max_grad_norm
     return trainer
@@ -280,11 +294,41 @@ def about(run: Run, model: PreTrainedModel) -> About:
     Raises:
         ConfigError: the run resumes one of a model with other parameters.
     """
-    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in model.named_parameters()}
+    named = (run.stage.whole if run.stage else model).named_parameters()
+    shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named}
     if run.resumed is not None:
         run.resumed.compare_shapes(shapes)
     hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
     return manifest.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
+
+
+def form_of_stages(config: RunConfig) -> Form:
+    """Try on a small copy of the architecture that its blocks can run apart.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.model.shrink import VOCAB, shrink_model
+
+    small = shrink_model(build.load_config(config.model, VOCAB), layers=4)
+    kind = small.pop("model_type")
+    precision, dtype = facts.precision_of(config), getattr(torch, config.model.dtype)
+    with torch.random.fork_rng(devices=[]):
+        copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), dtype=dtype)
+        copy.config.use_cache = False
+        ids = torch.arange(1, 25).view(2, 12)
+        mask = torch.ones_like(ids)
+        mask[1, 8:] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision is not Precision.FP32):
+                found = stages.form_of(copy, inputs)
+        except stages.CannotCut as error:
+            raise ConfigError(f"strategies.pipeline: {kind} cannot be cut into stages: {error}") from None
+    return found
 
 
 def check_packing(config: RunConfig) -> None:
@@ -319,7 +363,7 @@ def make_meter(run: Run, device: torch.device) -> Meter:
 
         total = torch.tensor(number, dtype=torch.int64, device=device)
         torch.distributed.all_reduce(total)
-        return int(total.item())
+        return int(total.item()) * known.replicas // known.world_size  # ranks of one copy have counted the same
 
     return Meter(
         flops_per_token=step_flops(run.plan.facts) / (known.micro_batch * known.sequence),

@@ -11,11 +11,13 @@ Invariant. All ranks go on from the same checkpoint, or none does. A refusal nam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.core.protocol import Axis
 from trainer.dist.agreement import agreement
 from trainer.errors import ConfigError
 from trainer.run import checkpoint, manifest, resume_rules
@@ -105,9 +107,21 @@ def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resum
     resumed = Resumed(found, frozenset(), _versions(found))
     run = found.manifest.run
     resumed._take(
-        config, resume_rules.compare(run.config, config.tree(), (run.world_size, ranks.world_size), str(found.path))
+        config,
+        resume_rules.compare(
+            run.config,
+            config.tree(),
+            (_copies(run.config, run.world_size), _copies(config.tree(), ranks.world_size)),
+            str(found.path),
+        ),
     )
     return resumed
+
+
+def _copies(tree: Mapping[str, Any], world_size: int) -> int:
+    """How many copies of the model the ranks of a run hold: what a step adds up over."""
+    known = resume_rules.leaves(tree)
+    return world_size // math.prod(int(known.get(axis.value, 1)) for axis in Axis)
 
 
 def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:

@@ -66,6 +66,7 @@ class StowedTrainer:
 
     stow_options: Mapping[str, Any] = {}
     plan: Plan | None = None
+    pipeline: Any = None  # see ``pipeline_trainer.py``
     args: Any
     model: Any
     optimizer: Any
@@ -78,6 +79,11 @@ class StowedTrainer:
         return any(parameter.requires_grad for parameter in self.model.parameters())
 
     @property
+    def whole(self) -> Any:
+        """The model with all its names and shapes."""
+        return self.model
+
+    @property
     def stowed(self) -> StowOptimizer | None:
         """The memory engine's optimizer, once training or evaluation has begun."""
         return self.optimizer if isinstance(self.optimizer, StowOptimizer) else None
@@ -86,6 +92,7 @@ class StowedTrainer:
         """Make Hugging Face's accelerator and turn it into a ``StowAccelerator``."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = StowAccelerator
+        self.gather_function = self.accelerator.gather_for_metrics  # ours, not the one that it was bound to
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Let the Trainer make its optimizer, plan with it, and give the model to the engine."""

@@ -5,7 +5,8 @@
 * our numbers are in every log record before any callback sees it (``trainer/run/callbacks.py``);
 * a run whose gradients are not finite ends (``trainer/run/nonfinite.py``);
 * a checkpoint is written as a draft, sealed beside training, and only then gets its name (``trainer/run/saving.py``);
-* what is in a checkpoint, and how it is read, is said in ``trainer/run/training_state.py``.
+* what is in a checkpoint, and how it is read, is said in ``trainer/run/training_state.py``;
+* of a pipeline it trains one stage (``trainer/run/pipeline_trainer.py``).
 """
 
 from __future__ import annotations
@@ -17,19 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from strategies.core.modes import same_modes
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
-from trainer.data.packing import MASKED
 from trainer.errors import ConfigError
 from trainer.run import saving, training_state
 from trainer.run.callbacks import Meter, write_line
 from trainer.run.checkpoint import prune, refuse_damaged
 from trainer.run.nonfinite import DEEPSPEED_SAYS, StopNonFinite, described
+from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
 from trainer.run.stowed_trainer import StowedTrainer
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer.run.plan_check import PlanCheck
 
 
-class Trainer(StowedTrainer, transformers.Trainer):
+class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     """``transformers.Trainer`` with our accelerator, token-weighted evaluation and log records.
 
     Args:
@@ -66,7 +66,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         self.meter, self.plan_check, self.plan, self.about = meter, plan_check, plan, about
         self._draft: Path | None = None
         self._saving: saving.Save | None = None
-        kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": _token_losses}
+        kwargs |= {"compute_metrics": _mean_over_tokens, "preprocess_logits_for_metrics": token_losses}
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
@@ -76,6 +76,14 @@ class Trainer(StowedTrainer, transformers.Trainer):
     def stows(self) -> bool:
         """Whether the plan has a layout, so that the memory engine trains."""
         return self.plan.layout is not None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.grid = self.plan.facts.run.grid
+
+    def get_tp_size(self) -> int:
+        """How many ranks are given the same rows: all that hold one copy of the model together."""
+        return int(self.args.world_size) // self.plan.facts.run.replicas
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """The plan of the run."""
@@ -258,7 +266,7 @@ class Trainer(StowedTrainer, transformers.Trainer):
         """What seals the draft; it uses nothing of the model, which trains meanwhile."""
         training_state.check(self, written)
         self.state.save_to_json(str(written / "trainer_state.json"))  # with the best one's name
-        named = (name for name, _ in self.accelerator.unwrap_model(self.model).named_buffers())
+        named = (name for name, _ in self.accelerator.unwrap_model(self.whole).named_buffers())
         buffers = {key for name in named for key in (name, f"{name}.{WEIGHT}")}  # in the model's files, and as a span
         loss = float(self.last_loss) if hasattr(self, "last_loss") else None
         step, keep, best = self.state.global_step, self.keep, self.state.best_model_checkpoint
@@ -305,15 +313,7 @@ def _as_config_error() -> Iterator[None]:
         raise ConfigError(str(error).splitlines()) from None
 
 
-def _token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
-    """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2]."""
-    scores = logits[0] if isinstance(logits, tuple) else logits
-    targets = labels[:, 1:]
-    losses = cross_entropy(scores[:, :-1].float().transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
-    return torch.stack([losses.sum(dim=1), targets.ne(MASKED).sum(dim=1).float()], dim=1)
-
-
 def _mean_over_tokens(prediction: EvalPrediction) -> dict[str, float]:
-    rows: Any = prediction.predictions  # what _token_losses made of each sequence: [N, 2]
+    rows: Any = prediction.predictions  # what token_losses made of each sequence: [N, 2]
     loss, tokens = rows.astype("float64").sum(axis=0)
     return {"token_loss": float(loss / max(tokens, 1.0)), "tokens": int(tokens)}

@@ -23,7 +23,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +43,11 @@ def holder_of(trainer: Any) -> Any:
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps what is not stowed
     if isinstance(trainer.optimizer, StowOptimizer):
         return state_file.EngineState(trainer.optimizer, trainer.model, writes=trainer.args.should_save)
+    if trainer.pipeline is not None:
+        from strategies.backends.pipeline_state import PipelineState
+
+        writes = trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0
+        return PipelineState(inner, trainer.pipeline, trainer.gradients, writes=writes)
     if trainer.is_deepspeed_enabled:
         from strategies.backends.deepspeed_state import DeepSpeedState
 
@@ -64,7 +69,7 @@ def save(trainer: Any, checkpoint: Path) -> None:
     """
     args, holder, folder = trainer.args, holder_of(trainer), checkpoint / OPTIMIZER
     folder.mkdir(parents=True, exist_ok=True)
-    names, is_first = _to_write(checkpoint, trainer.model, holder, args.process_index), args.process_index == 0
+    names, is_first = _to_write(checkpoint, trainer.whole, holder, args.process_index), args.process_index == 0
     more = [*holder.weight_spans(names), *_buffer_spans(trainer.model, names, writes=is_first)]
     saved_state.write_part(folder, holder, more, rank=args.process_index, ranks=args.world_size, hashed=False)
     if is_first:
@@ -79,8 +84,8 @@ def check(trainer: Any, checkpoint: Path) -> None:
         ValueError: something is missing in it.
     """
     saved = saved_state.opened(checkpoint / OPTIMIZER)
-    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.model))
-    _refuse(list(_weight_faults(trainer.model, weights)), checkpoint)
+    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
+    _refuse(list(_weight_faults(trainer.whole, weights)), checkpoint)
 
 
 def _to_write(checkpoint: Path, model: nn.Module, holder: Any, rank: int) -> set[str]:
@@ -200,8 +205,8 @@ def load(trainer: Any, checkpoint: Path) -> None:
     """
     holder: Any = holder_of(trainer)
     saved = saved_state.opened(checkpoint / OPTIMIZER)
-    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.model))
-    _refuse([*holder.misfits(saved), *_weight_faults(trainer.model, weights)], checkpoint)
+    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
+    _refuse([*holder.misfits(saved), *_weight_faults(trainer.whole, weights)], checkpoint)
     holder.fill(saved)
     _fill_weights(holder, trainer.model, weights)
     scale, steps = saved.extra.get("loss_scale"), int(saved.extra.get("steps", 0))
@@ -223,8 +228,8 @@ def load_weights(trainer: Any, checkpoint: Path) -> None:
         ValueError: they do not fit or are damaged.
     """
     saved = saved_state.opened(checkpoint / OPTIMIZER)
-    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.model))
-    _refuse(list(_weight_faults(trainer.model, weights)), checkpoint)
+    weights = Weights(saved.store, Store.of(_model_files(checkpoint), kind=WEIGHT), _aliases(trainer.whole))
+    _refuse(list(_weight_faults(trainer.whole, weights)), checkpoint)
     _fill_weights(holder_of(trainer), trainer.model, weights)
 
 
@@ -250,10 +255,29 @@ def _refuse(complaints: Sequence[str], checkpoint: Path) -> None:
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
+class _Stream(NamedTuple):
+    """One of ``streams`` sequences of random numbers; one of the ranks that draw from it ``writes`` its state."""
+
+    number: int
+    streams: int
+    writes: bool
+
+
+def _stream_of(trainer: Any) -> _Stream:
+    """The stream of this rank. Ranks of one copy of the model draw the same numbers."""
+    grid, rank = trainer.accelerator.grid, trainer.args.process_index
+    if grid.is_plain:
+        return _Stream(rank, trainer.args.world_size, True)
+    cell = grid.cell(rank)
+    return _Stream(cell.replica, grid.replicas, cell.tensor == cell.stage == 0)
+
+
 def save_random_state(trainer: Any, checkpoint: Path) -> None:
-    """Write the states of this rank's generators."""
+    """Write the states of this rank's generators; one rank writes for those that draw the same numbers."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    random_state.save(random_state.file_of(checkpoint, trainer.args.process_index, trainer.args.world_size))
+    stream = _stream_of(trainer)
+    if stream.writes:
+        random_state.save(random_state.file_of(checkpoint, stream.number, stream.streams))
 
 
 def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
@@ -262,7 +286,7 @@ def load_random_state(trainer: Any, checkpoint: Path) -> str | None:
     Raises:
         ValueError: the file is damaged.
     """
-    rank = trainer.args.process_index
+    rank = _stream_of(trainer).number
     path = random_state.found(checkpoint, rank)
     if path is None:
         return f"{checkpoint}: no random state of rank {rank}; it goes on from training.seed"

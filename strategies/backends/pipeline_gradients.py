@@ -1,0 +1,92 @@
+"""Gradients after a pipeline's step: ends of a tied weight, copies of the model, and the norm over all stages.
+
+Invariant. The norm is that of ``torch.nn.utils.clip_grad_norm_`` on the whole model, with its bits: each weight's norm
+is taken by the stage that has it, and the norm of norms in the order of ``model.parameters()``.
+
+Over copies gradients are averaged as torch's DistributedDataParallel does, each divided by the number of copies before
+they are added.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.utils import clip_grads_with_norm_
+
+from strategies.backends.pipelining import Pipeline
+from strategies.planner.cuts import MESSAGE_BYTES
+
+
+class StageGradients:
+    """The gradients of one stage.
+
+    Args:
+        copies: the ranks with the same stage in other copies of the model; None: there are none.
+    """
+
+    def __init__(self, pipeline: Pipeline, copies: dist.ProcessGroup | None) -> None:
+        self._group, self._copies = pipeline.group, copies
+        self._params = pipeline.stage.names()
+        self._order = [name for name, _ in pipeline.stage.whole.named_parameters()]
+        holders: list[list[str]] = [[] for _ in range(pipeline.stages)]
+        dist.all_gather_object(holders, list(self._params), group=self._group)
+        held_by = {name: [place for place, held in enumerate(holders) if name in held] for name in self._order}
+        self._tied = {name: places for name, places in held_by.items() if len(places) > 1}
+        self._place = pipeline.position
+        self.own = [name for name in self._params if held_by[name][0] == self._place]
+
+    def complete(self) -> None:
+        """Add up what the other end and the other copies have; a collective."""
+        for name, ends in self._tied.items():
+            if self._place in ends:
+                self._add_ends(self._params[name], *ends)
+        if self._copies is not None:
+            grads = [param.grad for param in self._params.values() if param.grad is not None]
+            for grad in grads:
+                grad.div_(dist.get_world_size(self._copies))
+            for part in _messages(grads):
+                flat = _flatten_dense_tensors(part)
+                dist.all_reduce(flat, group=self._copies)
+                torch._foreach_copy_(part, list(_unflatten_dense_tensors(flat, part)))
+
+    def _add_ends(self, param: nn.Parameter, front: int, back: int) -> None:
+        """Both ends get the sum of the two gradients, added in the same order."""
+        mine = torch.zeros_like(param) if param.grad is None else param.grad
+        other = torch.empty_like(mine)
+        peer = dist.get_global_rank(self._group, back if self._place == front else front)
+        order = (dist.isend, mine), (dist.irecv, other)
+        works = dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, self._group) for kind, tensor in order])
+        for work in works:
+            work.wait()
+        param.grad = mine + other if self._place == front else other + mine
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip all gradients of the copy to a norm of ``max_norm`` and return the norm before; a collective."""
+        grads = {name: self._params[name].grad for name in self.own}
+        device = next(iter(self._params.values())).device
+        known = torch.zeros(2, len(self._order), dtype=torch.float64, device=device)
+        present = {name: grad for name, grad in grads.items() if grad is not None}
+        dtype = next((grad.dtype for grad in present.values()), torch.float32)
+        places = [self._order.index(name) for name in present]
+        if places:
+            known[0, places] = torch.stack(torch._foreach_norm(list(present.values()), 2.0)).double()
+            known[1, places] = 1
+        dist.all_reduce(known, group=self._group)
+        norm: Tensor = torch.linalg.vector_norm(known[0][known[1] > 0].to(dtype), 2.0)
+        clip_grads_with_norm_(self._params.values(), max_norm, norm)
+        return norm
+
+
+def _messages(grads: list[Tensor]) -> list[list[Tensor]]:
+    """``grads`` of one dtype, in messages of about ``MESSAGE_BYTES``."""
+    found: list[list[Tensor]] = []
+    filled = 0
+    for grad in sorted(grads, key=lambda grad: str(grad.dtype)):
+        if not found or filled > MESSAGE_BYTES or found[-1][0].dtype is not grad.dtype:
+            found.append([])
+            filled = 0
+        found[-1].append(grad)
+        filled += grad.nbytes
+    return found

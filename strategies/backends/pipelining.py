@@ -1,0 +1,240 @@
+"""Run a step's micro-batches through the stages of a pipeline, with ``torch.distributed.pipelining``.
+
+Problem. Torch's schedules cut one batch into equal micro-batches, and every tensor that travels has one shape. Here
+micro-batches are those of gradient accumulation, collated one by one: they differ in length, and the last of an epoch
+in rows.
+
+So a schedule is given the numbers of the micro-batches, and each part looks its inputs up: every stage loads the same
+batches. What travels are the tokens' hidden states laid end to end, padded to the longest micro-batch of the step. The
+padding is cut off on arrival, and gets no gradient. A schedule is made again when that length or the number of
+micro-batches changes; it holds no weights.
+
+The sums of one parameter's gradients are in the order of micro-batches in every schedule, as in one process that
+accumulates; ``scale_grads`` is off, since losses are divided already.
+
+A step at the end of an epoch may have fewer micro-batches than a schedule takes. It is run by one that takes any number
+with the same parts per stage: GPipe, breadth first, or ZBV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from strategies.backends.stages import Stage
+from strategies.core.grid import Grid
+from strategies.planner.cuts import Schedule
+
+CLASSES: Mapping[Schedule, str] = {
+    Schedule.GPIPE: "ScheduleGPipe",
+    Schedule.ONE_F_ONE_B: "Schedule1F1B",
+    Schedule.INTERLEAVED: "ScheduleInterleaved1F1B",
+    Schedule.INTERLEAVED_ZERO_BUBBLE: "ScheduleInterleavedZeroBubble",
+    Schedule.ZBV: "ScheduleZBVZeroBubble",
+    Schedule.DUALPIPEV: "ScheduleDualPipeV",
+}
+FEWER: Mapping[Schedule, str] = {
+    Schedule.ONE_F_ONE_B: "ScheduleGPipe",
+    Schedule.INTERLEAVED: "ScheduleLoopedBFS",
+    Schedule.INTERLEAVED_ZERO_BUBBLE: "ScheduleLoopedBFS",
+    Schedule.DUALPIPEV: "ScheduleZBVZeroBubble",
+}
+Inputs = Mapping[str, Any]
+LossOf = Callable[[Inputs], Tensor]
+
+
+class _Part(nn.Module):
+    """One part as torch's schedules call it: the number of a micro-batch in, hidden states or a loss out.
+
+    Its weights are listed for schedules that compute their gradients apart.
+    """
+
+    def __init__(self, pipeline: Pipeline, part: int) -> None:
+        super().__init__()
+        self._run = pipeline.run
+        self._part = part
+        for number, weight in enumerate(pipeline.stage.parameters(part)):
+            self.register_parameter(str(number), weight)
+
+    def forward(self, given: Tensor, number: Tensor) -> Tensor:
+        return self._run(self._part, None if self._part == 0 else given, int(number))
+
+
+class Pipeline:
+    """The stages of one copy of the model, seen from one of them.
+
+    Args:
+        group: of the ranks that this copy's micro-batches go through, in their order.
+        context: entered around the forward of every part but the last, which the loss has around it: autocast.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.stage, self.group, self.device = stage, group, device
+        self._context, self._width, self._dtype = context, stage.form.width, stage.form.dtype
+        self.position, self.stages = dist.get_rank(group), dist.get_world_size(group)
+        self._kind = schedule
+        self._made: tuple[tuple[int, int, bool], Any] | None = None
+        self._batches: Sequence[Inputs] = ()
+        self._loss_of: LossOf | None = None
+        self._rows = 0
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank has the last part."""
+        return self.stage.is_last(max(self.stage.mine))
+
+    @property
+    def last(self) -> int:
+        """The place in the group of the rank that has the last part."""
+        return self._kind.stage_of(len(self.stage.parts) - 1, self.stages)
+
+    def step(self, batches: Sequence[Inputs], loss_of: LossOf) -> Tensor:
+        """Forward and backward of all micro-batches. Gradients are added to ``grad`` of the weights.
+
+        Args:
+            batches: the same on all stages.
+            loss_of: of a micro-batch; called with the model as the last part.
+
+        Returns:
+            The losses, on every stage. [micro-batches]
+        """
+        self._batches, self._loss_of = batches, loss_of
+        self._rows = max(batch["input_ids"].numel() for batch in batches)
+        schedule, losses = self._schedule(len(batches)), list[Tensor]()
+        numbers = torch.arange(len(batches))
+        first = (numbers,) if 0 in self.stage.mine else ()
+        ends = {"target": numbers, "losses": losses} if self.has_loss else {}
+        schedule.step(*first, number=numbers, return_outputs=False, **ends)
+        self._batches, self._loss_of = (), None
+        found = (
+            torch.stack([loss.detach().reshape(()) for loss in losses]) if self.has_loss else torch.empty(len(batches))
+        )
+        return self.from_last(found.float().to(self.device))
+
+    def from_last(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of the rank that has the last part, on every stage."""
+        dist.broadcast(tensor, dist.get_global_rank(self.group, self.last), group=self.group)
+        return tensor
+
+    def forward(self, inputs: Inputs, outputs_of: Callable[[Inputs], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """``outputs_of`` a batch, called with the model as the last part, on every stage. No gradients.
+
+        Args:
+            shape: of what it returns, in fp32.
+        """
+        rows, hidden = inputs["input_ids"].numel(), None
+        for part in range(len(self.stage.parts) - 1):
+            here, there = (self._kind.stage_of(each, self.stages) for each in (part, part + 1))
+            if here == self.position:
+                hidden = self._flat(self._hidden_states(part, hidden, inputs), rows)
+            if here != there and self.position in (here, there):
+                peer = dist.get_global_rank(self.group, there if self.position == here else here)
+                if self.position == here:
+                    assert hidden is not None
+                    dist.send(hidden, peer, group=self.group)
+                else:
+                    hidden = torch.empty(rows, self._width, dtype=self._dtype, device=self.device)
+                    dist.recv(hidden, peer, group=self.group)
+            if there == self.position:
+                assert hidden is not None
+                hidden = hidden.view(*inputs["input_ids"].shape, self._width)
+        found = torch.empty(shape, device=self.device)
+        if self.has_loss:
+            with self.stage.only(len(self.stage.parts) - 1, hidden):
+                found = outputs_of(inputs).float().contiguous()
+        return self.from_last(found)
+
+    def run(self, part: int, given: Tensor | None, number: int) -> Tensor:
+        """Forward of one part for a micro-batch, as a schedule asks for it."""
+        inputs = self._batches[number]
+        ids = inputs["input_ids"]
+        hidden = None if given is None else given[: ids.numel()].view(*ids.shape, self._width)
+        if not self.stage.is_last(part):
+            return self._flat(self._hidden_states(part, hidden, inputs), self._rows)
+        assert self._loss_of is not None
+        with self.stage.only(part, hidden):
+            return self._loss_of(inputs).reshape(1)
+
+    def _hidden_states(self, part: int, hidden: Tensor | None, inputs: Inputs) -> Tensor:
+        with self._context():
+            found = self.stage.hidden_states(part, hidden, inputs)
+        assert found.dtype is self._dtype, (
+            f"hidden states of part {part} are {found.dtype}, and travel as {self._dtype}"
+        )
+        return found
+
+    def _flat(self, hidden: Tensor, rows: int) -> Tensor:
+        """``hidden`` states end to end, padded. Schedules that split backward detach it in place: not a view then."""
+        flat = hidden.reshape(-1, self._width)
+        if len(flat) < rows:
+            return nn.functional.pad(flat, (0, 0, 0, rows - len(flat)))
+        return flat.clone() if self._kind.splits_backward else flat.contiguous()
+
+    def _schedule(self, count: int) -> Any:
+        """The schedule for ``count`` micro-batches of the present size."""
+        key = (count, self._rows, self._fits(count))
+        if self._made is None or self._made[0] != key:
+            self._made = (key, self._make(count, CLASSES[self._kind] if key[2] else FEWER[self._kind]))
+        return self._made[1]
+
+    def _fits(self, count: int) -> bool:
+        rounds = max(1, count // self.stages)
+        in_rounds = self._kind in (Schedule.INTERLEAVED, Schedule.INTERLEAVED_ZERO_BUBBLE)
+        return count >= self._kind.least_micro_batches(self.stages) and not (in_rounds and count % rounds)
+
+    def _make(self, count: int, name: str) -> Any:
+        parts = len(self.stage.parts)
+        made = [
+            pipelining.PipelineStage(
+                _Part(self, part),
+                part,
+                parts,
+                self.device,
+                self._example(part),
+                self._example(part + 1),
+                group=self.group,
+            )
+            for part in self.stage.mine
+        ]
+        kind = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
+        single = self._kind.parts_per_stage == 1
+        return kind(made[0] if single else made, count, loss_fn=_only, scale_grads=False)
+
+    def _example(self, border: int) -> Tensor:
+        """What crosses the ``border`` in front of a part: numbers at the first, a loss behind the last."""
+        if border == 0:
+            return torch.empty(1, dtype=torch.int64, device="meta")
+        if border == len(self.stage.parts):
+            return torch.empty(1, device="meta")
+        return torch.empty(self._rows, self._width, dtype=self._dtype, device="meta", requires_grad=True)
+
+
+def _only(losses: Tensor, numbers: Tensor) -> Tensor:
+    """The loss that a last part has given, as a scalar that is not a view."""
+    return losses.sum()
+
+
+def groups(grid: Grid, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The group of this rank's pipeline, and that of the ranks with the same stage in other copies; a collective.
+
+    None if there is one copy.
+    """
+    pipelines = [(ranks, dist.new_group(ranks)) for ranks in grid.pipelines()]
+    mine = next(group for ranks, group in pipelines if rank in ranks)
+    if grid.replicas == 1:
+        return mine, None
+    copies = [(ranks, dist.new_group(ranks)) for ranks in grid.data_groups()]
+    return mine, next(group for ranks, group in copies if rank in ranks)

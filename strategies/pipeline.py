@@ -1,0 +1,163 @@
+"""Pipeline: stages of blocks on different ranks, through which micro-batches go one behind the other.
+
+Problem. A model that is too large for one device is cut into parts. A rank holds the weights, gradients and optimizer
+state of its part alone, and sends hidden states to the next rank and their gradients back: little, even for a slow
+network. While the first micro-batch is under way the other stages wait, and so they do at the end.
+
+Arithmetic. With P stages and M micro-batches per step (``training.gradient_accumulation_steps``), 1f1b and gpipe take
+(M + P - 1) / M of the time without waiting. gpipe keeps what backward needs of all M micro-batches, 1f1b that of P - s
+in stage s. Training state is divided by the cut: where parts are equal, by P.
+
+Invariant. The order of sums is that of one process that accumulates the micro-batches: weights, losses and gradient
+norms have its bits. A tied head has a copy at each end; their gradients are added after all micro-batches, which is
+another order of sums.
+
+The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. Every
+strategy decides about the part of the model that its rank has.
+
+Refused: DeepSpeed's engine and the memory engine inside a stage, adapters, fp16, schedules that come back to the first
+rank with a tied head, and blocks that cannot run apart (tried on a small copy, ``strategies/backends/stages.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from strategies.core.facts import Choices, Facts, Param, Precision, RunFacts, Unit
+from strategies.core.plan import RUN, Decision, Plan, Reserve, When
+from strategies.core.protocol import BITWISE, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.planner.cuts import MESSAGE_BYTES, Schedule, cut, work
+
+KEY = "strategies.pipeline"
+_TIED = "a tied head has a copy at each end, and gradients of the two ends are added after all micro-batches"
+
+
+class Pipeline(Strategy):
+    """Cut the model into stages of blocks on different ranks, through which micro-batches go one behind the other.
+
+    For models whose state does not fit one device, where the network between the ranks is slow. The more micro-batches
+    a step has (``training.gradient_accumulation_steps``), the less the stages wait.
+    """
+
+    phase = Phase.WHO
+    requires = frozenset([Requirement.PARAMETERS])
+    examples = ()  # tests/parity/test_pipeline.py compares every schedule with a process that accumulates
+
+    stages: int = Field(ge=2, description="Ranks that one copy of the model is cut over.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"] = Field(
+        default="1f1b", description="Order of forwards and backwards. gpipe and 1f1b give a stage one part, others two."
+    )
+    blocks: list[int] | None = Field(
+        default=None, description="Blocks in each part; not set means that parts take equally long."
+    )
+
+    @property
+    def order(self) -> Schedule:
+        return Schedule(self.schedule)
+
+    def parity(self, run: RunFacts) -> Parity:
+        """Bit for bit, unless head and embedding are tied."""
+        return BITWISE
+
+    def divides(self) -> Mapping[Axis, int]:
+        return {Axis.STAGES: self.stages}
+
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        for name, why in (
+            (
+                "zero",
+                "stages hold different weights, and replicas of a stage the same: leave zero out, which is stage 0",
+            ),
+            ("offload", "the memory engine runs each backward before the next forward: leave one of the two out"),
+            ("tensor", "DeepSpeed's engine, which divides the weights, drives no schedule: leave one of the two out"),
+        ):
+            if name in others:
+                yield Refusal(f"strategies.{name}", "on", f"cannot go with {KEY}; {why}")
+        if run.precision is Precision.FP16:
+            yield Refusal("training.fp16", True, f"cannot go with {KEY}, which scales no loss; write training.bf16")
+        count, key = run.accumulation, "training.gradient_accumulation_steps"
+        least, rounds = self.order.least_micro_batches(self.stages), max(1, count // self.stages)
+        if count < least:
+            yield Refusal(key, count, f"{self.schedule} on {self.stages} stages takes at least {least} micro-batches")
+        elif self.order in (Schedule.INTERLEAVED, Schedule.INTERLEAVED_ZERO_BUBBLE) and count % rounds:
+            fits = f"{self.stages * rounds} or {self.stages * (rounds + 1)}"
+            yield Refusal(key, count, f"{self.schedule} on {self.stages} stages takes full rounds; write {fits}")
+
+    def narrowed(self, facts: Facts, rank: int) -> Facts:
+        """The units of this rank's parts, with what is saved for as many micro-batches as are under way at once."""
+        run = facts.run
+        try:
+            whole = cut(facts.units, self.order, self.stages, self.blocks)
+        except ValueError as error:
+            key = "stages" if self.blocks is None else "blocks"
+            raise Refusal(f"{KEY}.{key}", getattr(self, key), str(error)) from None
+        stage = run.grid.cell(rank).stage
+        times = {
+            name: self.order.in_flight(part, self.stages, run.accumulation)
+            for part in whole.of_stage(stage)
+            for name in whole.parts[part]
+        }
+        params = tuple(found for each in facts.params if (found := _at(each, times)) is not None)
+        mine = [_under_way(unit, times[unit.name], params) for unit in facts.units if unit.name in times]
+        flops = work(facts.units)
+        share = sum(flops[name] for name in times) / max(1, sum(flops.values()))
+        return replace(
+            facts,
+            units=tuple(mine),
+            run=replace(run, stage=stage, forward_flops=int(run.forward_flops * share)),
+            params=params,
+            linears=tuple(each for each in facts.linears if each.unit in times),
+            cut=whole,
+        )
+
+    def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
+        run = facts.run
+        assert facts.cut is not None, "facts are of one stage"
+        hidden = run.micro_batch * run.sequence * run.hidden_size * run.precision.element_bytes
+        first, last = 0, len(facts.cut.parts) - 1
+        ends = sum((part != first) + (part != last) for part in facts.cut.of_stage(run.stage))
+        yield Reserve(
+            unit=RUN,
+            reason=f"hidden states and their gradients of {run.accumulation} micro-batches, from the next stages",
+            owner="pipeline: received tensors",
+            num_bytes=ends * run.accumulation * hidden,
+        )
+        if run.replicas > 1:
+            grads = sum(run.trained_bytes * unit.num_trainable for unit in facts.units)
+            yield Reserve(
+                unit=RUN,
+                reason="gradients are copied into messages to the other copies",
+                owner="pipeline: messages",
+                num_bytes=min(grads, MESSAGE_BYTES + run.trained_bytes * run.largest_param),
+                when=When.STEP,
+            )
+
+
+def _at(param: Param, here: Collection[str]) -> Param | None:
+    """``param`` as a stage with the units ``here`` has it; None if it does not. A tied one is at both ends."""
+    owner = param.unit if param.unit in here else next((user for user in param.users if user in here), None)
+    users = tuple(user for user in param.users if user in here and user != owner)
+    return None if owner is None else replace(param, unit=owner, users=users)
+
+
+def _under_way(unit: Unit, times: int, params: Sequence[Param]) -> Unit:
+    """``unit`` with what it saves for ``times`` micro-batches, and with its copy of a tied weight."""
+    here = [each for each in params if each.unit == unit.name]
+    return replace(
+        unit,
+        num_params=sum(each.num_elements for each in here),
+        num_trainable=sum(each.num_elements for each in here if each.group is not None),
+        saved_bytes=unit.saved_bytes * times,
+        choices=unit.choices and _choices(unit.choices, times),
+    )
+
+
+def _choices(choices: Choices, times: int) -> Choices:
+    operators = tuple(replace(each, num_bytes=each.num_bytes * times) for each in choices.operators)
+    return replace(
+        choices, input_bytes=choices.input_bytes * times, stream_bytes=choices.stream_bytes * times, operators=operators
+    )

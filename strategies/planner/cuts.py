@@ -1,0 +1,140 @@
+"""Cut a model into the parts of a pipeline, and say which stage holds which parts. Pure.
+
+Problem. The slowest part decides how long a micro-batch takes, so parts should take equally long; the head of a large
+vocabulary counts for several blocks, and the embedding for nothing.
+
+A part is a run of blocks, with the embedding in front of the first and the head behind the last. Most schedules give
+every stage one part. ``interleaved`` and ``interleaved_zero_bubble`` give it two, in turn (0 1 0 1); ``zbv`` and
+``dualpipev`` two, there and back (0 1 1 0).
+
+Invariant. The cut has the least longest part of all cuts; of several, the one whose parts are longest at the front,
+where fewer weights wait for the last micro-batch.
+
+Refused: fewer blocks than parts, and numbers of blocks that do not add up to the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from strategies.core.facts import Unit, UnitKind
+from strategies.core.grid import Cut
+
+MESSAGE_BYTES = 25 << 20  # of gradients to the other copies, as torch's data parallelism sends them
+
+
+class Schedule(Enum):
+    """In which order a stage runs forwards and backwards; the names of ``torch.distributed.pipelining``, shortened."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
+    ZBV = "zbv"
+    DUALPIPEV = "dualpipev"
+
+    @property
+    def parts_per_stage(self) -> int:
+        return 1 if self in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2
+
+    @property
+    def returns(self) -> bool:
+        """Whether the second parts go back from the last stage to the first, which then has both ends."""
+        return self in (Schedule.ZBV, Schedule.DUALPIPEV)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return self in (Schedule.INTERLEAVED_ZERO_BUBBLE, Schedule.ZBV, Schedule.DUALPIPEV)
+
+    def stage_of(self, part: int, stages: int) -> int:
+        """The stage that holds ``part``."""
+        turn, place = divmod(part, stages)
+        return stages - 1 - place if self.returns and turn else place
+
+    def least_micro_batches(self, stages: int) -> int:
+        """How many micro-batches a step must have, at least."""
+        return {Schedule.ONE_F_ONE_B: stages, Schedule.DUALPIPEV: 2 * stages}.get(self, 1)
+
+    def in_flight(self, part: int, stages: int, micro_batches: int) -> int:
+        """At most so many micro-batches have been through the forward of ``part`` and not yet through its backward."""
+        if self is Schedule.GPIPE:
+            return micro_batches
+        count = stages * self.parts_per_stage
+        return min(micro_batches, count - part if self.parts_per_stage == 1 else count)
+
+
+def cut(units: Sequence[Unit], schedule: Schedule, stages: int, blocks: Sequence[int] | None = None) -> Cut:
+    """Cut a model.
+
+    Args:
+        blocks: how many blocks each part has; None: so that parts take equally long.
+
+    Raises:
+        ValueError: it cannot be cut so; the message says what can be.
+    """
+    names = [unit.name for unit in units if unit.kind is UnitKind.BLOCK]
+    count = stages * schedule.parts_per_stage
+    if len(names) < count:
+        raise ValueError(
+            f"the model has {len(names)} blocks, and {schedule.value} on {stages} stages takes {count} parts"
+        )
+    if blocks is None:
+        blocks = _balanced(_costs(units), count)
+    elif len(blocks) != count or sum(blocks) != len(names) or min(blocks) < 1:
+        raise ValueError(f"must be {count} numbers of at least 1 that add up to the model's {len(names)} blocks")
+    ends = {kind: tuple(unit.name for unit in units if unit.kind is kind) for kind in UnitKind}
+    parts, done = [], 0
+    for number in blocks:
+        parts.append(tuple(names[done : done + number]))
+        done += number
+    parts[0] = (*ends[UnitKind.EMBEDDING], *parts[0])
+    parts[-1] = (*parts[-1], *ends[UnitKind.HEAD])
+    return Cut(
+        tuple(parts),
+        tuple(schedule.stage_of(part, stages) for part in range(count)),
+        schedule.value,
+        num_params=sum(unit.num_params for unit in units),
+        num_trainable=sum(unit.num_trainable for unit in units),
+    )
+
+
+def work(units: Sequence[Unit]) -> dict[str, int]:
+    """By unit, the weights that products read: none in the embedding, a head's whether it is tied or not."""
+    table = sum(unit.num_params for unit in units if unit.kind is UnitKind.EMBEDDING)
+    least = {UnitKind.EMBEDDING: 0, UnitKind.BLOCK: 0, UnitKind.HEAD: table}
+    return {
+        unit.name: 0 if unit.kind is UnitKind.EMBEDDING else max(unit.num_params, least[unit.kind]) for unit in units
+    }
+
+
+def _costs(units: Sequence[Unit]) -> list[int]:
+    """What each block costs; the last one has the head's in addition."""
+    by_name = work(units)
+    costs = [by_name[unit.name] for unit in units if unit.kind is UnitKind.BLOCK]
+    costs[-1] += sum(by_name[unit.name] for unit in units if unit.kind is UnitKind.HEAD)
+    return costs
+
+
+def _balanced(costs: Sequence[int], parts: int) -> list[int]:
+    """Numbers of consecutive costs in each part, such that the largest sum is least."""
+    # best[p][i]: the least largest sum of the costs from i on in p parts, and the end of the first of them
+    ends = [0]
+    for cost in costs:
+        ends.append(ends[-1] + cost)
+    count = len(costs)
+    best: list[list[tuple[float, int]]] = [[(float("inf"), i) for i in range(count)] + [(0.0, count)]]
+    for left in range(1, parts + 1):
+        row = []
+        for i in range(count + 1):
+            choices = [(max(ends[j] - ends[i], best[left - 1][j][0]), -j) for j in range(i + 1, count + 1)]
+            largest, end = min(choices, default=(float("inf"), 0))
+            row.append((largest, -end))
+        best.append(row)
+    found, at = [], 0
+    for left in range(parts, 0, -1):
+        end = best[left][at][1]
+        found.append(end - at)
+        at = end
+    return found

@@ -1,0 +1,160 @@
+"""The part of the trainer that runs a pipeline: a step of micro-batches at once, evaluation, and the whole model.
+
+Problem. Hugging Face's loop runs one micro-batch after the other. A pipeline needs all of a step together, and only the
+last stage has logits and losses.
+
+When the loop asks for the first micro-batch of a step, the schedule runs all of them, and the loop is given their
+losses one by one: sums, logs, callbacks and the order of the data are as without a pipeline.
+
+Random numbers. Every stage draws as many numbers from the generators as the others, so that samplers and checkpoints
+agree: where a model has dropout, one per forward of a part, which seeds what the part draws itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from strategies.backends import pipeline_state, pipelining
+from strategies.backends.pipeline_gradients import StageGradients
+from strategies.planner.cuts import Schedule
+from trainer.data.packing import MASKED
+
+if TYPE_CHECKING:
+    from strategies.backends.stages import Stage
+
+
+class PipelineTrainer:
+    """The mixin of ``Trainer`` for a model of which this rank has a stage. Without one it changes nothing."""
+
+    stage: Stage | None = None
+    pipeline: pipelining.Pipeline | None = None
+    args: Any
+    accelerator: Any
+    model: Any
+    plan: Any
+
+    def start_pipeline(self, stage: Stage) -> None:
+        """Make groups and schedules for ``stage``; a collective."""
+        grid = self.plan.facts.run.grid
+        group, copies = pipelining.groups(grid, self.args.process_index)
+        self.stage = stage
+        schedule = Schedule(self.plan.facts.cut.schedule)
+        self.pipeline = pipelining.Pipeline(stage, schedule, group, self.args.device, self._around_part)
+        self.gradients = StageGradients(self.pipeline, copies)
+        self.accelerator.gradients = self.gradients
+        self.preprocess_logits_for_metrics: Any = None  # the last stage sends losses of tokens, and no logits
+        self._batches: list[Mapping[str, Any]] = []
+        self._losses: list[torch.Tensor] = []
+        self._has_dropout = any(isinstance(each, nn.Dropout) and each.p > 0 for each in stage.whole.modules()) or any(
+            "drop" in key and isinstance(value, float) and value > 0
+            for key, value in self.model.config.to_dict().items()
+        )
+
+    @property
+    def whole(self) -> Any:
+        """The model with all its names and shapes; of a stage without values."""
+        return self.model if self.stage is None else self.stage.whole
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's; the micro-batches are kept for the schedule."""
+        batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if self.pipeline is not None:
+            self._batches = list(batches)
+        return batches, count
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """As Hugging Face's. With a pipeline the first micro-batch of a step runs all of them."""
+        if self.pipeline is None:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
+        if not self._losses:
+            model.train()
+            batches = [self._prepare_inputs(batch) for batch in self._batches]  # type: ignore[attr-defined]
+            self._losses = list(self.pipeline.step(batches, partial(self._loss_of, num_items_in_batch)).unbind())
+            self.gradients.complete()
+        return self._losses.pop(0)
+
+    def _loss_of(self, num_items: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of a micro-batch as Hugging Face's training step takes it."""
+        with self.compute_loss_context_manager(), self._own_numbers():  # type: ignore[attr-defined]
+            loss: torch.Tensor = self.compute_loss(self.model, dict(inputs), num_items_in_batch=num_items)  # type: ignore[attr-defined]
+        is_mean = num_items is None or not self.model_accepts_loss_kwargs  # type: ignore[attr-defined]
+        return loss / len(self._batches) if is_mean and self.compute_loss_func is None else loss  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _around_part(self) -> Iterator[None]:
+        with self.accelerator.autocast(), self._own_numbers():
+            yield
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Inside, dropout draws numbers of this stage's own; outside, all stages draw the same."""
+        if not (self._has_dropout and self.model.training):
+            yield
+            return
+        assert self.pipeline is not None
+        seed = int(torch.randint(2**62, ()))
+        devices = [] if self.args.device.type == "cpu" else [self.args.device]
+        with torch.random.fork_rng(devices, device_type=self.args.device.type):
+            torch.manual_seed(seed + self.pipeline.position)
+            yield
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's; of a pipeline every stage gets the losses of tokens instead of logits."""
+        if self.pipeline is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        labels = inputs["labels"]
+        rest = {key: value for key, value in inputs.items() if key != "labels"}
+        with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
+            found = self.pipeline.forward(
+                rest, lambda each: token_losses(self.model(**each).logits, labels), (len(labels), 2)
+            )
+        return found[:, 0].sum() / found[:, 1].sum().clamp_min(1), found, labels
+
+    def logits_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of a row of tokens on every rank, without gradients; a collective."""
+        wrapped: Any = self.model_wrapped  # type: ignore[attr-defined]
+        was_training = wrapped.training
+        wrapped.eval()
+        inputs = {"input_ids": ids.to(self.args.device)}
+        with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
+            if self.pipeline is None:
+                logits: torch.Tensor = wrapped(**inputs).logits
+            else:
+                rows = self.whole.get_output_embeddings().weight.shape[0]
+                logits = self.pipeline.forward(inputs, lambda each: self.model(**each).logits, (*ids.shape, rows))
+        wrapped.train(was_training)
+        return logits.float().cpu()
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The state dict of the whole model on the first rank, on others nothing; a collective."""
+        assert self.pipeline is not None
+        cell = self.plan.facts.run.grid.cell(self.args.process_index)
+        return pipeline_state.gathered(self.pipeline) if cell.replica == 0 else {}
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As Hugging Face's, but of a pipeline the whole model is written."""
+        if self.pipeline is None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        state, folder = self.whole_state(), Path(output_dir or str(self.args.output_dir))
+        if self.args.should_save:
+            self.whole.save_pretrained(folder, state_dict=state)
+            if self.processing_class is not None:  # type: ignore[attr-defined]
+                self.processing_class.save_pretrained(folder)  # type: ignore[attr-defined]
+
+
+def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:
+    """Per sequence: summed negative log-likelihood and number of predicted tokens. [B, S, V], [B, S] -> [B, 2]."""
+    scores = logits[0] if isinstance(logits, tuple) else logits
+    targets = labels[:, 1:]
+    losses = cross_entropy(scores[:, :-1].float().transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
+    return torch.stack([losses.sum(dim=1), targets.ne(MASKED).sum(dim=1).float()], dim=1)
