@@ -41,7 +41,7 @@ from strategies.core.sizes import human
 from strategies.planner.hybrid.account import Account
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import SHAPE, Degrees, Rule, Stowed
-from strategies.planner.hybrid.parts import Model
+from strategies.planner.hybrid.parts import Models
 from strategies.planner.hybrid.search import Answer, Found, Known, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
 from strategies.report.hybrid_table import shape
@@ -161,10 +161,10 @@ def solved(given: Published, machine: MachineFacts) -> Case:
     }
     cluster = cluster_of(rates, given.ranks)
     policies = ("none", "selective", "full") if given.year == 2022 else ("none", "full")
-    options = Options(rules=MENU, policies=policies, offloads=(Stowed.NOTHING,), receives_all=False)
+    options = Options(rules=MENU, policies=policies, offloads=(Stowed.NOTHING,))
     answer = hybrid(known, cluster, given.sequences, options)
-    models = {key: Model(facts) for key, facts in known.items()}
-    pricing, account = Pricing(models, cluster, rates), Account(models, receives_all=False)
+    models = Models(known)
+    pricing, account = Pricing(models, cluster, rates), Account(models)
     data = given.ranks // given.tensor // given.stages
     even = Degrees(
         stages=given.stages,
@@ -220,7 +220,7 @@ def without_model_parallelism(machine: MachineFacts) -> Iterator[tuple[str, ...]
             assert across is not None and inside is not None
             rates = replace(machine.rates, net_across_bytes_per_s=across / share, net_bytes_per_s=inside / share)
             facts = rank_facts(B175, machine, micro_batch, 1, sequence_parallel=False)
-            pricing = Pricing({(micro_batch, 1): Model(facts)}, cluster_of(rates, ranks), rates)
+            pricing = Pricing(Models({(micro_batch, 1): facts}), cluster_of(rates, ranks), rates)
             degrees = Degrees(data=ranks, zero=3, recompute="full", micro_batch=micro_batch, last_blocks=B175.layers)
             seconds.append(f"{pricing.price(degrees).seconds:.1f}")
         yield (str(ranks), str(micro_batch), *seconds)

@@ -1,5 +1,6 @@
 """``launch/plan.py --search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,14 +15,14 @@ from strategies.core.sizes import human
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Account
 from strategies.planner.hybrid.degrees import Degrees, Stowed
-from strategies.planner.hybrid.parts import Model
+from strategies.planner.hybrid.parts import Model, Models
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 from trainer.config.load import build, load
 from trainer.dist.ranks import Ranks
 from trainer.machine.profiles import profile, sized
 from trainer.planning.facts import count_model, gather
-from trainer.planning.from_config import plan_of
-from trainer.planning.tensor_parts import gather_parts
+from trainer.planning.from_config import plan_of, plans_of
+from trainer.planning.tensor_parts import gather_parts, gather_stages
 
 WIDE = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 16}
 WIDE |= {"num_key_value_heads": 4, "vocab_size": 16_000, "max_position_embeddings": 512}
@@ -84,7 +85,7 @@ def test_models_whose_tensor_ranks_cannot_be_counted(model: dict[str, object], w
 @pytest.mark.parametrize(("zero", "stowed"), [(2, Stowed.STATE), (3, Stowed.WEIGHTS)])
 def test_with_offload_the_account_is_near_the_plan(zero: int, stowed: Stowed, micro_batches: int) -> None:
     degrees = Degrees(data=8, zero=zero, recompute="full", offload=stowed, micro_batch=2, micro_batches=micro_batches)
-    found = Account({(2, 1): Model(parts()[2, 1])}).of(degrees)
+    found = Account(Models({(2, 1): parts()[2, 1]})).of(degrees)
     tree = keys.written(degrees, COUNTED.tree())
     tree["strategies"]["offload"] = {"site": "host", "weights": "streamed" if zero == 3 else "resident"}
     plan = plan_of(build(tree), RANKS, CARD)
@@ -135,12 +136,32 @@ def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
 
 
 def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
-    assert main(["--search", *given, "strategies.offload.gpu_memory=1GiB"]) == 0
-    said = capsys.readouterr().out
-    sizes = [row.split()[13:15] for row in said.split("----\n")[1].split("\n\n")[0].splitlines() if "x" in row]
-    assert sizes and all(unit == "MiB" and float(size) <= 1024 for size, unit in sizes)
-    assert "offload: {gpu_memory: 1GiB" in said or "offload" not in said.split("config:\n")[1]
+    given = ["--search", "--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
+    most = []
+    for changes in ([], ["strategies.offload.gpu_memory=2GiB"]):
+        assert main([*given, *changes]) == 0
+        rows = capsys.readouterr().out.split("----\n")[1].split("\n\n")[0].splitlines()
+        found = [re.search(r"([\d.]+) ([MG]iB) +[\d.]+ GiB", row) for row in rows if " x " in row]
+        most.append(max(float(each[1]) * (1024 if each[2] == "GiB" else 1) for each in found if each))
+    assert most[1] <= 2048 < most[0]
+
+
+@pytest.mark.parametrize(("policy", "micro_batches"), [("none", 4), ("none", 8), ("selective", 8), ("full", 4)])
+def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int) -> None:
+    """To the byte. While a block runs again, what it keeps of other micro-batches is there, which plans leave out."""
+    config = run_config({**WIDE, "tie_word_embeddings": True}, data=DATA, bf16=True, per_device_train_batch_size=2)
+    in_stages = gather_stages(build(keys.staged(config.tree())), RANKS, CARD, [2], lambda line: None)
+    account, model = Account(Models({}, in_stages)), Model(in_stages[2])
+    degrees = Degrees(stages=4, data=2, recompute=policy, micro_batch=2, micro_batches=micro_batches, last_blocks=1)
+    cuts = model.parts(4, 1)
+    tree = keys.written(degrees, config.tree(), [part.blocks for part in cuts])
+    plans = plans_of(build(tree), RANKS, CARD)
+    for stage, (part, plan) in enumerate(zip(cuts, plans, strict=True)):
+        found = account.of_stage(degrees, stage, part)
+        kept = max(plan.keep(unit.name).saved_bytes // (4 - stage) for unit in plan.facts.units)
+        extra = (3 - stage) * kept if policy != "none" else 0
+        assert 0 <= found.device - plan.peak(Home.DEVICE) <= extra, (stage, policy)
+        assert found.host == plan.peak(Home.HOST)
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

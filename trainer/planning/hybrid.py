@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from strategies.core.facts import Rates
+from strategies.core.facts import Facts, Rates, UnitKind
 from strategies.core.registry import available, find
 from strategies.core.sizes import human
+from strategies.planner.cuts import Schedule, cut
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.account import Chunked
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
+from strategies.planner.hybrid.parts import Model
 from strategies.planner.hybrid.search import Options, hybrid
 from strategies.planner.step_cost import step_flops
 from strategies.report import hybrid_table
@@ -28,7 +30,7 @@ from trainer.errors import ConfigError
 from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
 from trainer.planning.facts import run_facts
 from trainer.planning.fit import changes
-from trainer.planning.tensor_parts import gather_parts
+from trainer.planning.tensor_parts import gather_parts, gather_stages
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -52,10 +54,13 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
     cluster = cluster_of(rates, ranks, gigabits)
     tree = config.tree()
     counted = build(keys.without(tree)).like(config)
-    sequences = config.training.per_device_train_batch_size * config.training.gradient_accumulation_steps
-    sequences *= ranks.world_size
+    run = run_facts(config, ranks.world_size)
+    sequences = run.micro_batch * run.accumulation * run.replicas
     began = time.process_time()
     known, no_tensor = gather_parts(counted, ranks, machine, sequences, say)
+    in_stages = gather_stages(
+        build(keys.staged(tree)).like(config), ranks, machine, sorted({size for size, _ in known}), say
+    )
     counted_at = time.process_time()
     facts = next(iter(known.values()))
     budgets = (strategy.budget(facts) for strategy in config.strategies.values())
@@ -64,11 +69,11 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
         chunked=_chunked(config),
         device_bytes=min((size for size in budgets if size is not None), default=None),
     )
-    answer = hybrid(known, cluster, sequences, options)
+    answer = hybrid(known, cluster, sequences, options, in_stages)
     done = time.process_time()
     say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
     if not answer.best:
-        raise ConfigError(_nothing(machine, ranks, list(hybrid_table.nothing_fits(answer))))
+        raise ConfigError(_nothing(machine, ranks, options.device_bytes, list(hybrid_table.nothing_fits(answer))))
     peak = machine.peak_flops and machine.peak_flops.of(facts.run.precision.value)
     flops = step_flops(facts) * sequences / facts.run.micro_batch
     scale = hybrid_table.Scale(
@@ -78,7 +83,8 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
     )
     yield from heading(config, ranks, machine, cluster, sequences)
     yield ""
-    write = changes(tree, keys.written(answer.best[0].degrees, tree))
+    best = answer.best[0].degrees
+    write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
     yield from hybrid_table.lines(answer, scale, write)
     if no_tensor:
         yield f"tensor degrees above 1 are not tried: {no_tensor}"
@@ -126,6 +132,18 @@ def _rates(machine: Machine) -> Rates:
     return rates
 
 
+def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
+    """The blocks of each stage, where they are not those that the pipeline would choose."""
+    if degrees.stages == 1:
+        return None
+    model = Model(facts)
+    found = [part.blocks for part in model.parts(degrees.stages, degrees.last_blocks)]
+    kinds = {unit.name: unit.kind for unit in facts.units}
+    parts = cut(facts.units, Schedule.ONE_F_ONE_B, degrees.stages).parts
+    chosen = [sum(kinds[name] is UnitKind.BLOCK for name in part) for part in parts]
+    return None if found == chosen else found
+
+
 def _chunked(config: RunConfig) -> Chunked:
     """What the config says about the loss by chunks."""
     asked = config.strategies.get(keys.CHUNKS)
@@ -135,17 +153,17 @@ def _chunked(config: RunConfig) -> Chunked:
 
 def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
     """What strategies refuse in such a run, as with this optimizer or number format."""
-    run = replace(run_facts(config, ranks.world_size), accumulation=1)
-    several = [Degrees(zero=stage) for stage in range(4)]
-    several += [Degrees(offload=stowed) for stowed in (Stowed.STATE, Stowed.WEIGHTS)]
-    for degrees in several:
-        for name, options, used in keys.offers(degrees):
+    run = replace(run_facts(config, ranks.world_size), accumulation=1 << 20)  # enough for every schedule
+    several = [*(Degrees(zero=stage) for stage in range(4)), Degrees(offload=Stowed.STATE), Degrees(stages=2)]
+    for degrees in [*several, Degrees(tensor=2)]:
+        for offer in keys.offers(degrees):
+            name, options, used = offer
             if used(degrees) and name in available():
-                for refusal in find(name).model_validate(options).refusals(run):
-                    yield keys.refused(name, str(refusal), degrees)
+                for refusal in find(name).model_validate(options).refusals(run, {}):
+                    yield keys.refused(offer, str(refusal))
 
 
-def _nothing(machine: Machine, ranks: Ranks, nearest: list[str]) -> list[str]:
-    size = human(machine.device_total_bytes or machine.host_available_bytes)
+def _nothing(machine: Machine, ranks: Ranks, budget: int | None, nearest: list[str]) -> list[str]:
+    size = human(budget or machine.device_total_bytes or machine.host_available_bytes)
     many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
     return [f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:", *nearest]

@@ -11,7 +11,7 @@ itself, since theirs would follow from the number of heads, and mixtures of expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +48,12 @@ def gather_parts(
     whole = gather(config, ranks.world_size, ranks.local_world_size, machine)
     sizes, why = _sizes(config)
     own = whole.run.micro_batch
-    micro_batches = [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]
     degrees = [1]
     for degree in TENSOR if not why else ():
         if ranks.local_world_size % degree == 0 and all(size % degree == 0 for size in sizes.values()):
             degrees.append(degree)
     found: Known = {}
-    for micro_batch in micro_batches:
+    for micro_batch in [own, *(size for size in MICRO_BATCHES if sequences % size == 0 and size != own)]:
         for degree in degrees:
             if (micro_batch, degree) == (own, 1):
                 found[micro_batch, degree] = whole
@@ -62,6 +61,23 @@ def gather_parts(
             say(f"counting a micro-batch of {micro_batch} on one of {degree} tensor rank{'s' * (degree > 1)}")
             found[micro_batch, degree] = _part(config, whole, micro_batch, degree, sizes)
     return found, why
+
+
+def gather_stages(
+    config: RunConfig, ranks: Ranks, machine: Machine, sizes: Sequence[int], say: Callable[[str], None]
+) -> dict[int, Facts]:
+    """The facts of a model in torch's pipeline, by micro-batch: plain training, its parameters listed.
+
+    Raises:
+        ConfigError: the model cannot be described.
+    """
+    whole = gather(config, ranks.world_size, ranks.local_world_size, machine)
+    whole = replace(whole, run=replace(whole.run, stages=1))
+    found = {}
+    for size in sizes:
+        say(f"counting a micro-batch of {size} in stages")
+        found[size] = whole if size == whole.run.micro_batch else _part(config, whole, size, 1, {})
+    return found
 
 
 def _sizes(config: RunConfig) -> tuple[dict[str, int], str]:
@@ -94,7 +110,7 @@ def _part(config: RunConfig, whole: Facts, micro_batch: int, degree: int, sizes:
         forward_flops=_flops(whole, micro_batch, degree),
         largest_param=count.largest_param,
     )
-    return replace(whole, units=units, run=run, params=(), linears=())
+    return replace(whole, units=units, run=run, params=whole.params if degree == 1 else (), linears=())
 
 
 def _fewer(config: RunConfig) -> dict[str, Any]:

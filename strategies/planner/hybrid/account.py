@@ -2,8 +2,8 @@
 
 States are split by ZeRO over the data ranks as ``zero_bytes.py`` says, the peak along forward and backward is that of
 ``strategies/core/peak.py``, and both see the units of the part that the stage holds. In a pipeline, what forward saves
-of the other micro-batches in flight is there as well, and torch's engine allocates a buffer for every micro-batch that
-a stage receives, activations and gradients, at the start (torch.distributed.pipelining, 2.13).
+of the other micro-batches in flight is there as well. Torch's pipeline trains plainly under autocast, and allocates a
+buffer for every micro-batch that a stage receives, activations and gradients (``strategies/pipeline.py``).
 
 With offload this is an estimate, since the planner of ``strategies.offload`` places buckets and this does not: the
 device has weights (or the largest unit and two blocks twice, where they are fetched), the gradients that wait there, or
@@ -12,7 +12,7 @@ two slots for the largest unit, and the peak of forward and backward; the host h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, TypeAlias
@@ -22,10 +22,11 @@ from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.core.peak import Saved, backward_peak, forward_peak
 from strategies.core.plan import Kind, When
 from strategies.planner.activation_policy import by_policy
+from strategies.planner.cuts import MESSAGE_BYTES
 from strategies.planner.hybrid.degrees import Degrees, Stowed
-from strategies.planner.hybrid.parts import Model, Part
+from strategies.planner.hybrid.parts import Model, Models, Part
 from strategies.planner.hybrid.pipeline_clock import in_flight
-from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes, live_elements
+from strategies.planner.zero_bytes import SPLIT_FROM, Buffer, buffers, element_bytes, live_elements
 
 Chunked: TypeAlias = bool | Literal["auto"] | None
 
@@ -51,22 +52,18 @@ class Account:
     """Counts bytes, and remembers what it counted.
 
     Args:
-        models: by micro-batch and tensor degree.
         chunked: what ``strategies.cross_entropy`` says; None: it is not in the config, and offload brings it.
-        receives_all: a stage has a buffer for each micro-batch that it receives, not only for those in flight.
     """
 
-    def __init__(
-        self, models: Mapping[tuple[int, int], Model], *, chunked: Chunked = None, receives_all: bool = True
-    ) -> None:
-        self._models, self._chunked, self._receives_all = models, chunked, receives_all
+    def __init__(self, models: Models, chunked: Chunked = None) -> None:
+        self._models, self._chunked = models, chunked
         self._passes_of: dict[object, _Passes] = {}
         self._states_of: dict[object, tuple[int, int, int]] = {}
         self._facts_of: dict[object, Facts] = {}
 
     def of(self, degrees: Degrees) -> Bytes:
         """The most that any stage needs of each memory."""
-        model = self._models[degrees.micro_batch, degrees.tensor]
+        model = self._models.of(degrees)
         # Of stages that hold the same, the first has the most micro-batches in flight.
         first = dict[Part, tuple[int, Part]]()
         for index, part in enumerate(model.parts(degrees.stages, degrees.last_blocks)):
@@ -76,7 +73,7 @@ class Account:
 
     def of_stage(self, degrees: Degrees, stage: int, part: Part) -> Bytes:
         """The bytes of a rank of one ``stage``, which holds ``part``."""
-        model = self._models[degrees.micro_batch, degrees.tensor]
+        model = self._models.of(degrees)
         flying = in_flight(stage, degrees.stages, degrees.micro_batches)
         passes = self._passes(degrees, model, part)
         besides = (flying - 1) * passes.waiting + self._received(degrees, stage, flying)
@@ -90,19 +87,21 @@ class Account:
 
     def _states(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
         """Bytes that are always there, of gradients, and of the optimizer step."""
-        key = (degrees.tensor, degrees.zero, degrees.data, model.key(part))
+        plain = self._models.plain(degrees)
+        key = (degrees.tensor, plain, degrees.zero, degrees.data, model.key(part))
         if key not in self._states_of:
             facts = self._part(degrees, model, part)
-            held = list(buffers(facts, degrees.zero, degrees.data))
+            held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.data))
             whole = sum(each.num_bytes for each in held if each.when is When.ALWAYS)
-            whole += sum(state_bytes(facts.units, facts.run, degrees, kind) for kind in Kind if kind is not Kind.GRAD)
-            grads = state_bytes(facts.units, facts.run, degrees, Kind.GRAD)
-            self._states_of[key] = whole, grads, sum(each.num_bytes for each in held if each.when is When.STEP)
+            sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
+            grads = sizes.pop(Kind.GRAD)
+            at_step = sum(each.num_bytes for each in held if each.when is When.STEP)
+            self._states_of[key] = whole + sum(sizes.values()), grads, at_step
         return self._states_of[key]
 
     def _part(self, degrees: Degrees, model: Model, part: Part) -> Facts:
         """The facts of a part; of its units only states and buffers are read."""
-        key = (degrees.tensor, model.key(part))
+        key = (degrees.tensor, self._models.plain(degrees), model.key(part))
         if key not in self._facts_of:
             self._facts_of[key] = replace(model.facts, units=model.units(part), params=(), linears=())
         return self._facts_of[key]
@@ -113,12 +112,16 @@ class Account:
         chunked = self._chunked
         if chunked is None and degrees.offload is not Stowed.NOTHING:
             chunked = "auto"
-        key = (degrees.micro_batch, degrees.tensor, degrees.recompute, chunked, shares, model.key(part))
+        plain = self._models.plain(degrees)
+        key = (degrees.micro_batch, degrees.tensor, plain, degrees.recompute, chunked, shares, model.key(part))
         if key not in self._passes_of:
             units = [unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.units(part)]
             kept = [by_policy(unit, degrees.recompute).saved for unit in units]
             run = model.facts.run
-            none, grads = [0] * len(units), [state_bytes([unit], run, degrees, Kind.GRAD) for unit in units]
+            none, grads = (
+                [0] * len(units),
+                [state_bytes([unit], run, degrees, Kind.GRAD, plain=plain) for unit in units],
+            )
             forward = forward_peak(kept)
             landing = max(forward, backward_peak(kept, grads)) if shares is not None else 0
             peak = max(forward, backward_peak(kept, none))
@@ -130,8 +133,8 @@ class Account:
         if degrees.stages == 1:
             return 0
         sides = (stage > 0) + (stage < degrees.stages - 1)
-        count = degrees.micro_batches if self._receives_all else flying
-        return sides * count * boundary_bytes(self._models[degrees.micro_batch, degrees.tensor].facts)
+        count = degrees.micro_batches if self._models.plain(degrees) else flying
+        return sides * count * boundary_bytes(self._models.of(degrees).facts)
 
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
         facts = self._part(degrees, model, part)
@@ -172,11 +175,29 @@ def boundary_bytes(facts: Facts) -> int:
     return run.micro_batch * run.sequence * run.hidden_size * run.precision.element_bytes
 
 
-def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Kind) -> int:
-    """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank."""
+def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Kind, *, plain: bool = False) -> int:
+    """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank.
+
+    Args:
+        plain: tensors as they are loaded, without masters, as in torch's pipeline.
+    """
+    if plain:
+        trained = sum(unit.num_trainable for unit in units)
+        frozen = sum(unit.num_params for unit in units) - trained
+        times = {Kind.MASTER: 0, Kind.MOMENT: run.moments}.get(kind, 1)
+        return run.trained_bytes * trained * times + run.frozen_bytes * frozen * (kind is Kind.PARAM)
     size = element_bytes(run, degrees.zero)[kind]
     ways = degrees.data if degrees.zero >= SPLIT_FROM[kind] else 1
     return size * sum(-(-(unit.num_params if kind is Kind.PARAM else unit.num_trainable) // ways) for unit in units)
+
+
+def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
+    """What a stage of torch's pipeline sets aside to sum gradients over the copies of the model."""
+    run = facts.run
+    if degrees.data > 1:
+        grads = run.trained_bytes * facts.num_trainable
+        size = min(grads, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
+        yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)
 
 
 def _waiting(kept: list[Saved]) -> int:

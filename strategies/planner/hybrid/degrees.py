@@ -116,9 +116,19 @@ HERE: tuple[Rule, ...] = (
         lambda d, has: d.tensor > 1 and d.offload is not Stowed.NOTHING,
     ),
     Rule(
-        "pipeline with ZeRO and offload",
-        "inside a stage, ranks do not share what the memory engine moves",
-        lambda d, has: d.stages > 1 and d.offload is not Stowed.NOTHING and d.zero > 0,
+        "pipeline with ZeRO",
+        "copies of a stage hold the same in torch's pipeline",
+        lambda d, has: d.stages > 1 and d.zero > 0,
+    ),
+    Rule(
+        "pipeline with offload",
+        "the memory engine runs each backward before the next forward",
+        lambda d, has: d.stages > 1 and d.offload is not Stowed.NOTHING,
+    ),
+    Rule(
+        "1f1b with few micro-batches",
+        "torch's schedule takes at least as many as there are stages",
+        lambda d, has: d.stages > 1 and d.micro_batches < d.stages,
     ),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from strategies.planner.hybrid.degrees import Degrees, Rule, Stowed
@@ -20,14 +20,25 @@ def without(tree: Tree) -> Tree:
     return _with(tree, others | {"zero": {"stage": 0}}, {})
 
 
-def written(degrees: Degrees, tree: Tree) -> Tree:
-    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay."""
+def staged(tree: Tree) -> Tree:
+    """The same for a stage of torch's pipeline: plain training under autocast."""
+    others = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
+    return _with(tree, others | {"pipeline": {"stages": 2}}, {})
+
+
+def written(degrees: Degrees, tree: Tree, blocks: Sequence[int] | None = None) -> Tree:
+    """``tree`` with all that the search decides as ``degrees`` say; budgets of memory stay.
+
+    Args:
+        blocks: of each stage, where they are not those that ``strategies.pipeline`` chooses itself.
+    """
     before = tree["strategies"]
     strategies = {name: options for name, options in before.items() if name not in SEARCHED}
     for name, options, used in offers(degrees):
         if used(degrees):
             kept = {key: value for key, value in before.get(name, {}).items() if key in BUDGETS}
-            strategies[name] = kept | options
+            cut = {"blocks": list(blocks)} if name == "pipeline" and blocks is not None else {}
+            strategies[name] = kept | options | cut
     training = {
         "per_device_train_batch_size": degrees.micro_batch,
         "gradient_accumulation_steps": degrees.micro_batches,
@@ -45,11 +56,10 @@ def offers(degrees: Degrees) -> Iterator[Offer]:
     yield "offload", {}, lambda d: d.offload is not Stowed.NOTHING
 
 
-def refused(name: str, reason: str, offer: Degrees) -> Rule:
-    """A rule for a strategy that refuses the options of ``offer`` in this run."""
-    value = {"zero": "zero", "tensor": "tensor", "pipeline": "stages"}.get(name, name)
-    wanted = getattr(offer, value)
-    return Rule(f"{name} refused", reason, lambda d, has: getattr(d, value) == wanted)
+def refused(offer: Offer, reason: str) -> Rule:
+    """A rule for a strategy that refuses these options in this run."""
+    name, options, used = offer
+    return Rule(f"{name} refused", reason, lambda d, has: used(d) and options.get("stage", d.zero) == d.zero)
 
 
 def _writes_zero(degrees: Degrees) -> bool:

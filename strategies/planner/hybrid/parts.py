@@ -8,12 +8,13 @@ on memory: the least over a family that is fixed can only fall if either gets be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 
 from strategies.core.facts import Facts, Unit, UnitKind
+from strategies.planner.hybrid.degrees import Degrees
 from strategies.planner.step_cost import unit_flops
 
 MOST_SPLITS = 6
@@ -62,9 +63,19 @@ class Model:
         return start, len(self.facts.units) if part.ends else self._at[part.first + part.blocks - 1] + 1
 
     def units(self, part: Part) -> tuple[Unit, ...]:
-        """The units of ``part``, in order."""
+        """The units of ``part``, in order; a last stage has a copy of a tied table."""
         start, end = self.span(part)
-        return self.facts.units[start:end]
+        units = self.facts.units[start:end]
+        if part.begins or not part.ends:
+            return units
+        return tuple(self._with_copies(unit, start) for unit in units)
+
+    def _with_copies(self, unit: Unit, start: int) -> Unit:
+        before = {each.name for each in self.facts.units[:start]}
+        tied = [each for each in self.facts.params if each.unit in before and unit.name in each.users]
+        trained = sum(each.num_elements for each in tied if each.group is not None)
+        size = sum(each.num_elements for each in tied)
+        return replace(unit, num_params=unit.num_params + size, num_trainable=unit.num_trainable + trained)
 
     def splits(self, stages: int) -> Iterator[int]:
         """Numbers of blocks of the last stage that are worth trying."""
@@ -90,3 +101,28 @@ class Model:
             found.append(Part(first, count, begins=index == 0, ends=index == others))
             first += count
         return found
+
+
+class Models:
+    """What a rank runs: by micro-batch and tensor degree; in the stages of torch's pipeline by micro-batch.
+
+    Args:
+        known: facts of one tensor rank's share.
+        in_stages: facts of stages in torch's pipeline, plain training under autocast; empty: stages are run by the
+            engine that runs all else, as in Megatron-LM.
+    """
+
+    def __init__(self, known: Mapping[tuple[int, int], Facts], in_stages: Mapping[int, Facts] | None = None) -> None:
+        self.sizes = tuple(known)
+        self._whole = {key: Model(facts) for key, facts in known.items()}
+        self._staged = {key: Model(facts) for key, facts in (in_stages or {}).items()}
+
+    def plain(self, degrees: Degrees) -> bool:
+        """Whether these degrees are run by torch's pipeline."""
+        return degrees.stages > 1 and bool(self._staged)
+
+    def of(self, degrees: Degrees) -> Model:
+        """The model that these degrees divide."""
+        if self.plain(degrees):
+            return self._staged[degrees.micro_batch]
+        return self._whole[degrees.micro_batch, degrees.tensor]

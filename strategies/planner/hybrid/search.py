@@ -23,7 +23,7 @@ from strategies.planner.budget import device_budget
 from strategies.planner.hybrid.account import Account, Bytes, Chunked
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Rule, Stowed, broken
-from strategies.planner.hybrid.parts import Model
+from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.step_seconds import Price, Pricing
 
 POLICIES = ("none", "selective", "full")
@@ -92,9 +92,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may vary; ``chunked`` and ``receives_all``: see ``account.py``.
+    """What may vary.
 
     Args:
+        chunked: see ``account.py``.
         device_bytes: that may be used of each device; None: the share that is used by default.
     """
 
@@ -102,21 +103,27 @@ class Options:
     policies: Sequence[str] = POLICIES
     offloads: Sequence[Stowed] = tuple(Stowed)
     chunked: Chunked = None
-    receives_all: bool = True
     device_bytes: int | None = None
 
 
-def hybrid(known: Known, cluster: Cluster, sequences: int, options: Options | None = None) -> Answer:
+def hybrid(
+    known: Known,
+    cluster: Cluster,
+    sequences: int,
+    options: Options | None = None,
+    in_stages: Mapping[int, Facts] | None = None,
+) -> Answer:
     """The best degrees for ``sequences`` per step, simulated. Pure.
 
     Args:
+        in_stages: facts of stages in torch's pipeline, by micro-batch; None: another engine runs them (``parts.py``).
         known: facts of one tensor rank's share of the model, for each micro-batch and tensor degree to try; with
             rates. Those of micro-batches that do not divide the batch are not used.
 
     Raises:
         ValueError: the machine's rates are unknown, or operations were not counted.
     """
-    return _Search(known, cluster, sequences, options or Options()).answer()
+    return _Search(known, cluster, sequences, options or Options(), in_stages or {}).answer()
 
 
 def divisors(number: int) -> list[int]:
@@ -127,16 +134,19 @@ def divisors(number: int) -> list[int]:
 class _Search:
     """One question, with what was counted for it so far."""
 
-    def __init__(self, known: Known, cluster: Cluster, sequences: int, options: Options) -> None:
+    def __init__(
+        self, known: Known, cluster: Cluster, sequences: int, options: Options, in_stages: Mapping[int, Facts]
+    ) -> None:
         facts = next(iter(known.values()))
         rates, run, machine = facts.machine.rates, facts.run, facts.machine
         if rates is None or not run.forward_flops:
             raise ValueError("degrees are compared by simulated seconds: rates and counted operations are needed")
         self._cluster, self._sequences, self._options, self._machine = cluster, sequences, options, machine
-        self._models = {key: Model(each) for key, each in known.items()}
-        self._account = Account(self._models, chunked=options.chunked, receives_all=options.receives_all)
+        self._models = Models(known, in_stages)
+        self._account = Account(self._models, options.chunked)
         self._pricing = Pricing(self._models, cluster, rates)
-        blocks = next(iter(self._models.values())).blocks
+        self._whole = Model(facts)
+        blocks = self._whole.blocks
         self._limits = Limits(run.heads, run.kv_heads or run.heads, blocks, cluster.per_machine)
 
     def answer(self) -> Answer:
@@ -180,12 +190,14 @@ class _Search:
     def _grid(self) -> Iterator[Degrees]:
         """Everything that uses all ranks and the whole batch, can it be run or not; without recompute and offload."""
         ranks = self._cluster.ranks
-        for (micro_batch, tensor), model in self._models.items():
+        for micro_batch, tensor in self._models.sizes:
             for stages in divisors(ranks // tensor) if ranks % tensor == 0 else ():
                 data = ranks // tensor // stages
-                if stages > max(1, model.blocks) or self._sequences % (data * micro_batch):
+                if stages > max(1, self._whole.blocks) or self._sequences % (data * micro_batch):
                     continue
-                for zero, last in product(range(4) if data > 1 else (0,), model.splits(stages)):
+                model = self._models.of(Degrees(stages=stages, tensor=tensor, micro_batch=micro_batch))
+                splits = list(model.splits(stages))
+                for zero, last in product(range(4) if data > 1 else (0,), splits):
                     yield Degrees(
                         stages=stages,
                         tensor=tensor,

@@ -6,7 +6,8 @@ A stage's forward and backward are those of ``step_cost.py``, with what recomput
                 recomputation the first two again; nothing hides them
     ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
                 scatters gradients at every micro-batch (M + 1); a pass takes the longer of compute and exchange
-    ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's
+    ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
+                torch's pipeline sums them after it
     offload     gradients down under the last backward; then the CPU's update and the new weights up, the slowest of
                 CPU, link and DRAM, under the next forward, but never counted as less than an update on the device, so
                 that offload is not proposed where it is not needed. Weights that travel come up twice per micro-batch,
@@ -30,7 +31,7 @@ from strategies.planner.activation_policy import FULL, by_policy
 from strategies.planner.hybrid.account import boundary_bytes
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed
-from strategies.planner.hybrid.parts import Model, Part
+from strategies.planner.hybrid.parts import Model, Models, Part
 from strategies.planner.hybrid.pipeline_clock import (
     Schedule,
     StageSeconds,
@@ -101,20 +102,16 @@ COMPUTE = "compute"
 
 
 class Pricing:
-    """Prices degrees, and remembers what it counted.
+    """Prices degrees, and remembers what it counted."""
 
-    Args:
-        models: by micro-batch and tensor degree.
-    """
-
-    def __init__(self, models: Mapping[tuple[int, int], Model], cluster: Cluster, rates: Rates) -> None:
+    def __init__(self, models: Models, cluster: Cluster, rates: Rates) -> None:
         self._models, self._cluster, self._rates = models, cluster, rates
         self._sums_of: dict[object, list[list[float]]] = {}
         self._stages_of: dict[object, StagePrice] = {}
 
     def stages(self, degrees: Degrees) -> list[StagePrice]:
         """The price of each stage."""
-        model = self._models[degrees.micro_batch, degrees.tensor]
+        model = self._models.of(degrees)
         parts = model.parts(degrees.stages, degrees.last_blocks)
         found, ranks = [], degrees.tensor * degrees.data
         size = boundary_bytes(model.facts)
@@ -160,7 +157,8 @@ class Pricing:
     def _stage(self, degrees: Degrees, model: Model, part: Part) -> StagePrice:
         facts, rates = model.facts, self._rates
         work, units = self._work(degrees, model, part), model.units(part)
-        size = facts.run.precision.element_bytes
+        plain = self._models.plain(degrees)
+        size = facts.run.trained_bytes if plain else facts.run.precision.element_bytes
         weights = size * sum(unit.num_params for unit in units)
         trained = sum(unit.num_trainable for unit in units)
         grads, messages = size * trained, max(1, len(units))
@@ -178,7 +176,7 @@ class Pricing:
         seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
         # The last unit's gradients are made last, and nothing is left to hide them.
         once = 0.0 if degrees.zero >= 2 else gather(grads) * (1 if degrees.zero else 2)
-        sync, first = once, once / messages
+        sync, first = once, once if plain else once / messages
         after = gather(weights) if degrees.zero in (1, 2) else 0.0
         share = trained / (degrees.data if degrees.zero else 1)
         touched = share * TOUCHED_BYTES / rates.device_bytes_per_s
@@ -205,7 +203,7 @@ class Pricing:
 
     def _work(self, degrees: Degrees, model: Model, part: Part) -> _Work:
         """The compute of a part, from sums along the units of the model."""
-        key = (degrees.micro_batch, degrees.tensor, degrees.recompute)
+        key = (degrees.micro_batch, degrees.tensor, degrees.recompute, self._models.plain(degrees))
         if key not in self._sums_of:
             self._sums_of[key] = self._sums(degrees, model)
         start, end = model.span(part)
