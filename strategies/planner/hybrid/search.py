@@ -157,7 +157,7 @@ class _Search:
         tried = 0
         for whole in self._grid():
             # Recomputing or offloading more is never faster: what fits with less of one needs less of the other.
-            offloads = list(self._options.offloads)
+            offloads, found = list(self._options.offloads), set[str]()
             for recompute in self._options.policies:
                 for index, offload in enumerate(offloads):
                     degrees = replace(whole, recompute=recompute, offload=offload)
@@ -165,11 +165,14 @@ class _Search:
                     if broken(degrees, self._limits, SHAPE):
                         continue  # no engine could run it
                     rule = broken(degrees, self._limits, self._options.rules)
+                    if rule is not None and rule.name in found:
+                        continue
                     need = self._account.of(degrees)
                     device, host = self._missing(need)
                     if max(device, host) > 0:
                         short += [] if rule else [Lacking(degrees, max(0, device), max(0, host))]
                     elif rule is not None:
+                        found.add(rule.name)
                         before = left.get(rule.name, Left(rule))
                         left[rule.name] = before.beside(degrees, self._pricing.least(degrees))
                     else:
