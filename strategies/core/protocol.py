@@ -128,6 +128,10 @@ class Strategy(BaseModel, ABC):
         """Over how many ranks it divides the model along each axis."""
         return {}
 
+    def least_blocks(self) -> int:
+        """How many blocks a model must have for it, at least."""
+        return 1
+
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterable[Refusal]:
         """Options that cannot work in such a run or beside ``others``, whatever the model and the machine are. All of
         them are reported together, before any data is read.

@@ -6,11 +6,13 @@ name nor what it does. Bits are compared where BITWISE is declared; otherwise th
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
+from strategies.core.compose import refusals
 from strategies.core.facts import RunFacts
 from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
 from strategies.core.registry import available, find
@@ -37,7 +39,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32/llama, clipping that triggers": (LLAMA, {"max_grad_norm": 0.05}),
     "bf16/llama": (LLAMA, {"max_grad_norm": 0.0, "bf16": True}),
 }
-plain_results: dict[str, dict[str, torch.Tensor]] = {}
+plain_results: dict[tuple[str, bool, int], dict[str, torch.Tensor]] = {}
 
 
 def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConfig:
@@ -55,12 +57,21 @@ def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConf
     return shrink(config, folder, STEPS)
 
 
-def plain(case: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Plain training of this case, run once."""
-    if case not in plain_results:
-        config = without_strategies(config_of(case, {}, folder))
-        plain_results[case] = run_world(RANKS, train, config)["weights"]
-    return plain_results[case]
+def plain(
+    case: str, folder: Path, strategies: Mapping[str, Strategy] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """Plain training of this case on as many ranks as there are copies of the model, run once."""
+    config = config_of(case, strategies, folder)
+    copies = run_facts(config, RANKS).replicas
+    key = (case, copies < RANKS, copies)  # then the config is of a model without dropout
+    if key not in plain_results:
+        plain_results[key] = run_world(copies, train, without_strategies(config))["weights"]
+    return plain_results[key]
+
+
+def goes(strategies: Mapping[str, Strategy], case: str) -> bool:
+    """Whether they are not refused in this case."""
+    return not list(refusals(strategies, run_facts(config_of(case, strategies, Path("unused")), RANKS)))
 
 
 def alone() -> Iterator[Any]:
@@ -70,7 +81,7 @@ def alone() -> Iterator[Any]:
     for turn, (name, options) in enumerate(examples):
         strategy = find(name).model_validate(options)
         kinds: dict[Parity, list[str]] = {}
-        for case in CASES:
+        for case in (case for case in CASES if goes({name: strategy}, case)):
             kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
         chosen = {cases[turn % len(cases)] for cases in kinds.values()}
         marks = [needs_stage_3] if options == {"stage": 3} else []
@@ -87,7 +98,7 @@ def declared(strategy: Strategy, run: RunFacts, case: str) -> Parity:
 @pytest.mark.parametrize(("name", "options", "case"), alone())
 def test_alone(name: str, options: Mapping[str, Any], case: str, tmp_path: Path) -> None:
     strategy = find(name).model_validate(options)
-    expected = plain(case, tmp_path)
+    expected = plain(case, tmp_path, {name: strategy})
     config = config_of(case, {name: strategy}, tmp_path)
     found = run_world(RANKS, train, config)["weights"]
     parity = declared(strategy, run_facts(config, RANKS), case)
@@ -99,12 +110,19 @@ def test_alone(name: str, options: Mapping[str, Any], case: str, tmp_path: Path)
 
 
 def together() -> Iterator[Any]:
-    """Every two strategies by their last example, and all at once."""
+    """Every two strategies by their last example, if they go together, and all that go with whole copies at once."""
     names = available()
     groups = [(first, second) for i, first in enumerate(names) for second in names[i + 1 :]]
-    for group in dict.fromkeys([*groups, tuple(names)]):
-        goes = {"zero", "offload"} <= set(group) or "zero" not in group  # with zero by its last example, stage 3
-        yield pytest.param(group, id=" + ".join(group), marks=[] if goes else [needs_stage_3])
+    whole = tuple(name for name in names if not last(name).divides())
+    for group in dict.fromkeys([*groups, whole]):
+        stage_3 = "zero" in group and "offload" not in group  # with zero by its last example
+        if goes({name: last(name) for name in group}, NEVER_CLIPS):
+            yield pytest.param(group, id=" + ".join(group), marks=[needs_stage_3] if stage_3 else [])
+
+
+def last(name: str) -> Strategy:
+    """The strategy of ``name`` with its last example."""
+    return find(name).model_validate(find(name).examples[-1])
 
 
 @pytest.mark.ranks
@@ -112,9 +130,9 @@ def together() -> Iterator[Any]:
 def test_together(names: tuple[str, ...], tmp_path: Path) -> None:
     """Strategies that go together train with the bits of plain training; beside offload, zero is in its engine."""
     case = NEVER_CLIPS
-    strategies = {name: find(name).model_validate(find(name).examples[-1]) for name in names}
+    strategies = {name: last(name) for name in names}
     config = config_of(case, strategies, tmp_path)
-    assert compare(plain(case, tmp_path), run_world(RANKS, train, config)["weights"]) == []
+    assert compare(plain(case, tmp_path, strategies), run_world(RANKS, train, config)["weights"]) == []
 
 
 @pytest.mark.ranks
