@@ -45,6 +45,13 @@ class Pipeline(Strategy):
 
     phase = Phase.WHO
     requires = frozenset([Requirement.PARAMETERS])
+    excludes = {
+        "model.lora": "strategies.pipeline cuts the model's own forward, and adapters wrap it",
+        "training.torch_compile": "strategies.pipeline changes what stands in the model while it runs",
+        "training.use_liger_kernel": "strategies.pipeline has not been compared with Liger's kernels",
+        "training.neftune_noise_alpha": "strategies.pipeline has no embedding in most stages to add noise to",
+        "training.include_num_input_tokens_seen": "strategies.pipeline gives every stage the same tokens, counted again",
+    }
     examples = ({"stages": 2}, {"stages": 2, "schedule": "gpipe"})
 
     stages: int = Field(ge=2, description="Ranks that one copy of the model is cut over.")
