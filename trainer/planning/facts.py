@@ -104,6 +104,20 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     return count.facts(run, here, no_copies)
 
 
+def check_model(config: RunConfig, built: Any) -> None:
+    """Check the configured model by its configuration alone, before any weight and, where it is known, any data.
+
+    Raises:
+        ConfigError: a key cannot be meant, or a strategy cannot train such a model.
+    """
+    config_keys.check(config, built)
+    keys = built.get_text_config().to_dict()
+    found = [refused for each in config.strategies.values() for refused in each.refuses_model(keys)]
+    if found:
+        errors = [config.error(refused.key, refused.value, refused.cure) for refused in found]
+        raise ConfigError(line for error in errors for line in error.lines)
+
+
 def products_again(config: RunConfig) -> bool:
     """Whether backward repeats the matrix products of every block's forward; selective recomputation keeps them."""
     return run_facts(config, 1).recomputes or any(each.repeats_products() for each in config.strategies.values())
@@ -167,13 +181,16 @@ def count_model(config: RunConfig) -> ModelCount:
     import torch
 
     from strategies.engine.blocks import find_blocks
-    from trainer.model import temporaries
+    from trainer.model import temporaries, tensor_share
     from trainer.model.counting import Counter, fake_tensors
 
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     model: Any = _meta_model(config)
+    degree = run_facts(config, 1).tensor
+    if degree > 1:
+        tensor_share.divide(model, degree)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
@@ -249,7 +266,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
 
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
-    config_keys.check(config, hf_config)
+    check_model(config, hf_config)
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"

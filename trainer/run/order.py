@@ -28,7 +28,7 @@ from trainer.errors import ConfigError
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import build, config_keys
+from trainer.model import build
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plan_of, refuse_folder, refuse_impossible
@@ -74,7 +74,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     folder = Path(config.training.output_dir)
     refuse_folder(config)
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
-        config_keys.check(config, build.load_config(config.model, facts.vocab_size_of(config)))
+        facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
     tokenizer, prepared = first_then_all(
         ranks, lambda: read_data(config, folder, resumed, ranks, quiet=not ranks.is_first)
     )
@@ -120,6 +120,7 @@ def read_data(
     texts = prepare.texts(config.data)
     words = tokenizer.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
+    facts.check_model(config, hf_config)
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
         raise ConfigError(
