@@ -86,7 +86,9 @@ class Tensor(Strategy):
                 yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}: {why}")
         stage = getattr(others.get("zero"), "stage", None)
         if stage == 3:
-            yield Refusal("strategies.zero.stage", 3, "cannot go with strategies.tensor, which divides weights; write 2")
+            yield Refusal(
+                "strategies.zero.stage", 3, "cannot go with strategies.tensor, which divides weights; write 2"
+            )
         if stage == 0 and run.precision is not Precision.FP32:
             cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
             yield Refusal("strategies.zero.stage", 0, cure)

@@ -28,8 +28,8 @@ SUMMED = ("q_norm", "k_norm")
 # Architectures that train as without it (tests/parity/test_tensor.py), by Hugging Face's model_type.
 MODELS = ("llama", "mistral", "opt", "qwen2", "qwen3")
 WHY: Mapping[str, str] = {
-    "gpt2": "its layers are Conv1D with queries, keys and values in one weight, which DeepSpeed's AutoTP does not divide",
-    "mixtral": "its experts are 3-D weights, which DeepSpeed's AutoTP does not divide",
+    "gpt2": "GPT-2 has queries, keys and values in one Conv1D, which AutoTP does not divide",
+    "mixtral": "the experts of Mixtral are weights of three dimensions, which AutoTP does not divide",
 }
 # What every rank has a whole number of, by the key of the model's configuration.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim")

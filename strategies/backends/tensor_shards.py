@@ -41,10 +41,19 @@ def shard_of(param: Any) -> Shard | None:
     note = getattr(param, "ds_autotp_universal_checkpoint_meta", None)
     if note is None or note["partition_dim"] is None:
         return None
+    return Shard(note["partition_dim"], tuple(note["partition_sizes"]), tensor_rank(), tuple(note["original_shape"]))
+
+
+def tensor_rank() -> int:
+    """This rank among those of its copy of the model, where AutoTP has divided it."""
     from deepspeed.utils import groups
 
-    index = groups.get_tensor_model_parallel_rank()
-    return Shard(note["partition_dim"], tuple(note["partition_sizes"]), index, tuple(note["original_shape"]))
+    return int(groups.get_tensor_model_parallel_rank())
+
+
+def is_first(params: Iterable[Any]) -> bool:
+    """Whether this rank writes what all ranks of its copy have; any rank does where nothing is divided."""
+    return not any(shard_of(param) for param in params) or tensor_rank() == 0
 
 
 def whole_shape(tensor: Any) -> tuple[int, ...]:

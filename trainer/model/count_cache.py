@@ -32,7 +32,16 @@ SOURCES = (
     ROOT / "trainer/planning/facts.py",
     *(
         ROOT / f"trainer/model/{name}.py"
-        for name in ("counting", "outside_reads", "linear_layers", "params", "build", "config_keys", "temporaries", "tensor_share")
+        for name in (
+            "counting",
+            "outside_reads",
+            "linear_layers",
+            "params",
+            "build",
+            "config_keys",
+            "temporaries",
+            "tensor_share",
+        )
     ),
     *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear", "chunked_loss")),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),

@@ -9,12 +9,15 @@ Where a size does not divide, as a vocabulary may, the first rank has the most.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from strategies.backends.autotp import Cut, cut_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class GatheredHead(nn.Linear):
@@ -28,13 +31,13 @@ class GatheredHead(nn.Linear):
         return torch.cat([super().forward(hidden)] * self.degree, dim=-1)[..., : self.vocabulary]
 
 
-def divide(model: nn.Module, degree: int) -> None:
+def divide(model: PreTrainedModel, degree: int) -> None:
     """Give the layers of ``model``, which has no storage, the shapes of one of ``degree`` ranks."""
-    embedding = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else None
+    embedding: Any = model.get_input_embeddings()
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
-        cut = cut_of(name, tied=module.weight is embedding)
+        cut = cut_of(name, tied=module.weight is embedding.weight)
         if cut is Cut.ROWS:
             module.in_features //= degree
         elif cut is not None:
@@ -43,8 +46,8 @@ def divide(model: nn.Module, degree: int) -> None:
             _resize(module, rows=cut is not Cut.ROWS)
             _heads(model.get_submodule(name.rpartition(".")[0]), degree)
         if cut is Cut.GATHERED:
-            vocabulary = model.get_input_embeddings().num_embeddings
-            module.__class__, module.degree, module.vocabulary = GatheredHead, degree, vocabulary
+            head: Any = module
+            head.__class__, head.degree, head.vocabulary = GatheredHead, degree, embedding.num_embeddings
 
 
 def _resize(module: nn.Linear, *, rows: bool) -> None:
