@@ -176,7 +176,8 @@ class Param:
 class RunFacts:
     """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
 
-    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``).
+    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``). Where layers are
+    divided over ranks, units are one rank's part, and so are all numbers but ``model_params`` and ``model_flops``.
     """
 
     micro_batch: int
@@ -196,6 +197,8 @@ class RunFacts:
     accelerated: bool = False  # the device has other kernels than the host
     stages: int = 1
     tensor: int = 1
+    model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
+    model_flops: int = 0  # of one micro-batch's forward through it
 
     @property
     def grid(self) -> Grid:

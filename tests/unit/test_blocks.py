@@ -1,173 +1,86 @@
-"""One definition of "block": for every model here, the same modules are counted, hooked, recomputed and timed."""
+"""Rows of some columns in files: written under one division of a matrix, read under another."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+import random
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from strategies.core.facts import UnitKind
-from strategies.engine.blocks import find_blocks
-from strategies.engine.checkpointing import checkpoint_blocks, checkpointed
-from strategies.engine.module_hooks import find_scopes
-from tests.helpers.engine import differences, plain, stowed
-from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
-from tests.helpers.tiny import MODELS
-from tests.helpers.zoo import FORMS, LORA, branches, hub, text
-from trainer.machine.block_timing import UnitClock
-from trainer.model.counting import Counter
-from trainer.model.params import units_by_name
-from trainer.planning.plan_for import plan_for
+from strategies.state import spans
+from strategies.state.blocks import Columns, all_columns, rectangles
+from strategies.state.spans import Span, SpanError, Store
+from strategies.state.torch_state import Place, TorchState
+
+ROWS, COLUMNS = 7, 12
+WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+NAME = "o_proj.weight"
 
 
-class Layer(nn.Module):
-    """A block with experts in a list of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.experts[1](self.experts[0](x)))
+def cuts(size: int, parts: int, draw: random.Random) -> list[tuple[int, int]]:
+    """``size`` elements in ``parts`` ranges that are not empty."""
+    ends = [0, *sorted(draw.sample(range(1, size), parts - 1)), size]
+    return list(zip(ends[:-1], ends[1:], strict=True))
 
 
-class Stack(nn.Module):
-    """Calls ``order``, whatever containers the layers stand in; ``more`` are further attributes."""
-
-    def __init__(self, layers: Any, order: Callable[[Any], list[nn.Module]], **more: Any) -> None:
-        super().__init__()
-        for name, value in more.items():
-            setattr(self, name, value)
-        self.layers = layers
-        self.head = nn.Linear(4, 4)
-        self.order = order
-
-    def forward(self, x: Tensor) -> SimpleNamespace:
-        for layer in self.order(self.layers):
-            x = layer(x)
-        return SimpleNamespace(loss=self.head(x).square().mean())
+def places(tensor_ranks: int, data_ranks: int, draw: random.Random) -> list[Place]:
+    """What each rank has: a share of some columns, or of all rows."""
+    found = []
+    for left, right in cuts(COLUMNS, tensor_ranks, draw):
+        columns = Columns(left, right, COLUMNS) if tensor_ranks > 1 else None
+        part = WHOLE[:, left:right].contiguous().view(-1)
+        for start, stop in cuts(part.numel(), data_ranks, draw):
+            found.append(Place(NAME, (ROWS, COLUMNS), start, part[start:stop].clone(), columns))
+    return found
 
 
-def several() -> list[Layer]:
-    return [Layer() for _ in range(3)]
+def written(folder: Path, some: list[Place]) -> Store:
+    """A file for each rank."""
+    for number, place in enumerate(some):
+        holder = TorchState(torch.optim.SGD([WHOLE]), [], [], {}, [place], writes=True)
+        spans.write(folder / str(number), list(holder.weight_spans({NAME})))
+    return Store.of(sorted(folder.iterdir()))
 
 
-def grouped() -> nn.Module:
-    """A bare module that only holds others, as some diffusion models have it."""
-    group = nn.Module()
-    group.first, group.rest = Layer(), nn.ModuleList([Layer()])
-    return group
+@pytest.mark.parametrize("seed", range(12))
+def test_any_division_is_read_under_any_other(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "PIECE_BYTES", 100)  # two rows at a time
+    draw = random.Random(seed)
+    store = written(tmp_path, places(draw.randint(2, 3), draw.randint(1, 3), draw))
+    assert list(store.faults(NAME, "weight", (ROWS, COLUMNS))) == []
+    for want in [*places(3, 2, draw), *places(1, 3, draw)]:
+        found = torch.full_like(want.tensor, -1)
+        store.read(NAME, "weight", want.start, found, columns=want.columns)
+        assert torch.equal(found, want.tensor)
 
 
-def nested() -> nn.Module:
-    lists = nn.ModuleList(nn.ModuleList(several()) for _ in range(2))
-    return Stack(lists, lambda lists: [layer for each in lists for layer in each])
+def test_columns_of_a_whole_tensor(tmp_path: Path) -> None:
+    """As a rank reads them from the model's own file."""
+    spans.write(tmp_path / "file", [Span(NAME, "weight", (ROWS, COLUMNS), 0, WHOLE)])
+    into = torch.empty(ROWS, 4)
+    Store.of([tmp_path / "file"]).read(NAME, "weight", 0, into, columns=Columns(8, 12, COLUMNS))
+    assert torch.equal(into, WHOLE[:, 8:])
 
 
-def in_dicts() -> nn.Module:
-    dicts = nn.ModuleList([nn.ModuleDict({"a": Layer(), "b": nn.Sequential(Layer(), nn.Tanh())})])
-    return Stack(dicts, lambda dicts: [*dicts[0].values()])
+def test_what_is_missing_or_twice_there_is_found(tmp_path: Path) -> None:
+    left, right = (Columns(0, 5, COLUMNS), WHOLE[:, :5]), (Columns(5, 12, COLUMNS), WHOLE[:, 5:])
+    one = Span(NAME, "weight", (ROWS, COLUMNS), 0, left[1].contiguous(), left[0])
+    rows = Span(NAME, "weight", (ROWS, COLUMNS), 7, right[1][1:].contiguous(), right[0])
+    again = Span(NAME, "weight", (ROWS, COLUMNS), 12, WHOLE[1:2].clone(), all_columns(COLUMNS))
+    assert [span.key for span in (one, rows)] == [f"{NAME}.weight[0:7,0:5/12]", f"{NAME}.weight[1:7,5:12/12]"]
+    for number, span in enumerate((one, rows, again)):
+        spans.write(tmp_path / str(number), [span])
+    some = Store.of([tmp_path / "0", tmp_path / "1"])
+    (line,) = some.faults(NAME, "weight", (ROWS, COLUMNS))
+    assert line == f"{NAME}.weight: 7 of 84 elements are in no file"
+    with pytest.raises(SpanError, match="7 elements are in no file"):
+        some.read(NAME, "weight", 0, torch.empty(ROWS, COLUMNS))
+    every = list(Store.of([tmp_path / "0", tmp_path / "1", tmp_path / "2"]).faults(NAME, "weight", (ROWS, COLUMNS)))
+    assert any("rows 1 to 2 of column 0 are there twice" in line for line in every)
+    (line,) = some.faults(NAME, "weight", (COLUMNS, ROWS))
+    assert line.endswith("it was saved as a matrix of other columns than 7")
 
 
-def in_groups() -> nn.Module:
-    return Stack(nn.ModuleList([grouped()]), lambda groups: [groups[0].first, *groups[0].rest])
-
-
-def shared() -> nn.Module:
-    return Stack(nn.ModuleList([Layer()] * 3), list)
-
-
-def aliased() -> nn.Module:
-    """The first layer has another name before the list; the experts have a list of their own after it."""
-    layers = several()
-    return Stack(nn.ModuleList(layers), list, experts=nn.ModuleList(e for each in layers for e in each.experts))
-
-
-def named_in_front() -> nn.Module:
-    layers = nn.ModuleList(several())
-    return Stack(layers, list, first=layers[0])
-
-
-def without_parameters() -> nn.Module:
-    return Stack(nn.ModuleList([nn.Tanh(), Layer()]), list)
-
-
-STACKS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "lists of lists": (nested, [f"layers.{i}.{j}" for i in range(2) for j in range(3)]),
-    "lists of dicts": (in_dicts, ["layers.0.a", "layers.0.b"]),
-    "lists of groups": (in_groups, ["layers.0.first", "layers.0.rest.0"]),
-    "one layer thrice": (shared, ["layers.0"]),
-    "experts listed again": (aliased, ["layers.0", "layers.1", "layers.2"]),
-    "a further name in front": (named_in_front, ["layers.0", "layers.1", "layers.2"]),
-    "some without parameters": (without_parameters, ["layers.1"]),
-}
-ZOO: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
-    **{kind: (lambda kind=kind: build(kind), tokens(kind, 1)[0]) for kind in (*MODELS, "bert", "experts")},
-    **{f"form {form}": (lambda form=form: branches(form), text(1)[0]) for form in FORMS},
-    **{
-        f"hub {kind}": (lambda kind=kind: hub(kind), text(1)[0])
-        for kind in ("t5", "t5 tied", "mt5", "switch", "deberta", *LORA)
-    },
-    **{name: (make, {"x": torch.ones(2, 4)}) for name, (make, _) in STACKS.items()},
-    "odd": (
-        lambda: Odd(Spec(width=3, hidden=(1, 3, 17), calls=(0, 2, 1, 0), shares=(1, 0), tied=True)),
-        odd_batches(1)[0],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_all_mean_the_same_modules(name: str) -> None:
-    make, batch = ZOO[name]
-    model = make()
-    blocks = list(find_blocks(model).values())
-    assert len(blocks) > 0
-
-    counter = Counter(model)
-    with counter:
-        model(**batch)
-    counted = [unit for unit in counter.units() if unit.kind is UnitKind.BLOCK]
-    assert [model.get_submodule(unit.name) for unit in counted] == blocks
-    assert all(unit.saved_bytes for unit in counted), "the forward calls each of them"
-    inside = {id(param) for block in blocks for param in block.parameters()}
-    assert sum(unit.num_params for unit in counted) <= sum(p.numel() for p in model.parameters() if id(p) in inside)
-    assert {unit.name for unit in counted} == set(units_by_name(model).values()) - {"embedding", "head"}
-
-    of: Any = {id(param): (mock.Mock(index=index), 0) for index, param in enumerate(model.parameters())}
-    assert [scope.module for scope in find_scopes(model, of) if scope.is_block] == blocks
-
-    clock = UnitClock(find_blocks(model), torch.device("cpu"))
-    with clock.forward():
-        model(**batch)
-    assert {name for what, name in clock.marks if what == "in"} == {unit.name for unit in counted}
-
-    checkpoint_blocks(model, {unit.name: () for unit in counted})
-    assert [module for module in model.modules() if checkpointed(module) is not None] == blocks
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_containers_are_looked_into(name: str) -> None:
-    make, names = STACKS[name]
-    assert list(find_blocks(make())) == names
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_blocks_in_any_container_train_with_the_bits_of_plain_training(name: str) -> None:
-    make, _ = STACKS[name]
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return make()
-
-    batches = [{"x": torch.full((2, 4), 0.1 * number)} for number in range(3)]
-    travelling = plan_for(model(), batch=batches[0], max_grad_norm=0.1, site="host", weights="streamed", prefetch=0)
-    found = stowed(model(), travelling, batches, max_norm=0.1)
-    assert differences(plain(model(), batches, max_norm=0.1), found) == []
-
-
-def test_further_names_of_a_block_are_the_same_unit() -> None:
-    assert set(units_by_name(shared()).values()) == {"layers.0", "head"}
-    assert units_by_name(named_in_front())["first.experts.0.weight"] == "layers.0"
+def test_rectangles_of_a_range() -> None:
+    """The rest of a row, whole rows, the beginning of a row."""
+    found = [tuple(each) for each in rectangles(Columns(10, 14, 20), 3, 10)]
+    assert found == [(0, 1, 13, 14, 0, 4), (1, 3, 10, 14, 1, 4), (3, 4, 10, 11, 9, 4)]

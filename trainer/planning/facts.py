@@ -54,6 +54,7 @@ class ModelCount:
         largest_param: elements of the largest parameter tensor.
         trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
         params, linears: if a strategy requires them.
+        model_params, model_flops: of the whole model, if the count is of one rank's part; else 0.
     """
 
     units: tuple[Unit, ...]
@@ -64,6 +65,8 @@ class ModelCount:
     linears: tuple[Linear, ...] = ()
     trained_bytes: int = 4
     frozen_bytes: int = 4
+    model_params: int = 0
+    model_flops: int = 0
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
@@ -74,6 +77,8 @@ class ModelCount:
             forward_flops=self.forward_flops,
             trained_bytes=self.trained_bytes,
             frozen_bytes=self.frozen_bytes,
+            model_params=self.model_params,
+            model_flops=self.model_flops,
         )
         return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
@@ -188,8 +193,10 @@ def count_model(config: RunConfig) -> ModelCount:
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     model: Any = _meta_model(config)
-    degree = run_facts(config, 1).tensor
+    degree, whole = run_facts(config, 1).tensor, None
     if degree > 1:
+        undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
+        whole = count_model(config.model_copy(update={"strategies": undivided}))
         tensor_share.divide(model, degree)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
@@ -232,6 +239,8 @@ def count_model(config: RunConfig) -> ModelCount:
         frozen_bytes=sizes[False],
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found),
         linears=tuple(linears.values()),
+        model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
+        model_flops=0 if whole is None else whole.forward_flops,
     )
 
 

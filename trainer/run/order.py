@@ -322,8 +322,9 @@ def make_meter(run: Run, device: torch.device) -> Meter:
         torch.distributed.all_reduce(total)
         return int(total.item()) * known.replicas // known.world_size  # ranks of one copy have counted the same
 
+    part = known.forward_flops / known.model_flops if known.model_flops else 1.0  # of the model on this rank
     return Meter(
-        flops_per_token=step_flops(run.plan.facts) / (known.micro_batch * known.sequence),
+        flops_per_token=step_flops(run.plan.facts) / part / (known.micro_batch * known.sequence),
         peak_flops=peak and peak * known.world_size,
         sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
     )
