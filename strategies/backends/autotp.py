@@ -16,7 +16,7 @@ Refused by name: every architecture that was not trained like this against plain
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from math import gcd
 from typing import Any
@@ -43,6 +43,11 @@ class Cut(Enum):
     GATHERED = "columns, outputs gathered"
 
 
+def listed(words: Sequence[str]) -> str:
+    """2, 3 or 6"""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def cut_of(name: str, *, tied: bool) -> Cut | None:
     """How the linear layer of that name is divided; None: it is whole. ``tied``: the head shares the embedding."""
     last = name.rpartition(".")[2]
@@ -53,14 +58,15 @@ def cut_of(name: str, *, tied: bool) -> Cut | None:
     return Cut.GATHERED if name == HEAD and not tied else None
 
 
-def partition() -> dict[str, Any]:
-    """What DeepSpeed is told besides the degree, as JSON; a tied head it leaves whole by itself."""
+def partition(*, tied: bool) -> dict[str, Any]:
+    """What DeepSpeed is told besides the degree, as JSON."""
 
     def spec(names: tuple[str, ...], kind: str, **more: bool) -> dict[str, Any]:
         return {"patterns": [rf".*\.({'|'.join(names)})\.weight$"], "partition_type": kind, **more}
 
     head = {"patterns": [rf"{HEAD}\.weight$"], "partition_type": "column", "gather_output": True}
-    specs = [spec(COLUMNS, "column"), spec(ROWS, "row"), spec(SUMMED, "skip", grad_allreduce=True), head]
+    specs = [spec(COLUMNS, "column"), spec(ROWS, "row"), spec(SUMMED, "skip", grad_allreduce=True)]
+    specs += [] if tied else [head]
     return {
         "vocab_parallel_lm_head": False,
         "partition_config": {"use_default_specs": False, "layer_specs": specs},
@@ -78,5 +84,5 @@ def complaints(model: Mapping[str, Any], degree: int) -> Iterator[str]:
     fits = [str(count) for count in range(2, gcd(*sizes.values()) + 1) if not gcd(*sizes.values()) % count]
     for key, size in sizes.items():
         if size % degree:
-            instead = f"write {' or '.join(fits)}" if fits else "no degree divides all of its sizes; leave it out"
+            instead = f"write {listed(fits)}" if fits else "no degree divides all of its sizes; leave it out"
             yield f"must divide model.config.{key}, which is {size}; {instead}"

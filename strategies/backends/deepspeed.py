@@ -58,7 +58,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         assert key not in node, f"two writers of DeepSpeed's {dotted}"
         node[key] = value
     if "tensor_parallel" in config:
-        config["tensor_parallel"] |= autotp.partition()
+        config["tensor_parallel"] |= autotp.partition(tied=run.tied)
     return config
 
 

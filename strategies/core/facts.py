@@ -199,6 +199,7 @@ class RunFacts:
     tensor: int = 1
     model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
     model_flops: int = 0  # of one micro-batch's forward through it
+    tied: bool = False  # the head multiplies by the embedding's weight
 
     @property
     def grid(self) -> Grid:

@@ -114,7 +114,7 @@ def in_fp64(ranks: Ranks) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
-        "tensor_parallel": {"autotp_size": 2, **autotp.partition()},
+        "tensor_parallel": {"autotp_size": 2, **autotp.partition(tied=False)},
         "steps_per_print": 1 << 60,
     }
     rules = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (plain, model)]

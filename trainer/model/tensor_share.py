@@ -31,13 +31,19 @@ class GatheredHead(nn.Linear):
         return torch.cat([super().forward(hidden)] * self.degree, dim=-1)[..., : self.vocabulary]
 
 
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head multiplies by the embedding's weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return embedding is not None and head is not None and embedding.weight is head.weight
+
+
 def divide(model: PreTrainedModel, degree: int) -> None:
     """Give the layers of ``model``, which has no storage, the shapes of one of ``degree`` ranks."""
-    embedding: Any = model.get_input_embeddings()
+    embedding, tied = model.get_input_embeddings(), is_tied(model)
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
-        cut = cut_of(name, tied=module.weight is embedding.weight)
+        cut = cut_of(name, tied=tied)
         if cut is Cut.ROWS:
             module.in_features //= degree
         elif cut is not None:

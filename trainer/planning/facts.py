@@ -67,6 +67,7 @@ class ModelCount:
     frozen_bytes: int = 4
     model_params: int = 0
     model_flops: int = 0
+    tied: bool = False
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
@@ -79,6 +80,7 @@ class ModelCount:
             frozen_bytes=self.frozen_bytes,
             model_params=self.model_params,
             model_flops=self.model_flops,
+            tied=self.tied,
         )
         return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
@@ -241,6 +243,7 @@ def count_model(config: RunConfig) -> ModelCount:
         linears=tuple(linears.values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,
+        tied=tensor_share.is_tied(model),
     )
 
 
