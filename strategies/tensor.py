@@ -20,8 +20,9 @@ that leaves on a rank is counted on such a model (``trainer/model/tensor_share.p
 about one rank's part.
 
 Refused: ZeRO stage 3; stage 0 in mixed precision, for which DeepSpeed counts the gradients of one rank only where it
-clips; strategies that take whole layers or change what the layers run; adapters; compiled models; Adafactor, whose
-state is of whole rows and columns; architectures that were not compared with plain training; sizes that do not divide.
+clips; strategies that take whole layers or change what the layers run; adapters; compiled models; Adafactor and
+Adagrad; keeping products for backward, which would be summed twice; architectures that were not compared with plain
+training; sizes that do not divide.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ _OTHERS: Mapping[str, str] = {
     "offload": "its engine moves whole layers; write strategies.zero with stage 1 or 2 instead of strategies.offload",
     "linear": "it replaces products of whole layers; leave strategies.linear out",
     "cross_entropy": "it multiplies by the whole head; leave strategies.cross_entropy out",
-    "recompute": "what it keeps of a block is summed over ranks in place; write training.gradient_checkpointing: true "
-    "instead of strategies.recompute",
+}
+_OPTIMIZERS: Mapping[str, str] = {
+    "adafactor": "its state is of whole rows and columns, which strategies.tensor divides",
+    "adagrad": "it makes its state before strategies.tensor divides the weights",
 }
 
 
@@ -94,9 +97,12 @@ class Tensor(Strategy):
         if stage == 0 and run.precision is not Precision.FP32:
             cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
             yield Refusal("strategies.zero.stage", 0, cure)
-        if run.optim == "adafactor":
-            cure = "its state is of whole rows and columns, which strategies.tensor divides; write adamw_torch_fused"
-            yield Refusal("training.optim", run.optim, cure)
+        policy = getattr(others.get("recompute"), "policy", "full")
+        if policy in ("selective", "auto"):  # a kept product would be summed over the ranks once more
+            cure = "strategies.tensor sums products over ranks in place, so they cannot be kept; write full"
+            yield Refusal("strategies.recompute.policy", policy, cure)
+        if run.optim in _OPTIMIZERS:
+            yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
 
     def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
         for why in autotp.complaints(model, self.degree):

@@ -93,9 +93,9 @@ def test_as_plain(model: str, stage: int, tmp_path: Path) -> None:
 
 
 def test_two_copies(tmp_path: Path) -> None:
-    """Four ranks as tensor 2 x data 2, as two ranks of plain training."""
+    """Four ranks as tensor 2 x data 2, as two ranks of plain training; blocks are recomputed."""
     plain = run_world(2, trained, Kind(2, {}, SGD, OPT).config(tmp_path, STEPS))
-    options = {"tensor": {"degree": 2}, "zero": {"stage": 2}}
+    options = {"tensor": {"degree": 2}, "zero": {"stage": 2}, "recompute": {"policy": "full"}}
     same(plain, run_world(4, trained, Kind(4, options, SGD, OPT).config(tmp_path, STEPS)))
 
 

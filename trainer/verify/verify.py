@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strategies.core.compose import degrees
 from strategies.core.layout import Site
 from strategies.core.plan import RUN, Place
+from strategies.core.protocol import Axis
 from strategies.core.registry import find
 from strategies.engine.memory import accelerator
 from strategies.planner.memory_rows import UPDATES
@@ -40,6 +42,7 @@ from trainer.model.shrink import (
     leaves,
     moving,
     shrink_model,
+    widen,
 )
 from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
 
@@ -105,6 +108,8 @@ def shrink(
     tree = config.tree()
     model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
     small = shrink_model(load_config(config.model, VOCAB), layers)
+    if (degree := degrees(config.strategies).get(Axis.TENSOR, 1)) > 1:
+        widen(small, degree)
     training = {key: value for key, value in tree["training"].items() if key in KEPT}
     if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
         # Adam divides a gradient by its own size, which turns the rounding of a tiny gradient into a step of full
@@ -218,13 +223,18 @@ def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ.
 
+    Ranks that hold one copy of the model together are compared with one rank of plain training.
+
     Raises:
         UserError: a run was refused.
         WorldError: a run failed.
     """
+    from trainer.planning.facts import run_facts
+
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
-        plain = repeatable(lambda: _trained(num_ranks, without_strategies(small)))
+        copies = run_facts(small, num_ranks).replicas  # of the model; plain training has one on each rank
+        plain = repeatable(lambda: _trained(copies, without_strategies(small)))
         return compare(plain["weights"], _trained(num_ranks, small)["weights"])
 
 
