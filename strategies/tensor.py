@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from strategies.backends import autotp
+from strategies.backends import autotp, deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, EngineSet, Plan
 from strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy
@@ -111,7 +111,8 @@ class Tensor(Strategy):
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         """The shares are those of one rank's part of the model, which ``zero`` decides about."""
         reason = f"attention and MLP divided over {self.degree} ranks"
-        yield EngineSet(unit=RUN, reason=reason, key="tensor_parallel.autotp_size", value=self.degree)
+        for key, value in deepspeed.tensor_keys(self.degree).items():
+            yield EngineSet(unit=RUN, reason=reason, key=f"tensor_parallel.{key}", value=value)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Let attention draw another dropout mask on each rank."""

@@ -86,6 +86,11 @@ def zero_keys(facts: Facts, stage: int) -> dict[str, bool | int]:
     return keys
 
 
+def tensor_keys(degree: int) -> dict[str, int]:
+    """The keys of ``tensor_parallel`` but for the layers, which ``autotp.py`` names."""
+    return {"autotp_size": degree}
+
+
 def bucket_elements(facts: Facts) -> int:
     """Elements of a bucket of gradients: one block, so that messages are large.
 

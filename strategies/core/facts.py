@@ -366,7 +366,9 @@ class Facts:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weights as they are loaded, before any strategy changes their dtype."""
+        """Of the weights as they are loaded, before any strategy changes their dtype or divides layers."""
+        if self.run.model_params:
+            return self.run.trained_bytes * self.run.model_params
         frozen = self.num_params - self.num_trainable
         return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen
 
