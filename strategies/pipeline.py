@@ -118,7 +118,13 @@ class Pipeline(Strategy):
         return replace(
             facts,
             units=tuple(mine),
-            run=replace(run, stage=stage, forward_flops=int(run.forward_flops * share)),
+            run=replace(
+                run,
+                stage=stage,
+                forward_flops=int(run.forward_flops * share),
+                model_params=facts.num_params,
+                model_flops=run.forward_flops,
+            ),
             params=params,
             linears=tuple(each for each in facts.linears if each.unit in times),
             cut=whole,

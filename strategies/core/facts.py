@@ -176,7 +176,8 @@ class Param:
 class RunFacts:
     """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
 
-    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``).
+    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``). Where layers are
+    divided over ranks, units are one rank's part, and so are all numbers but ``model_params`` and ``model_flops``.
     """
 
     micro_batch: int
@@ -197,6 +198,9 @@ class RunFacts:
     stages: int = 1
     stage: int = 0  # of this rank
     tensor: int = 1
+    model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
+    model_flops: int = 0  # of one micro-batch's forward through it
+    tied: bool = False  # the head multiplies by the embedding's weight
 
     @property
     def grid(self) -> Grid:
@@ -364,10 +368,11 @@ class Facts:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weights as they are loaded, before any strategy changes their dtype; a stage is cut out of them."""
-        whole = self.cut or self
-        frozen = whole.num_params - whole.num_trainable
-        return self.run.trained_bytes * whole.num_trainable + self.run.frozen_bytes * frozen
+        """Of the weights as they are loaded, before any strategy changes their dtype or divides layers."""
+        if self.run.model_params:
+            return self.run.trained_bytes * self.run.model_params
+        frozen = self.num_params - self.num_trainable
+        return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen
 
     @property
     def num_trainable(self) -> int:

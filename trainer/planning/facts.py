@@ -54,6 +54,7 @@ class ModelCount:
         largest_param: elements of the largest parameter tensor.
         trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
         params, linears: if a strategy requires them.
+        model_params, model_flops: of the whole model, if the count is of one rank's part; else 0.
     """
 
     units: tuple[Unit, ...]
@@ -64,6 +65,9 @@ class ModelCount:
     linears: tuple[Linear, ...] = ()
     trained_bytes: int = 4
     frozen_bytes: int = 4
+    model_params: int = 0
+    model_flops: int = 0
+    tied: bool = False
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
@@ -74,6 +78,9 @@ class ModelCount:
             forward_flops=self.forward_flops,
             trained_bytes=self.trained_bytes,
             frozen_bytes=self.frozen_bytes,
+            model_params=self.model_params,
+            model_flops=self.model_flops,
+            tied=self.tied,
         )
         return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
@@ -102,6 +109,20 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
     no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
     return count.facts(run, here, no_copies)
+
+
+def check_model(config: RunConfig, built: Any) -> None:
+    """Check the configured model by its configuration alone, before any weight and, where it is known, any data.
+
+    Raises:
+        ConfigError: a key cannot be meant, or a strategy cannot train such a model.
+    """
+    config_keys.check(config, built)
+    keys = built.get_text_config().to_dict()
+    found = [refused for each in config.strategies.values() for refused in each.refuses_model(keys)]
+    if found:
+        errors = [config.error(refused.key, refused.value, refused.cure) for refused in found]
+        raise ConfigError(line for error in errors for line in error.lines)
 
 
 def products_again(config: RunConfig) -> bool:
@@ -167,13 +188,18 @@ def count_model(config: RunConfig) -> ModelCount:
     import torch
 
     from strategies.engine.blocks import find_blocks
-    from trainer.model import temporaries
+    from trainer.model import temporaries, tensor_share
     from trainer.model.counting import Counter, fake_tensors
 
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     model: Any = _meta_model(config)
+    degree, whole = run_facts(config, 1).tensor, None
+    if degree > 1:
+        undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
+        whole = count_model(config.model_copy(update={"strategies": undivided}))
+        tensor_share.divide(model, degree)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
@@ -215,6 +241,9 @@ def count_model(config: RunConfig) -> ModelCount:
         frozen_bytes=sizes[False],
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found),
         linears=tuple(linears.values()),
+        model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
+        model_flops=0 if whole is None else whole.forward_flops,
+        tied=tensor_share.is_tied(model),
     )
 
 
@@ -249,7 +278,7 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
 
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
-    config_keys.check(config, hf_config)
+    check_model(config, hf_config)
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strategies.core.compose import degrees
 from strategies.core.layout import Site
 from strategies.core.plan import RUN, Place
+from strategies.core.protocol import Axis
 from strategies.core.registry import find
 from strategies.engine.memory import accelerator
 from strategies.planner.memory_rows import UPDATES
@@ -40,6 +42,7 @@ from trainer.model.shrink import (
     leaves,
     moving,
     shrink_model,
+    widen,
 )
 from trainer.planning.facts import run_facts
 from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
@@ -108,7 +111,9 @@ def shrink(
     least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
     hf_config = load_config(config.model, VOCAB)
     small = shrink_model(hf_config, least)
-    if any(strategy.divides() for strategy in config.strategies.values()):  # parts of a model draw their own numbers
+    divided = degrees(config.strategies)
+    widen(small, divided.get(Axis.TENSOR, 1))
+    if divided:  # parts of a model draw their own numbers
         rates = hf_config.get_text_config().to_dict().items()
         small |= {key: 0.0 for key, value in rates if "drop" in key and isinstance(value, float)}
     training = {key: value for key, value in tree["training"].items() if key in KEPT}
@@ -226,13 +231,15 @@ def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ.
 
+    Ranks that hold one copy of the model together are compared with one rank of plain training.
+
     Raises:
         UserError: a run was refused.
         WorldError: a run failed.
     """
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
-        copies = run_facts(small, num_ranks).replicas  # plain training has a whole one on every rank
+        copies = run_facts(small, num_ranks).replicas  # of the model; plain training has one on each rank
         plain = repeatable(lambda: _trained(copies, without_strategies(small)))
         return compare(plain["weights"], _trained(num_ranks, small)["weights"])
 
