@@ -62,7 +62,7 @@ class Offload(Strategy):
     """
 
     phase = Phase.WHERE
-    implies = ("buffers", "cross_entropy")
+    implies = {"buffers": {}, "cross_entropy": {}}
     takes_over = ("zero",)
     to_fit = {}
     requires = frozenset([Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE, Requirement.BLOCK_TIMES])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
+from strategies.backends import autotp
 from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, UnitKind
 from strategies.core.plan import Plan
@@ -56,6 +57,8 @@ def ds_config(plan: Plan) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         assert key not in node, f"two writers of DeepSpeed's {dotted}"
         node[key] = value
+    if "tensor_parallel" in config:
+        config["tensor_parallel"] |= autotp.partition(tied=run.tied)
     return config
 
 
@@ -81,6 +84,11 @@ def zero_keys(facts: Facts, stage: int) -> dict[str, bool | int]:
             "memory_efficient_linear": False,
         }
     return keys
+
+
+def tensor_keys(degree: int) -> dict[str, int]:
+    """The keys of ``tensor_parallel`` but for the layers, which ``autotp.py`` names."""
+    return {"autotp_size": degree}
 
 
 def set_leaf_modules(model: Any, plan: Plan) -> None:

@@ -5,6 +5,9 @@
     stages 1, 2     this rank's share of a group's parameters, laid end to end, in fp32  DeepSpeedZeroOptimizer
     stage 3         this rank's share of every parameter, laid end to end, in fp32       DeepSpeedZeroOptimizer_Stage3
 
+Under tensor parallelism a rank has rows or columns of the weights that are divided (``tensor_shards.py``), and of their
+state; what is not divided is the same on all ranks of a copy, and the first of them writes it.
+
 DeepSpeed's own checkpoints are pickles, which run code when they are read, and fit only the number of ranks that wrote
 them. So none is written or read: its tensors are saved and filled in as spans of named parameters.
 
@@ -15,12 +18,15 @@ Refused: other optimizers of DeepSpeed's, which no strategy here asks for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from strategies.backends.tensor_shards import is_first, shard_of, whole_shape
+from strategies.state.blocks import Columns
 from strategies.state.saved_state import Weights
 from strategies.state.torch_state import Held, Piece, Place, TorchState
 
@@ -34,19 +40,20 @@ class DeepSpeedState(TorchState):
         grouped: Sequence[Sequence[Any]]
         self._rank = torch.distributed.get_rank(engine.seq_data_parallel_group)
         named = dict(model.named_parameters())
+        self._first = first = is_first(named.values())  # of its copy of the model; it writes what others have as well
         names = {id(param): name for name, param in named.items()}
-        shapes = {name: _shape(param) for name, param in named.items() if param.requires_grad}
+        shapes = {name: whole_shape(param) for name, param in named.items() if param.requires_grad}
         kind = type(outer).__name__
         if isinstance(outer, torch.optim.Optimizer):
             inner, grouped = outer, [group["params"] for group in outer.param_groups]
-            held = [_whole(param, param, names) for params in grouped for param in params]
+            held = [_whole(param, param, names, first=first) for params in grouped for param in params]
         elif kind == "FP16_UnfusedOptimizer":
             inner, grouped = outer.optimizer, outer.fp16_groups
             pairs = zip(outer.fp16_groups, outer.fp32_groups, strict=True)
-            held = [_whole(copy, param, names) for one in pairs for param, copy in zip(*one, strict=True)]
+            held = [_whole(copy, param, names, first=first) for one in pairs for param, copy in zip(*one, strict=True)]
         elif kind == "DeepSpeedZeroOptimizer":
             inner, grouped = outer.optimizer, outer.bit16_groups
-            held = list(_shares_of_groups(outer, names))
+            held = list(_shares_of_groups(outer, names, first=first))
         elif kind == "DeepSpeedZeroOptimizer_Stage3":
             inner, grouped = outer.optimizer, _groups_of_stage_3(outer)
             held = list(_shares_of_parameters(outer, names, self._rank))
@@ -56,12 +63,13 @@ class DeepSpeedState(TorchState):
         groups = [[names[id(param)] for param in params] for params in grouped]
         places = [place for name, param in named.items() for place in self._places(name, param)]
         super().__init__(inner, held, groups, shapes, places, writes=split or self._rank == 0)
-        self.divides_weights = any(hasattr(param, "ds_id") for param in named.values())
+        self.divides_weights = any(hasattr(param, "ds_id") or shard_of(param) for param in named.values())
 
     def _places(self, name: str, param: Any) -> Iterator[Place]:
         """The elements of a weight that this rank has: all, or under stage 3 its share."""
         if not hasattr(param, "ds_id"):
-            yield Place(name, tuple(param.shape), 0, param)
+            start, columns = _within(param, 0)
+            yield Place(name, whole_shape(param), start, param, columns, _is_written(param, first=self._first))
             return
         start, count = _share(param, self._rank)
         if count > 0:
@@ -114,30 +122,43 @@ class DeepSpeedState(TorchState):
         self._engine.global_samples = steps * self._engine.train_batch_size()
 
 
-def _shape(param: Any) -> tuple[int, ...]:
-    return tuple(getattr(param, "ds_shape", param.shape))
+def _within(param: Any, start: int) -> tuple[int, Columns | None]:
+    """Where element ``start`` of this rank's part is in the whole parameter: in all of it, or among some columns."""
+    shard = shard_of(param)
+    if shard is None:
+        return start, None
+    if shard.dim == 0:
+        return start + shard.start * math.prod(shard.shape[1:]), None
+    return start, Columns(shard.start, shard.stop, shard.shape[1])
+
+
+def _is_written(param: Any, *, first: bool) -> bool:
+    return first or shard_of(param) is not None
 
 
 def _dtype(param: Any) -> str:
     return str(param.dtype).removeprefix("torch.")
 
 
-def _whole(tensor: torch.Tensor, param: Any, names: Mapping[int, str]) -> Held:
-    piece = Piece(names[id(param)], tuple(param.shape), 0, 0, param.numel())
+def _whole(tensor: torch.Tensor, param: Any, names: Mapping[int, str], *, first: bool) -> Held:
+    start, columns = _within(param, 0)
+    piece = Piece(
+        names[id(param)], whole_shape(param), start, 0, param.numel(), columns, _is_written(param, first=first)
+    )
     return Held(tensor, (piece,), _dtype(param), copied=tensor is not param)
 
 
-def _shares_of_groups(outer: Any, names: Mapping[int, str]) -> Iterator[Held]:
+def _shares_of_groups(outer: Any, names: Mapping[int, str], *, first: bool) -> Iterator[Held]:
     """Stages 1 and 2: DeepSpeed itself knows which fragment of a parameter is where in the flat tensor of a group."""
     for params, flat in zip(outer.bit16_groups, outer.single_partition_of_fp32_groups, strict=True):
         pieces = []
         for param in params:
             there = param._hp_mapping
             if there is not None:
-                start, offset = there.lp_fragment_address.start, there.hp_fragment_address.start
-                pieces.append(
-                    Piece(names[id(param)], tuple(param.shape), start, offset, there.hp_fragment_address.numel)
-                )
+                start, columns = _within(param, there.lp_fragment_address.start)
+                offset, count = there.hp_fragment_address.start, there.hp_fragment_address.numel
+                name, written = names[id(param)], _is_written(param, first=first)
+                pieces.append(Piece(name, whole_shape(param), start, offset, count, columns, written))
         if pieces:
             yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)
 
@@ -149,7 +170,7 @@ def _shares_of_parameters(outer: Any, names: Mapping[int, str], rank: int) -> It
         for param in params:
             start, count = _share(param, rank)
             if count > 0:
-                pieces.append(Piece(names[id(param)], _shape(param), start, offset, count))
+                pieces.append(Piece(names[id(param)], whole_shape(param), start, offset, count))
             offset += param.partition_numel()
         if pieces:
             yield Held(flat, tuple(pieces), _dtype(params[0]), copied=True)

@@ -44,16 +44,16 @@ ORDER = tuple(Phase)
 
 
 def in_order(strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """``strategies``, and those that they imply with default options, in the order of deciding: by phase and name.
+    """``strategies``, and those that they imply, in the order of deciding: by phase and name.
 
     Those that another one takes over decide nothing themselves.
     """
     whole = dict(strategies)
     waiting = list(whole.values())
     while waiting:
-        for name in waiting.pop().implies:
+        for name, options in waiting.pop().implies.items():
             if name not in whole:
-                whole[name] = find(name)()
+                whole[name] = find(name).model_validate(options)
                 waiting.append(whole[name])
     for name, strategy in tuple(whole.items()):
         if others := {other: whole.pop(other) for other in strategy.takes_over if other in whole}:

@@ -105,9 +105,6 @@ class Temporaries:
     landing: int
 
 
-WORTH_BYTES = 64 << 20  # of logits in fp32, from which chunks are faster by default (strategies/cross_entropy.py)
-
-
 @dataclass(frozen=True, slots=True)
 class InChunks:
     """A head whose cross-entropy is computed by chunks of rows.
@@ -179,7 +176,8 @@ class Param:
 class RunFacts:
     """The run as configured: micro-batch in sequences, sequence in tokens, ranks over all nodes.
 
-    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``).
+    ``stages`` x ``tensor`` ranks hold one copy of the model together (``strategies/core/grid.py``). Where layers are
+    divided over ranks, units are one rank's part, and so are all numbers but ``model_params`` and ``model_flops``.
     """
 
     micro_batch: int
@@ -197,11 +195,12 @@ class RunFacts:
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
-    heads: int = 0  # of attention, for queries; 0: the model's config does not say
-    kv_heads: int = 0  # for keys and values; as many as ``heads`` where the config has no such number
     stages: int = 1
     stage: int = 0  # of this rank
     tensor: int = 1
+    model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
+    model_flops: int = 0  # of one micro-batch's forward through it
+    tied: bool = False  # the head multiplies by the embedding's weight
 
     @property
     def grid(self) -> Grid:
@@ -377,10 +376,11 @@ class Facts:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the weights as they are loaded, before any strategy changes their dtype; a stage is cut out of them."""
-        whole = self.cut or self
-        frozen = whole.num_params - whole.num_trainable
-        return self.run.trained_bytes * whole.num_trainable + self.run.frozen_bytes * frozen
+        """Of the weights as they are loaded, before any strategy changes their dtype or divides layers."""
+        if self.run.model_params:
+            return self.run.trained_bytes * self.run.model_params
+        frozen = self.num_params - self.num_trainable
+        return self.run.trained_bytes * self.num_trainable + self.run.frozen_bytes * frozen
 
     @property
     def num_trainable(self) -> int:

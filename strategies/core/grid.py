@@ -84,18 +84,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The parts of a model as names of units, in order, and the stage of each.
-
-    Args:
-        schedule: its name in the config.
-        num_params, num_trainable: of the whole model.
-    """
+    """The parts of a model as names of units, in order, the stage of each, and the name of the schedule."""
 
     parts: tuple[tuple[str, ...], ...]
     stages: tuple[int, ...]
     schedule: str
-    num_params: int
-    num_trainable: int
 
     def of_stage(self, stage: int) -> list[int]:
         """The parts that ``stage`` holds."""

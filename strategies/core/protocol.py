@@ -81,8 +81,8 @@ class Strategy(BaseModel, ABC):
 
     phase: ClassVar[Phase]
     examples: ClassVar[tuple[Mapping[str, Any], ...]]
-    # Strategies that this one depends on: switched on with default options if the config does not name them.
-    implies: ClassVar[tuple[str, ...]] = ()
+    # Strategies that this one depends on: switched on with these options if the config does not name them.
+    implies: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     requires: ClassVar[frozenset[Requirement]] = frozenset()
     # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason.
     excludes: ClassVar[Mapping[str, str]] = {}
@@ -128,10 +128,18 @@ class Strategy(BaseModel, ABC):
         """Over how many ranks it divides the model along each axis."""
         return {}
 
+    def least_blocks(self) -> int:
+        """How many blocks a model must have for it, at least."""
+        return 1
+
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterable[Refusal]:
         """Options that cannot work in such a run or beside ``others``, whatever the model and the machine are. All of
         them are reported together, before any data is read.
         """
+        return ()
+
+    def refuses_model(self, model: Mapping[str, Any]) -> Iterable[Refusal]:
+        """Why a model of this configuration (Hugging Face's keys) cannot be trained. Asked as soon as it is known."""
         return ()
 
     def check_installed(self) -> None:

@@ -91,13 +91,8 @@ def cut(units: Sequence[Unit], schedule: Schedule, stages: int, blocks: Sequence
         done += number
     parts[0] = (*ends[UnitKind.EMBEDDING], *parts[0])
     parts[-1] = (*parts[-1], *ends[UnitKind.HEAD])
-    return Cut(
-        tuple(parts),
-        tuple(schedule.stage_of(part, stages) for part in range(count)),
-        schedule.value,
-        num_params=sum(unit.num_params for unit in units),
-        num_trainable=sum(unit.num_trainable for unit in units),
-    )
+    holders = tuple(schedule.stage_of(part, stages) for part in range(count))
+    return Cut(tuple(parts), holders, schedule.value)
 
 
 def work(units: Sequence[Unit]) -> dict[str, int]:

@@ -100,9 +100,10 @@ def table(plan: Plan) -> str:
 def title(plan: Plan) -> str:
     """Model, precision, ranks, machine and tokens on one line."""
     run, machine = plan.facts.run, plan.facts.machine
-    whole = plan.facts.cut or plan.facts
+    whole = f" on each rank, of {run.model_params / 1e6:,.1f} M" if run.model_params else ""
     return (
-        f"plan: {whole.num_params / 1e6:,.1f} M parameters, {whole.num_trainable / 1e6:,.1f} M trainable, "
+        f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters{whole}, "
+        f"{plan.facts.num_trainable / 1e6:,.1f} M trainable, "
         f"{run.precision.value}, {run.ranks} on {machine.name}, "
         f"{run.tokens_per_step:,} tokens per optimizer step"
     )

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from strategies.core.sealed import Damaged, content_of, signed, size_and_hash
 from strategies.state import spans
+from strategies.state.blocks import Columns
 from strategies.state.spans import WEIGHT, Span, SpanError, Store
 
 VERSION = 2
@@ -113,12 +114,12 @@ class Weights:
         else:
             yield from found[0].faults(found[1], found[2], shape)
 
-    def read(self, name: str, start: int, into: Tensor) -> None:
-        """Fill ``into`` with the elements from ``start`` on, rounded to its dtype."""
+    def read(self, name: str, start: int, into: Tensor, columns: Columns | None = None) -> None:
+        """Fill ``into`` with the elements from ``start`` on, of ``columns`` alone if given, rounded to its dtype."""
         found = self.find(name)
         if found is None:
             raise SpanError(f"{name}: its weight is in no file")
-        found[0].read(found[1], found[2], start, into, rounding=True)
+        found[0].read(found[1], found[2], start, into, columns=columns, rounding=True)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
     model.norm.weight.exp_avg                   the whole tensor ``exp_avg`` of a parameter, in the parameter's shape
     model.norm.weight.exp_avg[1024:2048]        elements 1024 to 2047 of it, counted row by row
+    ...o_proj.weight.exp_avg[0:64,32:48/48]     rows 0 to 63 of its columns 32 to 47, of which it has 48
 
-Problem. A rank holds whole parameters, rows of them, or what happens to lie in its share of a flat buffer. A file that
-says what it holds by name and range can be read under any other division, by any number of ranks.
+Problem. A rank holds whole parameters, rows or columns of them, or what happens to lie in its share of a flat buffer.
+A file that says what it holds by name and range can be read under any other division, by any number of ranks.
 
 ``write`` streams from where tensors are, in pieces, and makes no second copy of them. ``Store`` reads any range of any
 tensor from any number of files, straight into the memory that it is for; nothing is mapped, and nothing is unpickled.
@@ -30,6 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.state.blocks import Columns, Rectangle, all_columns, gaps, rectangles
+
 FILE_BYTES = 1 << 30  # a writer begins another file beyond that
 PIECE_BYTES = 16 << 20  # hashed, brought down from the device, or read for it at a time
 HEADER_BYTES = 100 << 20  # more than any header has
@@ -39,7 +42,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-KEY = re.compile(r"(?P<name>.+)\.(?P<kind>[A-Za-z0-9_]+?)(?:\[(?P<start>\d+):(?P<stop>\d+)\])?")
+KEY = re.compile(
+    r"(?P<name>.+)\.(?P<kind>[A-Za-z0-9_]+?)(?:\[(?P<start>\d+):(?P<stop>\d+)(?:,(?P<left>\d+):(?P<right>\d+)/(?P<of>\d+))?\])?"
+)
 
 
 class SpanError(ValueError):
@@ -50,7 +55,8 @@ class SpanError(ValueError):
 class Span:
     """Elements ``start`` to ``start + tensor.numel()`` of the tensor ``kind`` of parameter ``name``.
 
-    ``shape`` is that of the whole tensor.
+    ``shape`` is that of the whole tensor. With ``columns`` elements are counted in these columns alone, and the span
+    has whole rows of them, or a part of one row.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Span:
     shape: tuple[int, ...]
     start: int
     tensor: Tensor
+    columns: Columns | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -67,6 +74,9 @@ class Span:
     def key(self) -> str:
         """Its name in the file."""
         end = "" if self.is_whole else f"[{self.start}:{self.start + self.tensor.numel()}]"
+        if self.columns is not None:
+            (block,) = rectangles(self.columns, self.start, self.tensor.numel())
+            end = f"[{block.top}:{block.bottom},{block.left}:{block.right}/{self.columns.of}]"
         return f"{self.name}.{self.kind}{end}"
 
 
@@ -127,7 +137,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A span in a file: elements ``start`` to ``stop``, from byte ``offset`` on. ``shape``: if it is a whole tensor."""
+    """A span in a file: elements ``start`` to ``stop``, from byte ``offset`` on. ``shape``: if it is a whole tensor.
+
+    With ``columns`` elements are counted in these columns alone.
+    """
 
     path: Path
     start: int
@@ -135,6 +148,11 @@ class Stored:
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...] | None
+    columns: Columns | None = None
+
+    def rectangles(self, of: int) -> Iterator[Rectangle]:
+        """Which part it is of a matrix with ``of`` columns; the memory is the file's, from ``offset`` on."""
+        return rectangles(self.columns or all_columns(of), self.start, self.stop - self.start)
 
 
 class Store:
@@ -156,10 +174,9 @@ class Store:
         found: dict[tuple[str, str], list[Stored]] = {}
         for path in paths:
             for key, dtype, shape, offset in read_header(path):
-                name, what, start = (key, kind, None) if kind is not None else _parsed(path, key)
-                span = Stored(
-                    path, start or 0, (start or 0) + math.prod(shape), dtype, offset, shape if start is None else None
-                )
+                name, what, start, columns = (key, kind, None, None) if kind is not None else _parsed(path, key)
+                stop = (start or 0) + math.prod(shape)
+                span = Stored(path, start or 0, stop, dtype, offset, shape if start is None else None, columns)
                 found.setdefault((name, what), []).append(span)
         return cls(found)
 
@@ -185,6 +202,9 @@ class Store:
     def faults(self, name: str, kind: str, shape: Sequence[int]) -> Iterator[str]:
         """Why a tensor of ``shape`` cannot be put together, one line each."""
         what, numel, end = f"{name}.{kind}", math.prod(shape), 0
+        if any(span.columns for span in self._stored.get((name, kind), ())):
+            yield from (f"{what}: {why}" for why in self._block_faults(name, kind, shape))
+            return
         last: Stored | None = None
         for span in self._stored.get((name, kind), ()):
             if span.shape is not None and span.shape != tuple(shape):
@@ -201,11 +221,32 @@ class Store:
         if end < numel or last is None:
             yield f"{what}: elements {end} to {numel} of {numel} are in no file" if last else f"{what} is in no file"
 
+    def _block_faults(self, name: str, kind: str, shape: Sequence[int]) -> Iterator[str]:
+        """The same where spans have some of the columns."""
+        spans, of = self._stored[name, kind], shape[-1] if shape else 1
+        if any(span.columns is not None and span.columns.of != of for span in spans) or len(shape) < 2:
+            yield f"it was saved as a matrix of other columns than {of}"
+        elif len({span.dtype for span in spans}) > 1:
+            yield "it has several dtypes"
+        else:
+            found = [each for span in spans for each in span.rectangles(of)]
+            yield from gaps(found, math.prod(shape) // of, of)
+
     @torch.no_grad()
-    def read(self, name: str, kind: str, start: int, into: Tensor, *, rounding: bool = False) -> None:
+    def read(
+        self,
+        name: str,
+        kind: str,
+        start: int,
+        into: Tensor,
+        *,
+        columns: Columns | None = None,
+        rounding: bool = False,
+    ) -> None:
         """Fill ``into`` with the elements from ``start`` on; it may be on any device.
 
         Args:
+            columns: ``start`` counts in these columns alone, which are all that is read.
             rounding: allow another dtype that cannot hold every value.
 
         Raises:
@@ -214,20 +255,37 @@ class Store:
         stop = start + into.numel()
         if not into.is_contiguous():
             made = torch.empty(into.shape, dtype=into.dtype, device=into.device)
-            self.read(name, kind, start, made, rounding=rounding)
+            self.read(name, kind, start, made, columns=columns, rounding=rounding)
             into.copy_(made)
+            return
+        known = columns or next((span.columns for span in self._stored.get((name, kind), ()) if span.columns), None)
+        if known is not None:
+            self._read_blocks(name, kind, columns or all_columns(known.of), start, into, rounding=rounding)
             return
         flat, done = into.view(-1), start
         for span in self._stored.get((name, kind), ()):
             low, high = max(span.start, done), min(span.stop, stop)
             if low > done or low >= high:
                 continue
-            if not rounding and torch.promote_types(span.dtype, into.dtype) is not into.dtype:
-                raise SpanError(f"{span.path}: {name}.{kind} is {span.dtype} and cannot be read into {into.dtype}")
+            _refuse_rounding(span, f"{name}.{kind}", into, rounding=rounding)
             _read(span, low - span.start, flat[low - start : high - start])
             done = high
         if done < stop:
             raise SpanError(f"{name}.{kind}: elements {done} to {stop} are in no file")
+
+    def _read_blocks(self, name: str, kind: str, columns: Columns, start: int, into: Tensor, *, rounding: bool) -> None:
+        """Fill ``into`` where it or what is stored has some of the columns."""
+        wanted, missing = list(rectangles(columns, start, into.numel())), into.numel()
+        for span in self._stored.get((name, kind), ()):
+            for have in span.rectangles(columns.of):
+                for want in wanted:
+                    source, target = have.common(want), want.common(have)
+                    if source is not None and target is not None:
+                        _refuse_rounding(span, f"{name}.{kind}", into, rounding=rounding)
+                        _read_block(span, source, into.view(-1), target)
+                        missing -= source.area
+        if missing:
+            raise SpanError(f"{name}.{kind}: {missing} elements are in no file")
 
 
 def read_header(path: Path) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
@@ -280,12 +338,23 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _parsed(path: Path, key: str) -> tuple[str, str, int | None]:
-    """Parameter, kind, and the first element of what is not a whole tensor."""
+def _parsed(path: Path, key: str) -> tuple[str, str, int | None, Columns | None]:
+    """Parameter, kind, and the first element and the columns of what is not a whole tensor."""
     match = KEY.fullmatch(key)
     if match is None:
         raise SpanError(f"{path}: {key!r} does not name a tensor of a parameter")
-    return match["name"], match["kind"], None if match["start"] is None else int(match["start"])
+    start = None if match["start"] is None else int(match["start"])
+    if match["of"] is None or start is None:
+        return match["name"], match["kind"], start, None
+    columns = Columns(int(match["left"]), int(match["right"]), int(match["of"]))
+    if not columns.start < columns.stop <= columns.of:
+        raise SpanError(f"{path}: {key!r} does not name columns of a matrix")
+    return match["name"], match["kind"], start * columns.width, columns  # a block begins with a whole row of its own
+
+
+def _refuse_rounding(span: Stored, what: str, into: Tensor, *, rounding: bool) -> None:
+    if not rounding and torch.promote_types(span.dtype, into.dtype) is not into.dtype:
+        raise SpanError(f"{span.path}: {what} is {span.dtype} and cannot be read into {into.dtype}")
 
 
 def _read(span: Stored, skipped: int, into: Tensor) -> None:
@@ -303,6 +372,20 @@ def _read(span: Stored, skipped: int, into: Tensor) -> None:
                 piece.copy_(host)
     except OSError as error:
         raise SpanError(f"{span.path}: {error.strerror}") from None
+
+
+def _read_block(span: Stored, source: Rectangle, flat: Tensor, target: Rectangle) -> None:
+    """Read a rectangle of ``span`` into its place in ``flat``, as many rows at a time as fit into a piece."""
+    width, stride = source.right - source.left, source.stride
+    rows = max(1, PIECE_BYTES // (stride * span.dtype.itemsize))
+    for top in range(0, source.bottom - source.top, rows):
+        count = min(rows, source.bottom - source.top - top)
+        host = torch.empty((count - 1) * stride + width, dtype=span.dtype)
+        _read(span, source.offset + top * stride, host)
+        place = flat.as_strided(
+            (count, width), (target.stride, 1), flat.storage_offset() + target.offset + top * target.stride
+        )
+        place.copy_(host.as_strided((count, width), (stride, 1)))
 
 
 def _fill(file: FileIO, path: Path, memory: memoryview) -> None:

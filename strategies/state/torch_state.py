@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strategies.state.blocks import Columns, ranges
 from strategies.state.saved_state import MASTER, Described, Saved, Weights, other_model
 from strategies.state.spans import WEIGHT, Span
 
@@ -28,13 +29,18 @@ RECOMPUTED = frozenset(["RMS"])  # Adafactor computes it anew in every step befo
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` elements of a parameter from element ``start`` on; in the tensor that holds it from ``offset`` on."""
+    """``count`` elements of a parameter from element ``start`` on; in the tensor that holds it from ``offset`` on.
+
+    With ``columns`` elements are counted in these columns alone. ``written``: no other rank writes them.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     offset: int
     count: int
+    columns: Columns | None = None
+    written: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +69,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Elements of a model's weight on this rank, from ``start`` on."""
+    """Elements of a model's weight on this rank, from ``start`` on; as in ``Piece``."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     tensor: Tensor
+    columns: Columns | None = None
+    written: bool = True
 
 
 class TorchState:
@@ -107,7 +115,7 @@ class TorchState:
         found: dict[str, Described] = {}
         for held in self._held if self._writes else ():
             tensors, numbers = self._state_of(held)
-            for piece in held.pieces:
+            for piece in (each for each in held.pieces if each.written):
                 shapes = {k: tuple(v.shape) if held.is_parameter else piece.shape for k, v in tensors.items()}
                 found[piece.name] = Described(piece.shape, held.dtype, numbers, shapes)
         return found
@@ -116,15 +124,15 @@ class TorchState:
         """State and masters, piece by piece."""
         for held in self._held if self._writes else ():
             for kind, tensor in self._state_of(held)[0].items():
-                for piece in held.pieces:
+                for piece in (each for each in held.pieces if each.written):
                     shape = tuple(tensor.shape) if held.is_parameter else piece.shape
-                    yield Span(piece.name, kind, shape, piece.start, held.part(tensor, piece))
+                    yield from _spans(kind, shape, piece, held.part(tensor, piece))
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
         """The weights of ``names`` on this rank."""
         for place in self.places if self._writes else ():
-            if place.name in names:
-                yield Span(place.name, WEIGHT, place.shape, place.start, place.tensor)
+            if place.name in names and place.written:
+                yield from _spans(WEIGHT, place.shape, place, place.tensor)
 
     def _state_of(self, held: Held) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Tensors and numbers of what is held; a master is one of the tensors."""
@@ -186,17 +194,28 @@ class TorchState:
         else:
             made = torch.zeros_like(held.tensor, dtype=dtype, memory_format=torch.preserve_format).detach()
         for piece in held.pieces:
-            saved.store.read(piece.name, kind, piece.start, held.part(made, piece))
+            saved.store.read(piece.name, kind, piece.start, held.part(made, piece), columns=piece.columns)
         return made
 
     def fill_weights(self, weights: Weights) -> None:
         """Read every weight that was saved, and the masters of those that are trained."""
         for place in self.places:
             if weights.find(place.name) is not None:
-                weights.read(place.name, place.start, place.tensor)
+                weights.read(place.name, place.start, place.tensor, place.columns)
         for held in self._held:
             for piece in held.pieces if held.copied else ():
-                weights.read(piece.name, piece.start, held.part(held.tensor.detach(), piece))
+                weights.read(piece.name, piece.start, held.part(held.tensor.detach(), piece), piece.columns)
+
+
+def _spans(kind: str, shape: tuple[int, ...], what: Piece | Place, tensor: Tensor) -> Iterator[Span]:
+    """``tensor``, which holds ``what``, as spans; of some columns whole rows and parts of one row."""
+    if what.columns is None:
+        yield Span(what.name, kind, shape, what.start, tensor)
+        return
+    flat = tensor.detach().reshape(-1)
+    for start, count in ranges(what.columns, what.start, flat.numel()):
+        part = flat[start - what.start : start - what.start + count]
+        yield Span(what.name, kind, shape, start, part, what.columns)
 
 
 def _unlike(saved: Saved, held: Held, first: str, name: str) -> Iterator[str]:

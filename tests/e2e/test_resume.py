@@ -30,6 +30,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("server", 2, STREAMED),
     ("server", 2, {**STREAMED, "zero": {"stage": 3}}),
     ("server", 2, {"offload": {"site": "host"}, "zero": {"stage": 1}}),
+    ("server", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}),
 ]
 IDS = [
     "plain",
@@ -40,6 +41,7 @@ IDS = [
     "offload on two ranks",
     "offload shared by two ranks, weights too",
     "offload shared by two ranks",
+    "tensor 2 x data 2",
 ]
 
 

@@ -3,7 +3,7 @@
 State is read with each library's own access to it and not with the code that saves, so that both can be compared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,16 @@ class Kind:
     model: Mapping[str, Any] = field(default_factory=dict)
     section: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def copies(self) -> int:
+        """Of the model."""
+        return self.ranks // int(self.strategies.get("tensor", {}).get("degree", 1))
+
     def config(self, folder: Path, steps: int) -> RunConfig:
         # Without clipping and accumulation all strategies compute the same in fp32; a step has 6 rows on any ranks.
         training: dict[str, Any] = {
             "max_steps": steps, "save_strategy": "steps", "save_steps": SAVED, "logging_steps": 1,
-            "learning_rate": 1e-2, "per_device_train_batch_size": 6 // self.ranks, "max_grad_norm": 0.0,
+            "learning_rate": 1e-2, "per_device_train_batch_size": 6 // self.copies, "max_grad_norm": 0.0,
             "warmup_steps": 3, "weight_decay": 0.1, "lr_scheduler_type": "cosine",
         } | dict(self.training)  # fmt: skip
         base = {} if "model_type" in self.model else LLAMA
@@ -76,13 +81,18 @@ def zero(stage: int, ranks: int = 1, **training: Any) -> Kind:
     return Kind(ranks, {"zero": {"stage": stage}}, training)
 
 
+def tensor(stage: int, ranks: int = 2, **training: Any) -> Kind:
+    """Two ranks for each copy of the model."""
+    return Kind(ranks, {"tensor": {"degree": 2}, "zero": {"stage": stage}}, training)
+
+
 def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
     """Train up to ``steps``. Returns the state at the beginning, at every save and at the end, and the losses."""
     return dict(run_world(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
 
 
-def made(ranks: Ranks, config: RunConfig, resume: str | None = None) -> Any:
-    """The trainer of a run on ``ROWS``."""
+def made(ranks: Ranks, config: RunConfig, resume: str | None = None, some: Sequence[Mapping[str, Any]] = ROWS) -> Any:
+    """The trainer of a run on ``some`` rows."""
     from datasets import Dataset
 
     from trainer.data.prepare import Prepared
@@ -90,7 +100,7 @@ def made(ranks: Ranks, config: RunConfig, resume: str | None = None) -> Any:
     from trainer.run import order
     from trainer.verify.verify import _tokenizer
 
-    machine, rows = probe(), Dataset.from_list([dict(row) for row in ROWS])
+    machine, rows = probe(), Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
     plan = order.plan_of(config, ranks, machine)
     folder = Path(config.training.output_dir)
@@ -135,7 +145,27 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
         elif param.requires_grad:
             for kind, value in _state_of(trainer, param).items():
                 found[f"{name} {kind}"] = torch.as_tensor(value).detach().float().cpu().clone()
-    return found | shared
+    return (joined(trainer.model, found) if trainer.accelerator.grid.tensor > 1 else found) | shared
+
+
+def joined(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``found`` on one rank of a copy of the model and its neighbour, put together."""
+    from deepspeed.utils import groups
+
+    group = groups.get_tensor_model_parallel_group()
+    both: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(both, found, group=group)
+    divided = {name for name, param in model.named_parameters() if getattr(param, "tensor_model_parallel", False)}
+    whole = {}
+    for key, value in found.items():
+        name = key.rpartition(" ")[0]
+        parts = [each[key] for each in both]
+        if name in divided and value.dim():
+            whole[key] = torch.cat(parts, dim=1 if any(each in name for each in ("o_proj", "down_proj")) else 0)
+        else:
+            assert all(torch.equal(parts[0], part) for part in parts), f"{key}: ranks of one copy differ"
+            whole[key] = value
+    return whole
 
 
 def _state_of(trainer: Any, param: Any) -> dict[str, Any]:

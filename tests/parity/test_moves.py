@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.moves import OFFLOAD, RECOMPUTE, SAVED, Kind, different, made, offload, plain, run, shared, zero
+from tests.helpers.moves import (
+    OFFLOAD,
+    RECOMPUTE,
+    SAVED,
+    Kind,
+    different,
+    made,
+    offload,
+    plain,
+    run,
+    shared,
+    tensor,
+    zero,
+)
 from tests.helpers.releases import HIGHEST_STAGE
 from tests.helpers.tiny import MIXTRAL
 from trainer.dist.ranks import Ranks
@@ -77,6 +90,13 @@ def test_shared_buckets(tmp_path: Path) -> None:
         tmp_path / "bf16", shared(2, **BF16), shared(2, stage=1, **BF16), offload(2, **BF16), shared(3, **BF16)
     )
     all_equal(runs[:3])
+
+
+def test_divided_layers(tmp_path: Path) -> None:
+    """Rows and columns of weights, whole or in ZeRO's shares; copies add in another order than one rank."""
+    moved(tmp_path, tensor(2, 4), tensor(0), plain())
+    moved(tmp_path / "back", zero(1, 3), tensor(1))
+    moved(tmp_path / "bf16", tensor(1, **BF16), offload(1, **BF16))
 
 
 def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:

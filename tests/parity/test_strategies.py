@@ -1,18 +1,22 @@
 """Every strategy found by file, on two real gloo ranks, against plain training with the same kernels.
 
 A strategy declares how it must compare (``parity``) and small options (``examples``); this file knows neither its
-name nor what it does. Bits are compared where BITWISE is declared; otherwise the declared tolerance is the bound.
+name nor what it does. Bits are compared where BITWISE is declared; otherwise the declared tolerance is the bound. Where
+ranks hold a copy of the model together, plain training is on as many ranks as there are copies.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
+from strategies.core.compose import refusals
 from strategies.core.facts import RunFacts
-from strategies.core.protocol import BITWISE, Parity, Phase, Strategy
+from strategies.core.protocol import Parity, Phase, Strategy
 from strategies.core.registry import available, find
 from tests.helpers.releases import needs_stage_3
 from trainer.config.sections import RunConfig
@@ -37,7 +41,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp32/llama, clipping that triggers": (LLAMA, {"max_grad_norm": 0.05}),
     "bf16/llama": (LLAMA, {"max_grad_norm": 0.0, "bf16": True}),
 }
-plain_results: dict[str, dict[str, torch.Tensor]] = {}
+plain_results: dict[tuple[str, bool, int], dict[str, torch.Tensor]] = {}
 
 
 def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConfig:
@@ -55,23 +59,34 @@ def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConf
     return shrink(config, folder, STEPS)
 
 
-def plain(case: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Plain training of this case, run once."""
-    if case not in plain_results:
-        config = without_strategies(config_of(case, {}, folder))
-        plain_results[case] = run_world(RANKS, train, config)["weights"]
-    return plain_results[case]
+def plain(
+    case: str, folder: Path, strategies: Mapping[str, Strategy] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """Plain training of this case on as many ranks as there are copies of the model, run once."""
+    config = config_of(case, strategies, folder)
+    copies = run_facts(config, RANKS).replicas
+    key = (case, copies < RANKS, copies)  # then the config is of a model without dropout
+    if key not in plain_results:
+        plain_results[key] = run_world(copies, train, without_strategies(config))["weights"]
+    return plain_results[key]
+
+
+def goes(strategies: Mapping[str, Strategy], case: str) -> bool:
+    """Whether they are not refused in this case."""
+    return not list(refusals(strategies, run_facts(config_of(case, strategies, Path("unused")), RANKS)))
 
 
 def alone() -> Iterator[Any]:
     """Every example with a case of each kind of parity that it declares; the next example with the next case."""
-    facts = {case: run_facts(config_of(case, {}, Path("unused")), RANKS) for case in CASES}
+    configs = {case: config_of(case, {}, Path("unused")) for case in CASES}
+    facts = {case: run_facts(config, RANKS) for case, config in configs.items()}
     examples = [(name, options) for name in available() for options in find(name).examples]
     for turn, (name, options) in enumerate(examples):
         strategy = find(name).model_validate(options)
         kinds: dict[Parity, list[str]] = {}
-        for case in CASES:
-            kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
+        for case, config in configs.items():
+            if goes({name: strategy}, case) and not any(strategy.refuses_model(config.model.config or {})):
+                kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
         chosen = {cases[turn % len(cases)] for cases in kinds.values()}
         marks = [needs_stage_3] if options == {"stage": 3} else []
         for case in sorted(chosen):
@@ -79,42 +94,45 @@ def alone() -> Iterator[Any]:
 
 
 def declared(strategy: Strategy, run: RunFacts, case: str) -> Parity:
-    # A limit that no gradient reaches multiplies by one: whatever is declared for clipping, the bits must be equal.
-    return BITWISE if case == NEVER_CLIPS else strategy.parity(run)
+    # A limit that no gradient reaches multiplies by one: whatever is declared for clipping, it is as without.
+    return strategy.parity(replace(run, max_grad_norm=0.0) if case == NEVER_CLIPS else run)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "options", "case"), alone())
 def test_alone(name: str, options: Mapping[str, Any], case: str, tmp_path: Path) -> None:
-    strategy = find(name).model_validate(options)
-    expected = plain(case, tmp_path)
-    config = config_of(case, {name: strategy}, tmp_path)
-    found = run_world(RANKS, train, config)["weights"]
-    parity = declared(strategy, run_facts(config, RANKS), case)
+    equal(case, {name: find(name).model_validate(options)}, tmp_path)
+
+
+def equal(case: str, strategies: Mapping[str, Strategy], folder: Path) -> None:
+    """Whether training with ``strategies`` is as equal to plain training as they declare."""
+    config = config_of(case, strategies, folder)
+    run = run_facts(config, RANKS)
+    found = compare(plain(case, folder, strategies), run_world(RANKS, train, config)["weights"])
+    parity = max((declared(each, run, case) for each in strategies.values()), key=lambda each: each.tolerance)
     if parity.tolerance == 0.0:
-        assert compare(expected, found) == []
+        assert found == []
     else:
-        worst = max((difference.relative for difference in compare(expected, found)), default=0.0)
-        assert worst <= parity.tolerance, parity.reason
+        assert max((difference.relative for difference in found), default=0.0) <= parity.tolerance, parity.reason
 
 
 def together() -> Iterator[Any]:
-    """Every two strategies by their last example, and all at once."""
+    """Every two strategies by their last example, if they go together, and all that go with whole copies at once."""
     names = available()
+    last = {name: find(name).model_validate(find(name).examples[-1]) for name in names}
     groups = [(first, second) for i, first in enumerate(names) for second in names[i + 1 :]]
-    for group in dict.fromkeys([*groups, tuple(names)]):
-        goes = {"zero", "offload"} <= set(group) or "zero" not in group  # with zero by its last example, stage 3
-        yield pytest.param(group, id=" + ".join(group), marks=[] if goes else [needs_stage_3])
+    whole = tuple(name for name in names if not last[name].divides())
+    for group in dict.fromkeys([*groups, whole]):
+        stage_3 = "zero" in group and "offload" not in group  # with zero by its last example
+        if goes({name: last[name] for name in group}, NEVER_CLIPS):
+            yield pytest.param(group, id=" + ".join(group), marks=[needs_stage_3] if stage_3 else [])
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("names", together())
 def test_together(names: tuple[str, ...], tmp_path: Path) -> None:
-    """Strategies that go together train with the bits of plain training; beside offload, zero is in its engine."""
-    case = NEVER_CLIPS
-    strategies = {name: find(name).model_validate(find(name).examples[-1]) for name in names}
-    config = config_of(case, strategies, tmp_path)
-    assert compare(plain(case, tmp_path), run_world(RANKS, train, config)["weights"]) == []
+    """Strategies that go together train as each alone; beside offload, zero is in its engine."""
+    equal(NEVER_CLIPS, {name: find(name).model_validate(find(name).examples[-1]) for name in names}, tmp_path)
 
 
 @pytest.mark.ranks

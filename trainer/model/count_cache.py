@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 
 from strategies.core.commit import replace_file
-from strategies.core.compose import requirements_of
-from strategies.core.protocol import Requirement
+from strategies.core.compose import degrees, requirements_of
+from strategies.core.protocol import Axis, Requirement
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -32,10 +32,20 @@ SOURCES = (
     ROOT / "trainer/planning/facts.py",
     *(
         ROOT / f"trainer/model/{name}.py"
-        for name in ("counting", "outside_reads", "linear_layers", "params", "build", "config_keys", "temporaries")
+        for name in (
+            "counting",
+            "outside_reads",
+            "linear_layers",
+            "params",
+            "build",
+            "config_keys",
+            "temporaries",
+            "tensor_share",
+        )
     ),
     *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear", "chunked_loss")),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
+    ROOT / "strategies/backends/autotp.py",
 )
 PACKAGES = ("torch", "transformers", "peft")
 _HERE: dict[str, Any] = {}  # counts that are valid in this process only
@@ -100,6 +110,7 @@ def _hash(config: RunConfig, model: dict[str, Any], what: str) -> str:
         "data": [config.data.max_length, config.data.packing],
         # Alone of what strategies require this changes the forward; the rest is chosen from one count for all.
         "compute dtype": Requirement.COMPUTE_DTYPE in requirements_of(config.strategies),
+        "tensor": degrees(config.strategies).get(Axis.TENSOR, 1),  # layers that ranks divide have other shapes
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }

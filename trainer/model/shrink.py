@@ -51,6 +51,7 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 2 * LENGTH),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
+COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim")
 PER_LAYER = ("layer_types", "mlp_layer_types")
 
 
@@ -79,6 +80,14 @@ def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, An
     for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
         small.pop(name, None)
     return small
+
+
+def widen(small: dict[str, Any], degree: int) -> None:
+    """Give a shrunk copy heads and widths that ``degree`` ranks can divide, as the real model has."""
+    sizes = [name for name in (*COUNTS, *WIDTHS, "word_embed_proj_dim") if isinstance(small.get(name), int)]
+    if any(small[name] % degree for name in sizes):
+        for name in sizes:
+            small[name] *= degree
 
 
 # --- what moves ------------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ class ModelCount:
         forward_flops: of one micro-batch; 0: not counted.
         largest_param: elements of the largest parameter tensor.
         trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
-        heads: of attention; ``kv_heads`` for keys and values; 0: the model's config does not say.
         params, linears: if a strategy requires them.
+        model_params, model_flops: of the whole model, if the count is of one rank's part; else 0.
     """
 
     units: tuple[Unit, ...]
@@ -65,8 +65,9 @@ class ModelCount:
     linears: tuple[Linear, ...] = ()
     trained_bytes: int = 4
     frozen_bytes: int = 4
-    heads: int = 0
-    kv_heads: int = 0
+    model_params: int = 0
+    model_flops: int = 0
+    tied: bool = False
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
@@ -77,8 +78,9 @@ class ModelCount:
             forward_flops=self.forward_flops,
             trained_bytes=self.trained_bytes,
             frozen_bytes=self.frozen_bytes,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
+            model_params=self.model_params,
+            model_flops=self.model_flops,
+            tied=self.tied,
         )
         return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
@@ -107,6 +109,20 @@ def gather(config: RunConfig, world_size: int, local_world_size: int, machine: M
     here = machine_facts(machine, local_world_size, engine=Requirement.DEEPSPEED in requirements_of(config.strategies))
     no_copies = next((why for each in config.strategies.values() if (why := each.refuses_weight_copies())), "")
     return count.facts(run, here, no_copies)
+
+
+def check_model(config: RunConfig, built: Any) -> None:
+    """Check the configured model by its configuration alone, before any weight and, where it is known, any data.
+
+    Raises:
+        ConfigError: a key cannot be meant, or a strategy cannot train such a model.
+    """
+    config_keys.check(config, built)
+    keys = built.get_text_config().to_dict()
+    found = [refused for each in config.strategies.values() for refused in each.refuses_model(keys)]
+    if found:
+        errors = [config.error(refused.key, refused.value, refused.cure) for refused in found]
+        raise ConfigError(line for error in errors for line in error.lines)
 
 
 def products_again(config: RunConfig) -> bool:
@@ -167,7 +183,7 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
     that any strategy may require.
 
     Args:
-        changed: of its config, where another model of the kind is meant: a share of its heads, or fewer layers.
+        changed: sizes in its config, where a model of the kind with fewer layers is meant.
 
     Raises:
         ConfigError: Transformers cannot build the model.
@@ -175,13 +191,18 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
     import torch
 
     from strategies.engine.blocks import find_blocks
-    from trainer.model import temporaries
+    from trainer.model import temporaries, tensor_share
     from trainer.model.counting import Counter, fake_tensors
 
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     model: Any = _meta_model(config, changed or {})
+    degree, whole = run_facts(config, 1).tensor, None
+    if degree > 1:
+        undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
+        whole = count_model(config.model_copy(update={"strategies": undivided}), changed)
+        tensor_share.divide(model, degree)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
@@ -213,18 +234,19 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
         counted = temporaries.count(model, dict(model.named_parameters()), call, counter)
-    dtype, text = "bfloat16" if precision is Precision.BF16 else "float32", model.config.get_text_config()
+    dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=counter.units(counted.temporaries, counted.in_chunks),
         forward_flops=counter.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
-        hidden_size=getattr(text, "hidden_size", 0),
-        heads=getattr(text, "num_attention_heads", 0) or 0,
-        kv_heads=getattr(text, "num_key_value_heads", 0) or 0,
+        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found),
         linears=tuple(linears.values()),
+        model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
+        model_flops=0 if whole is None else whole.forward_flops,
+        tied=tensor_share.is_tied(model),
     )
 
 
@@ -259,7 +281,7 @@ def _meta_model(config: RunConfig, changed: Mapping[str, Any]) -> PreTrainedMode
 
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
-    config_keys.check(config, hf_config)
+    check_model(config, hf_config)
     for key, size in changed.items():
         setattr(hf_config.get_text_config(), key, size)
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}

@@ -73,7 +73,7 @@ def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
     """Model, card and ranks; the step; what is busy in it."""
     run, facts = plan.facts.run, plan.facts
     ranks = f"{run.ranks} on {facts.machine.name}"
-    about = f"{model}, {facts.num_params / 1e9:.3g} B parameters, {run.precision.value}, {ranks}"
+    about = f"{model}, {(run.model_params or facts.num_params) / 1e9:.3g} B parameters, {run.precision.value}, {ranks}"
     about += f", {run.tokens_per_step:,} tokens per step"
     if cost is None:
         return [about, "predicted peak of one rank; no simulated step: nothing is stowed, or rates are unknown"]

@@ -22,6 +22,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from torch.utils._pytree import tree_map_only
 
+from strategies.backends import tensor_shards
 from strategies.core.grid import Grid
 from strategies.engine import StowOptimizer, stowed_by
 
@@ -121,13 +122,16 @@ class StowAccelerator(Accelerator):
         engine.backward(loss, **kwargs)
         if self.sync_gradients:
             limit = self.max_grad_norm or float("inf")  # 0 switches clipping off; the norm is still logged
-            self._norm = clip_grad_norm_(engine.module.parameters(), limit)
+            clip = tensor_shards.clip_grad_norm_ if self.grid.tensor > 1 else clip_grad_norm_
+            self._norm = clip(engine.module.parameters(), limit)
             engine.step()
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """As Accelerate's. Where ranks of the memory engine share the weights, only the first has values."""
+        """As Accelerate's. Where ranks divide the weights of a copy, only the first has values, and they are whole."""
         if self.stowed is not None and self.stowed.shares_weights:
             return self.stowed.gathered(keep=self.is_main_process)
+        if self.grid.tensor > 1:
+            return tensor_shards.state_dict(self.unwrap_model(model), keep=self.is_main_process)
         return super().get_state_dict(model, unwrap)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:

@@ -4,8 +4,8 @@
 ``from_pretrained``, as a user would, and compared: all names and shapes, all values bit for bit, and the logits of a
 probe. Only then it replaces ``<output_dir>/export``.
 
-Under ZeRO stage 3 the weights are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base
-can be loaded by name; on a base with random weights they are merged into it.
+Weights that ranks divide (ZeRO stage 3, tensor parallelism) are gathered to the first rank. Adapters (LoRA) are
+exported as adapters if their base can be loaded by name; on a base with random weights they are merged into it.
 
 It has a manifest with the step and the hash of every file (``strategies/core/sealed.py``), written after the check.
 
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder
 from strategies.core.modes import same_modes
 from strategies.core.sealed import seal
@@ -173,11 +174,8 @@ def as_a_user(trainer: Trainer) -> Iterator[None]:
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Full shape by name of all that is in the state dict; parameters split by stage 3 know their full shape."""
-    return {
-        name: tuple(getattr(tensor, "ds_shape", tensor.shape))
-        for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    """Full shape by name of all that is in the state dict; parameters that ranks divide know their full shape."""
+    return {name: whole_shape(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:

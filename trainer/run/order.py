@@ -30,7 +30,7 @@ from trainer.errors import ConfigError
 from trainer.machine import block_timing
 from trainer.machine.probe import Machine, probe
 from trainer.machine.profiles import known_rates
-from trainer.model import build, config_keys
+from trainer.model import build
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_folder, refuse_impossible
@@ -78,7 +78,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     folder = Path(config.training.output_dir)
     refuse_folder(config)
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
-        config_keys.check(config, build.load_config(config.model, facts.vocab_size_of(config)))
+        facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
     tokenizer, prepared = first_then_all(
         ranks, lambda: read_data(config, folder, resumed, ranks, quiet=not ranks.is_first)
     )
@@ -127,6 +127,7 @@ def read_data(
     texts = prepare.texts(config.data)
     words = tokenizer.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
+    facts.check_model(config, hf_config)
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
         raise ConfigError(
@@ -365,8 +366,9 @@ def make_meter(run: Run, device: torch.device) -> Meter:
         torch.distributed.all_reduce(total)
         return int(total.item()) * known.replicas // known.world_size  # ranks of one copy have counted the same
 
+    part = known.forward_flops / known.model_flops if known.model_flops else 1.0  # of the model on this rank
     return Meter(
-        flops_per_token=step_flops(run.plan.facts) / (known.micro_batch * known.sequence),
+        flops_per_token=step_flops(run.plan.facts) / part / (known.micro_batch * known.sequence),
         peak_flops=peak and peak * known.world_size,
         sum_over_ranks=sum_over_ranks if known.world_size > 1 else lambda number: number,
     )

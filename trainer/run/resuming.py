@@ -120,8 +120,14 @@ def decide(config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> Resum
 
 def _copies(tree: Mapping[str, Any], world_size: int) -> int:
     """How many copies of the model the ranks of a run hold: what a step adds up over."""
-    known = resume_rules.leaves(tree)
-    return world_size // math.prod(int(known.get(axis.value, 1)) for axis in Axis)
+    return world_size // math.prod(int(_value(tree, axis.value) or 1) for axis in Axis)
+
+
+def _value(tree: Any, dotted: str) -> Any:
+    """What the config has under ``dotted``; None if it has nothing there."""
+    for name in dotted.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def set_aside(config: RunConfig, ranks: Ranks, resumed: Resumed | None) -> str:

@@ -48,10 +48,15 @@ class Saves:
 
 
 def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
-    """What a checkpoint of this plan takes: weights (of adapters alone, if there are), and the optimizer's state."""
+    """What a checkpoint of this plan takes: weights (of adapters alone, if there are), and the optimizer's state.
+
+    Where layers are divided over ranks, what is not divided counts for each of them, so it is rather too much.
+    """
 
     def over_ranks(kind: Kind) -> int:
-        return sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in plan.facts.units)
+        return plan.facts.run.tensor * sum(
+            plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in plan.facts.units
+        )
 
     weights = plan.facts.num_trainable * 4 if adapters else over_ranks(Kind.PARAM)
     return weights + over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from strategies.backends.tensor_shards import whole_shape
 from strategies.engine import StowOptimizer, state_file
 from strategies.state import saved_state
 from strategies.state.saved_state import Holder, Weights
@@ -150,7 +151,7 @@ def _needed(model: nn.Module) -> dict[str, tuple[int, ...]]:
     adapters = hasattr(model, "peft_config")
     named: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad or not adapters}
     named |= {} if adapters else dict(_buffers(model))
-    return {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in named.items()}
+    return {name: whole_shape(tensor) for name, tensor in named.items()}
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strategies.core.compose import degrees
 from strategies.core.layout import Site
 from strategies.core.plan import RUN, Place
+from strategies.core.protocol import Axis
 from strategies.core.registry import find
 from strategies.engine.memory import accelerator
 from strategies.planner.memory_rows import UPDATES
@@ -40,7 +42,9 @@ from trainer.model.shrink import (
     leaves,
     moving,
     shrink_model,
+    widen,
 )
+from trainer.planning.facts import run_facts
 from trainer.verify.differences import Difference, compare, repeat_sums, repeatable
 
 if TYPE_CHECKING:
@@ -104,7 +108,14 @@ def shrink(
 
     tree = config.tree()
     model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
-    small = shrink_model(load_config(config.model, VOCAB), layers)
+    least = max([layers, *(strategy.least_blocks() for strategy in config.strategies.values())])
+    hf_config = load_config(config.model, VOCAB)
+    small = shrink_model(hf_config, least)
+    divided = degrees(config.strategies)
+    widen(small, divided.get(Axis.TENSOR, 1))
+    if divided:  # parts of a model draw their own numbers
+        rates = hf_config.get_text_config().to_dict().items()
+        small |= {key: 0.0 for key, value in rates if "drop" in key and isinstance(value, float)}
     training = {key: value for key, value in tree["training"].items() if key in KEPT}
     if (config.training.bf16 or config.training.fp16) and not keep_optimizer:
         # Adam divides a gradient by its own size, which turns the rounding of a tiny gradient into a step of full
@@ -195,7 +206,8 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     prepared = Prepared(data, None, "random", "input_ids")
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
-    return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), prepared, machine, plan, None)
+    folder, form = Path(config.training.output_dir), order.form_of_stages(config) if plan.facts.cut else None
+    return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, None, form=form)
 
 
 def _tokenizer() -> Any:
@@ -210,13 +222,16 @@ def _tokenizer() -> Any:
 
 def full_weights(trainer: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
     """Parameters by name on rank 0, wherever their memory is. A collective."""
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    names = [name for name, _ in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()]
+    whole = trainer.pipeline is not None
+    state = trainer.whole_state() if whole else trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    names = [name for name, _ in trainer.accelerator.unwrap_model(trainer.whole).named_parameters()]
     return {name: state[name].detach().float().cpu().clone() for name in names} if ranks.is_first else {}
 
 
 def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     """Train the shrunk copy plainly and with the strategies of ``config``, and return the tensors that differ.
+
+    Ranks that hold one copy of the model together are compared with one rank of plain training.
 
     Raises:
         UserError: a run was refused.
@@ -224,7 +239,8 @@ def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
     """
     with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
         small = shrink(config, Path(name), steps)
-        plain = repeatable(lambda: _trained(num_ranks, without_strategies(small)))
+        copies = run_facts(small, num_ranks).replicas  # of the model; plain training has one on each rank
+        plain = repeatable(lambda: _trained(copies, without_strategies(small)))
         return compare(plain["weights"], _trained(num_ranks, small)["weights"])
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, TypeAlias
 
-from strategies.core.facts import WORTH_BYTES, Facts, Precision, RunFacts, Unit
+from strategies.core.facts import Facts, Precision, RunFacts, Unit
 from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.core.peak import Saved, backward_peak, forward_peak
 from strategies.core.plan import Kind, When
-from strategies.planner.activation_policy import by_policy
+from strategies.planner.activation_policy import WORTH_BYTES, by_policy
 from strategies.planner.cuts import MESSAGE_BYTES
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import inf
 
-from strategies.core.facts import Facts
+from strategies.core.facts import Facts, Precision
 from strategies.core.sizes import SHARE
 from strategies.planner.budget import device_budget
 from strategies.planner.hybrid.account import Account, Bytes, Chunked
@@ -117,8 +117,8 @@ def hybrid(
 
     Args:
         in_stages: facts of stages in torch's pipeline, by micro-batch; None: another engine runs them (``parts.py``).
-        known: facts of one tensor rank's share of the model, for each micro-batch and tensor degree to try; with
-            rates. Those of micro-batches that do not divide the batch are not used.
+        known: facts of one tensor rank's share of the model, for each micro-batch and each tensor degree that the
+            model allows; with rates. Those of micro-batches that do not divide the batch are not used.
 
     Raises:
         ValueError: the machine's rates are unknown, or operations were not counted.
@@ -147,7 +147,7 @@ class _Search:
         self._pricing = Pricing(self._models, cluster, rates)
         self._whole = Model(facts)
         blocks = self._whole.blocks
-        self._limits = Limits(run.heads, run.kv_heads or run.heads, blocks, cluster.per_machine)
+        self._limits = Limits(blocks, cluster.per_machine, run.precision is not Precision.FP32)
 
     def answer(self) -> Answer:
         """All of it."""

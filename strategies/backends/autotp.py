@@ -1,0 +1,88 @@
+"""DeepSpeed's tensor parallelism (AutoTP): which weights it divides, and of which models, as plain data.
+
+DeepSpeed is told which layers to divide, by the names below, instead of guessing it; the plan counts with the same
+names. In a block the first layers of attention and MLP are divided by columns (rows of ``weight``: whole heads, whole
+neurons) and the last ones by rows, so that ranks exchange once after attention and once after the MLP, and as often in
+backward:
+
+    columns   q_proj k_proj v_proj, gate_proj up_proj, fc1     weight and bias have 1/degree of their rows
+    rows      o_proj out_proj, down_proj fc2                   weight has 1/degree of its columns; the bias is whole
+    head      lm_head, unless it is tied                       rows, and the logits are gathered
+    whole     embeddings, norms, a tied head                   the same on all ranks, updated alike on each
+    summed    q_norm k_norm                                    whole; each rank has the gradient of its heads only
+
+Refused by name: every architecture that was not trained like this against plain training, see ``MODELS`` and ``WHY``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from math import gcd
+from typing import Any
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1")
+ROWS = ("o_proj", "out_proj", "down_proj", "fc2")
+HEAD = "lm_head"
+SUMMED = ("q_norm", "k_norm")
+# Architectures that train as without it (tests/parity/test_tensor.py), by Hugging Face's model_type.
+MODELS = ("llama", "mistral", "opt", "qwen2", "qwen3")
+WHY: Mapping[str, str] = {
+    "gpt2": "GPT-2 has queries, keys and values in one Conv1D, which AutoTP does not divide",
+    "mixtral": "the experts of Mixtral are weights of three dimensions, which AutoTP does not divide",
+}
+# What every rank has a whole number of, by the key of the model's configuration.
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim")
+
+
+class Cut(Enum):
+    """How a linear layer is divided."""
+
+    COLUMNS = "columns"
+    ROWS = "rows"
+    GATHERED = "columns, outputs gathered"
+
+
+def listed(words: Sequence[str]) -> str:
+    """2, 3 or 6"""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def cut_of(name: str, *, tied: bool) -> Cut | None:
+    """How the linear layer of that name is divided; None: it is whole. ``tied``: the head shares the embedding."""
+    last = name.rpartition(".")[2]
+    if last in COLUMNS:
+        return Cut.COLUMNS
+    if last in ROWS:
+        return Cut.ROWS
+    return Cut.GATHERED if name == HEAD and not tied else None
+
+
+def partition(*, tied: bool) -> dict[str, Any]:
+    """What DeepSpeed is told besides the degree, as JSON."""
+
+    def spec(names: tuple[str, ...], kind: str, **more: bool) -> dict[str, Any]:
+        return {"patterns": [rf".*\.({'|'.join(names)})\.weight$"], "partition_type": kind, **more}
+
+    head = {"patterns": [rf"{HEAD}\.weight$"], "partition_type": "column", "gather_output": True}
+    specs = [spec(COLUMNS, "column"), spec(ROWS, "row"), spec(SUMMED, "skip", grad_allreduce=True)]
+    specs += [] if tied else [head]
+    return {
+        "vocab_parallel_lm_head": False,
+        "partition_config": {"use_default_specs": False, "layer_specs": specs},
+    }
+
+
+def complaints(model: Mapping[str, Any], degree: int) -> Iterator[str]:
+    """Why a model with this configuration cannot be divided, one line each; with what could be written instead."""
+    kind = model.get("model_type")
+    if kind not in MODELS:
+        why = WHY.get(str(kind), f"{kind} was not compared with plain training")
+        yield f"{why}; architectures that can be divided: {', '.join(MODELS)}; others with strategies.zero alone"
+        return
+    sizes = {key: size for key in DIVIDED if isinstance(size := model.get(key), int)}
+    fits = [str(count) for count in range(2, gcd(*sizes.values()) + 1) if not gcd(*sizes.values()) % count]
+    for key, size in sizes.items():
+        if size % degree:
+            instead = f"write {listed(fits)}" if fits else "no degree divides all of its sizes; leave it out"
+            yield f"must divide model.config.{key}, which is {size}; {instead}"

@@ -1,0 +1,120 @@
+"""Weights that DeepSpeed's AutoTP has divided: which part this rank has, whole weights again, and the norm over parts.
+
+DeepSpeed notes on each divided parameter along which dimension it was divided and into which sizes. A parameter without
+that note is the same on all ranks of a copy.
+
+Invariant. The norm of the gradients counts a divided gradient's parts once each and a whole gradient once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of a parameter: ``sizes[index]`` elements of dimension ``dim`` of ``shape``."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    index: int
+    shape: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return sum(self.sizes[: self.index])
+
+    @property
+    def stop(self) -> int:
+        """The one after the last."""
+        return self.start + self.sizes[self.index]
+
+
+def shard_of(param: Any) -> Shard | None:
+    """This rank's part of ``param``; None if it has the whole."""
+    note = getattr(param, "ds_autotp_universal_checkpoint_meta", None)
+    if note is None or note["partition_dim"] is None:
+        return None
+    return Shard(note["partition_dim"], tuple(note["partition_sizes"]), tensor_rank(), tuple(note["original_shape"]))
+
+
+def tensor_rank() -> int:
+    """This rank among those of its copy of the model, where AutoTP has divided it."""
+    from deepspeed.utils import groups
+
+    return int(groups.get_tensor_model_parallel_rank())
+
+
+def is_first(params: Iterable[Any]) -> bool:
+    """Whether this rank writes what all ranks of its copy have; any rank does where nothing is divided."""
+    return not any(shard_of(param) for param in params) or tensor_rank() == 0
+
+
+def whole_shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of a weight before any rank divided it, also under ZeRO stage 3."""
+    shard = shard_of(tensor)
+    return shard.shape if shard is not None else tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def group() -> Any:
+    """The ranks of this copy of the model."""
+    from deepspeed.utils import groups
+
+    return groups.get_tensor_model_parallel_group()
+
+
+@torch.no_grad()
+def state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """All that is in the state dict, whole and on the CPU, one tensor at a time; a collective.
+
+    Args:
+        keep: return it; other ranks only send.
+    """
+    found: dict[str, Tensor] = {}
+    same: dict[int, Tensor] = {}  # a tied weight is gathered once
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in same:
+            whole = _whole(tensor).cpu()
+            same[id(tensor)] = whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
+            if not keep:
+                same[id(tensor)] = torch.empty(0)
+        found[name] = same[id(tensor)]
+    return found if keep else {}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    shard = shard_of(tensor)
+    if shard is None:
+        return tensor.detach()
+    largest = max(shard.sizes)
+    part = tensor.detach().movedim(shard.dim, 0)
+    mine = part.new_zeros(largest, *part.shape[1:])
+    mine[: part.shape[0]] = part
+    parts = [torch.empty_like(mine) for _ in shard.sizes]
+    torch.distributed.all_gather(parts, mine, group=group())
+    cut = [each[:size] for each, size in zip(parts, shard.sizes, strict=True)]
+    return torch.cat(cut).movedim(0, shard.dim).contiguous()
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """As torch's, over all parts of the gradients; a collective. Returns the norm before clipping."""
+    params = [param for param in parameters if param.grad is not None]
+    device = params[0].device
+    of_parts = _norm(device, (param.grad for param in params if shard_of(param) is not None)).square()
+    torch.distributed.all_reduce(of_parts, group=group())
+    of_whole = _norm(device, (param.grad for param in params if shard_of(param) is None)).square()
+    norm = (of_parts + of_whole).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm
+
+
+def _norm(device: torch.device, grads: Iterator[Tensor | None]) -> Tensor:
+    norms = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)

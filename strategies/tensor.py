@@ -1,0 +1,121 @@
+"""Tensor parallelism: the linear layers of attention and MLP are divided over ranks, which compute each layer together.
+
+Problem. ZeRO divides the training state, but every rank still runs whole layers: their weights, gathered or not, and
+what they save for backward must fit on one device.
+
+Arithmetic, for P parameters of which L are in divided layers, degree T, D copies of the model (N = T x D ranks):
+    weights per rank      P - L + L / T, and with them gradients, masters and moments, of which ZeRO takes 1 / D
+    saved for backward    attention's and the MLP's inner activations / T; the hidden states between them are whole
+    exchanged             four all-reduces of the hidden states per block and micro-batch, two of them in backward
+
+Invariant. Ranks of one copy are given the same rows and compute the same hidden states, so what is not divided stays
+equal on them to the last bit without being sent. The product of a layer divided by rows is summed in another order
+than in plain training, so that a step is equal to rounding only: tests hold it to 1e-12 in fp64, with SGD and clipping.
+
+Dropout between layers draws the same mask on all ranks of a copy. Inside attention every rank has other heads and
+draws another mask (``strategies/backends/tensor_dropout.py``).
+
+DeepSpeed's AutoTP does the work. Which layers it divides is said in ``strategies/backends/autotp.py``, how many bytes
+that leaves on a rank is counted on such a model (``trainer/model/tensor_share.py``), so the other strategies decide
+about one rank's part.
+
+Refused: ZeRO stage 3; stage 0 in mixed precision, for which DeepSpeed counts the gradients of one rank only where it
+clips; strategies that take whole layers or change what the layers run; adapters; compiled models; Adafactor and
+Adagrad; keeping products for backward, which would be summed twice; architectures that were not compared with plain
+training; sizes that do not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from strategies.backends import autotp, deepspeed
+from strategies.core.facts import Facts, Precision, RunFacts
+from strategies.core.plan import RUN, Decision, EngineSet, Plan
+from strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KEY = "strategies.tensor.degree"
+_SUMS = "ranks sum the parts of a product in another order than one rank does, and Adam enlarges what differs"
+_ROUNDING = "DeepSpeed computes with weights and gradients rounded to 16 bits; plain training autocasts fp32 weights"
+_OTHERS: Mapping[str, str] = {
+    "offload": "its engine moves whole layers; write strategies.zero with stage 1 or 2 instead of strategies.offload",
+    "linear": "it replaces products of whole layers; leave strategies.linear out",
+    "cross_entropy": "it multiplies by the whole head; leave strategies.cross_entropy out",
+}
+_OPTIMIZERS: Mapping[str, str] = {
+    "adafactor": "its state is of whole rows and columns, which strategies.tensor divides",
+    "adagrad": "it makes its state before strategies.tensor divides the weights",
+}
+
+
+class Tensor(Strategy):
+    """Divide attention and MLP layers over ``degree`` ranks that compute each layer together.
+
+    Each copy of the model takes that many ranks; further ranks are further copies, with other data. Ranks exchange
+    hidden states four times per block, so the ranks of a copy belong on one machine with a fast link.
+    """
+
+    phase = Phase.WHO
+    needs_ranks = True
+    implies = {"zero": {"stage": 1}}
+    requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
+    excludes = {
+        "model.lora": "strategies.tensor divides the layers that adapters are added to",
+        **dict.fromkeys(
+            ("training.torch_compile", "training.torch_compile_backend", "training.torch_compile_mode"),
+            "strategies.tensor exchanges inside every layer, which is not compiled",
+        ),
+    }
+    examples = ({"degree": 2},)
+
+    degree: int = Field(ge=2, description="Ranks that hold one copy of the model together.")
+
+    def parity(self, run: RunFacts) -> Parity:
+        """Equal to rounding in fp32; fp64 is in the tests."""
+        if run.precision is not Precision.FP32:
+            return Parity(2e-2, _ROUNDING)
+        return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)
+
+    def divides(self) -> Mapping[Axis, int]:
+        return {Axis.TENSOR: self.degree}
+
+    def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
+        for name, why in _OTHERS.items():
+            if name in others:
+                yield Refusal(KEY, self.degree, f"cannot go with strategies.{name}: {why}")
+        stage = getattr(others.get("zero"), "stage", None)
+        if stage == 3:
+            yield Refusal(
+                "strategies.zero.stage", 3, "cannot go with strategies.tensor, which divides weights; write 2"
+            )
+        if stage == 0 and run.precision is not Precision.FP32:
+            cure = "DeepSpeed clips it by the norm of one rank's gradients under strategies.tensor; write 1 or 2"
+            yield Refusal("strategies.zero.stage", 0, cure)
+        policy = getattr(others.get("recompute"), "policy", "full")
+        if policy in ("selective", "auto"):  # a kept product would be summed over the ranks once more
+            cure = "strategies.tensor sums products over ranks in place, so they cannot be kept; write full"
+            yield Refusal("strategies.recompute.policy", policy, cure)
+        if run.optim in _OPTIMIZERS:
+            yield Refusal("training.optim", run.optim, f"{_OPTIMIZERS[run.optim]}; write adamw_torch_fused")
+
+    def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
+        for why in autotp.complaints(model, self.degree):
+            yield Refusal(KEY, self.degree, why)
+
+    def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
+        """The shares are those of one rank's part of the model, which ``zero`` decides about."""
+        reason = f"attention and MLP divided over {self.degree} ranks"
+        for key, value in deepspeed.tensor_keys(self.degree).items():
+            yield EngineSet(unit=RUN, reason=reason, key=f"tensor_parallel.{key}", value=value)
+
+    def apply(self, model: nn.Module, plan: Plan) -> None:
+        """Let attention draw another dropout mask on each rank."""
+        from strategies.backends import tensor_dropout
+
+        tensor_dropout.apart(model, plan.facts.run.grid)

@@ -1,0 +1,180 @@
+"""Pipelines on two real ranks against one process that accumulates: every schedule, by bits.
+
+Micro-batches differ in length, the last has fewer rows, and some steps have fewer of them, as at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from strategies.backends.pipeline_gradients import StageGradients
+from strategies.backends.pipelining import Pipeline
+from strategies.backends.stages import CannotCut, Stage, form_of
+from strategies.planner.cuts import Schedule
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+
+STEPS = (4, 4, 3, 1, 6)  # micro-batches of each step
+NORM = 0.05
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def model_of(kind: str, **config: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **config}))
+    made.config.use_cache = False
+    return made
+
+
+def micro_batches(step: int, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(step)
+    for number in range(count):
+        rows = 1 if number == count - 1 else 2
+        ids = torch.randint(1, 128, (rows, 10 + int(torch.randint(0, 8, (1,), generator=draw))), generator=draw)
+        mask = torch.ones_like(ids)
+        mask[0, -3:] = 0
+        yield {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def loss_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    loss: torch.Tensor = model(**inputs, num_items_in_batch=50).loss
+    return loss
+
+
+def expected(tied: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Losses and norms of each step, and the weights after them, of one process."""
+    model = model_of("llama", tie_word_embeddings=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: list[Any] = []
+    for step, count in enumerate(STEPS):
+        losses = [loss_of(model, each) for each in micro_batches(step, count)]
+        for loss in losses:
+            loss.backward()
+        seen.append(([loss.item() for loss in losses], clip_grad_norm_(model.parameters(), NORM).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def pipelined(ranks: Ranks, schedule: str, tied: bool) -> dict[str, Any]:
+    """The same on two stages; each rank compares what it has."""
+    kind = Schedule(schedule)
+    model = model_of("llama", tie_word_embeddings=tied)
+    form = form_of(model_of("llama", tie_word_embeddings=tied), next(micro_batches(0, 2)))
+    blocks = [f"model.layers.{index}" for index in range(4)]
+    parts = [blocks[:1], blocks[1:]] if kind.parts_per_stage == 1 else [[block] for block in blocks]
+    mine = [part for part in range(len(parts)) if kind.stage_of(part, 2) == ranks.rank]
+    stage = Stage(model, parts, mine, form)
+    group = dist.group.WORLD
+    assert group is not None
+    pipeline = Pipeline(stage, kind, group, torch.device("cpu"))
+    gradients = StageGradients(pipeline, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen, waiting = [], list[tuple[int, int]]()
+    for step, count in enumerate(STEPS):
+        losses = pipeline.step(list(micro_batches(step, count)), lambda inputs: loss_of(model, inputs))
+        waiting += under_way(pipeline, kind, count)
+        gradients.complete()
+        seen.append((losses.tolist(), gradients.clip(NORM).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted, weights = expected(tied)
+    there = stage.names()
+    far = {name: float((there[name] - weights[name]).abs().max()) for name in there}
+    everyones: list[Any] = [None, None]
+    about = {"same": seen == wanted, "names": list(there), "far": max(far.values()), "waiting": waiting}
+    dist.all_gather_object(everyones, about)
+    return {"ranks": everyones, "whole": list(weights)}
+
+
+def under_way(pipeline: Pipeline, kind: Schedule, count: int) -> Iterator[tuple[int, int]]:
+    """Of each part here: micro-batches between forward and backward in torch's schedule, and as planned."""
+    assert pipeline._made is not None
+    order = getattr(pipeline._made[1], "pipeline_order", None)
+    if order is None or not pipeline._fits(count):
+        return
+    now, most = Counter[int](), Counter[int]()
+    for action in filter(None, order[pipeline.position]):
+        for each in action.sub_actions or (action,) if hasattr(action, "sub_actions") else (action,):
+            what = each.computation_type.name
+            now[each.stage_index] += {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_INPUT": -1}.get(what, 0)
+            most[each.stage_index] = max(most[each.stage_index], now[each.stage_index])
+    for part, seen in most.items():
+        yield seen, kind.in_flight(part, 2, count)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", [each.value for each in Schedule])
+def test_bits_of_one_process(schedule: str) -> None:
+    found = run_world(2, pipelined, schedule, False, deepspeed=False)
+    assert [each["same"] for each in found["ranks"]] == [True, True], "losses and norms"
+    assert max(each["far"] for each in found["ranks"]) == 0.0
+    assert sorted(name for each in found["ranks"] for name in each["names"]) == sorted(found["whole"])
+    waiting = [pair for each in found["ranks"] for pair in each["waiting"]]
+    assert waiting
+    assert all(seen <= planned for seen, planned in waiting)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_tied_head(schedule: str) -> None:
+    """At two ends its gradients are added in another order (1f1b), and torch computes one of them apart (zbv)."""
+    found = run_world(2, pipelined, schedule, True, deepspeed=False)
+    assert max(each["far"] for each in found["ranks"]) < 1e-5, "five steps of AdamW with a rate of 1e-2"
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16, "num_key_value_heads": 2},
+    "gemma2": {"head_dim": 16, "num_key_value_heads": 2},
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 32},
+    "gpt_neox": {},
+    "bloom": {"n_layer": 4, "n_head": 4},
+    "mamba": {"state_size": 8},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_this_architecture_run_apart(kind: str) -> None:
+    """``form_of`` itself compares loss and gradients of parts with those of the whole, by bits."""
+    assert form_of(model_of(kind, **KINDS[kind]), next(micro_batches(0, 2))).width == 64
+
+
+def test_blocks_that_need_more_than_hidden_states_are_refused() -> None:
+    model = model_of("llama")
+
+    def add_embedding(module: Any, given: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + model.model.embed_tokens(torch.ones(1, 1, dtype=torch.long))
+
+    model.model.layers[2].register_forward_hook(add_embedding, with_kwargs=True)
+    with pytest.raises(CannotCut, match="results differ"):
+        form_of(model, next(micro_batches(0, 2)))
+    twice = model_of("llama")
+
+    def first_again(module: Any, given: Any, kwargs: Any, output: torch.Tensor) -> Any:
+        return twice.model.layers[0](output, **kwargs)
+
+    twice.model.layers[1].register_forward_hook(first_again, with_kwargs=True)
+    with pytest.raises(CannotCut, match="does not run each block once"):
+        form_of(twice, next(micro_batches(0, 2)))

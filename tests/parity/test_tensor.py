@@ -1,0 +1,164 @@
+"""Tensor parallelism on real ranks against plain training of one copy per rank: every architecture that is not refused.
+
+SGD with clipping is what is compared: Adam divides each gradient by its own size and would hide a wrong norm, and it
+enlarges rounding. Rows have different numbers of trained tokens, so that losses are weighted, too.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.backends import autotp
+from strategies.core.plan import Kind as Bytes
+from tests.helpers.moves import ROWS, Kind, made
+from tests.helpers.tiny import LLAMA, OPT, QWEN3, VOCAB
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+from trainer.verify.differences import compare
+from trainer.verify.verify import full_weights
+
+pytestmark = pytest.mark.ranks
+STEPS, TOLERANCE = 4, 2e-6
+SGD: Mapping[str, Any] = {
+    "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.05, "save_strategy": "no", "warmup_steps": 0,
+    "gradient_accumulation_steps": 2, "weight_decay": 0.0,
+}  # fmt: skip
+UNEVEN = [
+    {"input_ids": row["input_ids"], "labels": [-100] * (5 * number % 11) + row["labels"][5 * number % 11 :]}
+    for number, row in enumerate(ROWS)
+]
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**LLAMA, "attention_bias": True, "mlp_bias": True, "vocab_size": VOCAB + 1},  # an odd head
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 4},
+    "opt": {**OPT, "do_layer_norm_before": False},
+    "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": QWEN3,
+}
+# Adding to all keys what queries multiply alike changes no softmax, so the gradient of OPT's is rounding alone.
+NOISE = "self_attn.k_proj.bias"
+
+
+def trained(ranks: Ranks, config: Any) -> dict[str, Any]:
+    """Weights, losses and norms; of all ranks the elements, and what differs between ranks of one copy."""
+    trainer = made(ranks, config, some=UNEVEN)
+    try:
+        trainer.train()
+        history = [record for record in trainer.state.log_history if "loss" in record]
+        found = {key: [record[key] for record in history] for key in ("loss", "grad_norm")}
+        return {"weights": full_weights(trainer, ranks), **found, **(of_ranks(trainer) if ranks.world_size > 1 else {})}
+    finally:
+        trainer.accelerator.free_memory()
+
+
+def of_ranks(trainer: Any) -> dict[str, Any]:
+    grid, rank = trainer.accelerator.grid, torch.distributed.get_rank()
+    mine = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    every: list[Any] = [None] * grid.world_size
+    torch.distributed.all_gather_object(every, mine)
+    others = [every[other] for group in grid.tensor_groups() if rank in group for other in group]
+    named = trainer.model.named_parameters()
+    whole = [name for name, param in named if not getattr(param, "tensor_model_parallel", False)]
+    return {
+        "elements": [sum(value.numel() for value in each.values()) for each in every],
+        "planned": trainer.plan.total(Bytes.PARAM) // 4,
+        "apart": [name for name in whole if not all(torch.equal(mine[name], other[name]) for other in others)],
+        "whole": whole,
+    }
+
+
+def same(plain: dict[str, Any], found: dict[str, Any]) -> None:
+    worst = {each.name: each.relative for each in compare(plain["weights"], found["weights"]) if NOISE not in each.name}
+    assert max(worst.values(), default=0.0) < TOLERANCE, worst
+    assert found["loss"] == pytest.approx(plain["loss"], rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=TOLERANCE)
+    assert min(plain["grad_norm"]) > 10 * SGD["max_grad_norm"], "clipping has to trigger"
+
+
+def test_every_architecture_that_is_not_refused_is_here() -> None:
+    assert sorted(MODELS) == sorted(autotp.MODELS)
+
+
+@pytest.mark.parametrize(("model", "stage"), [(name, index % 3) for index, name in enumerate(MODELS)])
+def test_as_plain(model: str, stage: int, tmp_path: Path) -> None:
+    options = {"tensor": {"degree": 2}, "zero": {"stage": stage}}
+    plain = run_world(1, trained, Kind(1, {}, SGD, MODELS[model]).config(tmp_path, STEPS))
+    found = run_world(2, trained, Kind(2, options, SGD, MODELS[model]).config(tmp_path, STEPS))
+    same(plain, found)
+    assert found["apart"] == [] and len(found["whole"]) > 3
+    assert found["elements"][0] == found["planned"] < 0.8 * sum(value.numel() for value in plain["weights"].values())
+    assert found["elements"][0] - found["elements"][1] == (LLAMA["hidden_size"] if model == "llama" else 0)
+
+
+def test_two_copies(tmp_path: Path) -> None:
+    """Four ranks as tensor 2 x data 2, as two ranks of plain training; blocks are recomputed."""
+    plain = run_world(2, trained, Kind(2, {}, SGD, OPT).config(tmp_path, STEPS))
+    options = {"tensor": {"degree": 2}, "zero": {"stage": 2}, "recompute": {"policy": "full"}}
+    same(plain, run_world(4, trained, Kind(4, options, SGD, OPT).config(tmp_path, STEPS)))
+
+
+def in_fp64(ranks: Ranks) -> dict[str, Any]:
+    """Layers that DeepSpeed divided, and the same undivided, both with SGD; its engine reduces no fp64 gradients."""
+    from copy import deepcopy
+
+    import deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from strategies.backends import tensor_shards
+
+    torch.manual_seed(0)
+    plain: Any = LlamaForCausalLM(LlamaConfig(**LLAMA)).double()
+    model = deepcopy(plain)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "tensor_parallel": {"autotp_size": 2, **autotp.partition(tied=False)},
+        "steps_per_print": 1 << 60,
+    }
+    rules = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (plain, model)]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=rules[1], config=config)
+    worst = 0.0
+    for step in range(STEPS):
+        ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
+        losses = [each(input_ids=ids, labels=ids).loss for each in (plain, engine.module)]
+        for loss in losses:
+            loss.backward()
+        norms = (
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+            tensor_shards.clip_grad_norm_(model.parameters(), 0.5),
+        )
+        assert norms[0] > 0.5
+        for rule in rules:
+            rule.step()
+            rule.zero_grad()
+        worst = max(worst, float((losses[0] - losses[1]).abs()), float((norms[0] - norms[1]).abs()))
+    weights = tensor_shards.state_dict(engine.module, keep=True)
+    worst = max(worst, *(float((weights[name] - each).abs().max()) for name, each in plain.state_dict().items()))
+    return {"worst": worst, "dtype": str(weights["lm_head.weight"].dtype)}
+
+
+def test_in_fp64() -> None:
+    """What differs in fp32 is rounding: in fp64 there are nine more digits of equality."""
+    found = run_world(2, in_fp64)
+    assert found["dtype"] == "torch.float64" and found["worst"] < 1e-14
+
+
+def with_dropout(ranks: Ranks, config: Any) -> dict[str, Any]:
+    trainer = made(ranks, config, some=UNEVEN)
+    try:
+        trainer.train()
+        states: list[Any] = [None] * ranks.world_size
+        torch.distributed.all_gather_object(states, torch.get_rng_state())
+        return {**of_ranks(trainer), "drawn alike": all(torch.equal(states[0], state) for state in states)}
+    finally:
+        trainer.accelerator.free_memory()
+
+
+def test_dropout_keeps_ranks_together(tmp_path: Path) -> None:
+    """Between layers and inside attention, recomputed: what is not divided stays equal, and so do the generators."""
+    model = {**OPT, "dropout": 0.1, "attention_dropout": 0.3}
+    kind = Kind(2, {"tensor": {"degree": 2}}, {**SGD, "gradient_checkpointing": True}, model)
+    found = run_world(2, with_dropout, kind.config(tmp_path, STEPS))
+    assert found["apart"] == [] and found["drawn alike"]

@@ -1,0 +1,123 @@
+"""Cutting a model into parts: the least longest part, the stage of each, and what a stage's facts are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+
+from strategies.core.facts import Facts, Param, Unit, UnitKind
+from strategies.core.grid import Grid
+from strategies.core.protocol import Refusal, Strategy
+from strategies.core.registry import find
+from strategies.planner.cuts import Schedule, cut, work
+from strategies.report.rank_grid import picture
+from tests.helpers.fakes import block, facts
+
+
+def model(*sizes: int, table: int = 7) -> tuple[Unit, ...]:
+    """An embedding of ``table`` elements, blocks of these sizes, and a head tied to it."""
+    blocks = [block(index, size) for index, size in enumerate(sizes)]
+    return (
+        Unit("embedding", UnitKind.EMBEDDING, table, table),
+        *blocks,
+        Unit("head", UnitKind.HEAD, 1, 1),
+    )
+
+
+def test_no_other_cut_has_a_shorter_longest_part() -> None:
+    draw = Random(0)
+    for _ in range(200):
+        units = model(*(draw.randint(1, 9) for _ in range(draw.randint(3, 7))), table=draw.randint(0, 9))
+        stages = draw.randint(2, 3)
+        costs = work(units)
+
+        def longest(parts: list[list[str]], costs: dict[str, int] = costs) -> int:
+            return max(sum(costs[name] for name in part) for part in parts)
+
+        names = [unit.name for unit in units]
+        every = combinations(range(2, len(names) - 1), stages - 1)  # a block in front of each border and behind it
+        cuts = ([0, *borders, len(names)] for borders in every)
+        best = min(longest([names[i:j] for i, j in pairwise(at)]) for at in cuts)
+        found = cut(units, Schedule.GPIPE, stages)
+        assert longest([list(part) for part in found.parts]) == best
+        assert [name for part in found.parts for name in part] == names
+
+
+def test_a_head_counts_as_much_as_its_products() -> None:
+    parts = cut(model(10, 10, 10, 10, table=20), Schedule.ONE_F_ONE_B, 2).parts
+    assert parts == (
+        ("embedding", "layers.0", "layers.1", "layers.2"),
+        ("layers.3", "head"),
+    )
+
+
+def test_stages_of_parts() -> None:
+    four = model(1, 1, 1, 1)
+    assert cut(four, Schedule.INTERLEAVED, 2).stages == (0, 1, 0, 1)
+    assert cut(four, Schedule.ZBV, 2).stages == (0, 1, 1, 0)
+    assert cut(four, Schedule.ZBV, 2).of_stage(0) == [0, 3]
+
+
+def test_cuts_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="the model has 3 blocks, and zbv on 2 stages takes 4 parts"):
+        cut(model(1, 1, 1), Schedule.ZBV, 2)
+    for blocks in ([1, 1, 1], [2, 2], [0, 3]):
+        with pytest.raises(ValueError, match="must be 2 numbers of at least 1 that add up to the model's 3 blocks"):
+            cut(model(1, 1, 1), Schedule.GPIPE, 2, blocks)
+    assert [len(part) for part in cut(model(1, 1, 1), Schedule.GPIPE, 2, [2, 1]).parts] == [3, 2]
+
+
+def pipeline(**options: object) -> Strategy:
+    return find("pipeline").model_validate({"stages": 2, **options})
+
+
+def known(accumulation: int, rank_count: int = 2) -> Facts:
+    units = tuple(replace(unit, saved_bytes=100) for unit in model(10, 10, 10, table=7))
+    params = [Param(f"{unit.name}.weight", unit.name, unit.num_params, "float32", 0) for unit in units]
+    params[0] = replace(params[0], users=("head",))
+    made = facts(*units, world_size=rank_count, accumulation=accumulation, stages=2)
+    return replace(made, params=tuple(params))
+
+
+def test_the_facts_of_a_stage() -> None:
+    first, last = (pipeline().narrowed(known(8), rank) for rank in (0, 1))
+    assert [unit.name for unit in first.units] == ["embedding", "layers.0", "layers.1"]
+    assert {unit.saved_bytes for unit in first.units} == {200}, "1f1b: two micro-batches are under way in stage 0"
+    assert {unit.saved_bytes for unit in last.units} == {100}
+    assert last.units[-1].num_params == 1 + 7, "the head has a copy of the tied table"
+    assert {unit.saved_bytes for unit in pipeline(schedule="gpipe").narrowed(known(8), 1).units} == {800}
+    assert first.loaded_bytes == known(8).loaded_bytes, "each rank loads the whole model and cuts it"
+
+
+def refused(strategy: Strategy, made: Facts, **others: Strategy) -> list[str]:
+    return [str(each) for each in strategy.refusals(made.run, {"pipeline": strategy, **others})]
+
+
+def test_refusals() -> None:
+    zero = find("zero").model_validate({"stage": 2})
+    (line,) = refused(pipeline(), known(8), zero=zero)
+    assert line.startswith("strategies.zero = 'on': cannot go with strategies.pipeline; stages hold different weights")
+    (line,) = refused(pipeline(), known(1))
+    assert line == "training.gradient_accumulation_steps = 1: 1f1b on 2 stages takes at least 2 micro-batches"
+    (line,) = refused(pipeline(schedule="interleaved"), known(5))
+    assert line.endswith("interleaved on 2 stages takes full rounds; write 4 or 6")
+    assert refused(pipeline(schedule="dualpipev"), known(4)) == []
+    with pytest.raises(Refusal, match=r"strategies.pipeline.blocks = \[3, 1\]"):
+        pipeline(blocks=[3, 1]).narrowed(known(8), 0)
+
+
+def test_the_picture_of_the_grid() -> None:
+    assert picture(Grid(stages=2, replicas=2, tensor=2)) == [
+        "ranks: pipeline 2 x data 2 x tensor 2",
+        "           data 0  data 1",
+        "  stage 0  0 = 1   2 = 3",
+        "             |       |",
+        "  stage 1  4 = 5   6 = 7",
+        "  = exchange in every layer; | send hidden states and their gradients; ranks of a row add up gradients once "
+        "per step",
+    ]
+    assert picture(Grid(replicas=8)) == []
+    assert len(picture(Grid(64, 16, 1))) < 25

@@ -1,0 +1,142 @@
+"""Tensor parallelism without ranks: what is refused, one rank's part in numbers, masks of dropout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from strategies.backends import tensor_dropout
+from strategies.core.grid import Grid
+from tests.helpers.tiny import GPT2, LLAMA, OPT, run_config
+from trainer.config.load import load
+from trainer.dist.ranks import Ranks
+from trainer.errors import ConfigError
+from trainer.planning import facts
+from trainer.planning.from_config import check_options
+from trainer.run import order
+
+CONFIG = """\
+model:
+  config: {model_type: llama, hidden_size: 48, num_attention_heads: 6, num_key_value_heads: 6, intermediate_size: 96}
+  tokenizer: none
+data: {path: missing.jsonl}
+training: {output_dir: run}
+strategies:
+  tensor: {degree: 2}
+"""
+KINDS = "architectures that can be divided: llama, mistral, opt, qwen2, qwen3; others with strategies.zero alone"
+CASES: list[tuple[list[str], str]] = [
+    (["strategies.zero.stage=3"], "zero.stage = 3: cannot go with strategies.tensor, which divides weights; write 2"),
+    (["strategies.zero.stage=0", "training.bf16=true"], "under strategies.tensor; write 1 or 2"),
+    (["strategies.offload={}"], "write strategies.zero with stage 1 or 2 instead of strategies.offload"),
+    (["strategies.linear={}"], "it replaces products of whole layers; leave strategies.linear out"),
+    (["strategies.cross_entropy={}"], "it multiplies by the whole head; leave strategies.cross_entropy out"),
+    (["strategies.recompute.policy=auto"], "sums products over ranks in place, so they cannot be kept; write full"),
+    (["training.optim=adagrad"], "it makes its state before strategies.tensor divides the weights; write adamw"),
+    (["training.optim=adafactor"], "which strategies.tensor divides; write adamw_torch_fused"),
+    (["model.lora={r: 2}"], "strategies.tensor divides the layers that adapters are added to; keep one of the two"),
+    (["training.torch_compile=true"], "strategies.tensor exchanges inside every layer, which is not compiled; keep"),
+    (["strategies.tensor.degree=4"], "= 4: must divide model.config.num_attention_heads, which is 6; write 2, 3 or 6"),
+    (["model.config.num_key_value_heads=3"], "= 2: must divide model.config.num_key_value_heads, which is 3; write 3"),
+    (["model.config.intermediate_size=97"], "which is 97; no degree divides all of its sizes; leave it out"),
+    (["model.config.model_type=mixtral"], f"three dimensions, which AutoTP does not divide; {KINDS}"),
+    (["model.config.model_type=gemma"], f"gemma was not compared with plain training; {KINDS}"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), CASES, ids=[overrides[0] for overrides, _ in CASES])
+def test_refused_before_data_is_read(
+    overrides: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # there is no data
+    Path("x.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError) as caught:
+        config = load(Path("x.yaml"), overrides)
+        check_options(config, 4)
+        order.prepare(config, Ranks())
+    assert line in caught.value.lines[0], caught.value.lines
+    keys = ("x.yaml:7: strategies.tensor.degree = 2", f"command line: {overrides[0].split('=')[0]} = ")
+    assert caught.value.lines[0].startswith(keys), caught.value.lines
+
+
+def test_gpt2_is_refused() -> None:
+    with pytest.raises(ConfigError, match="GPT-2 has queries, keys and values in one Conv1D, which AutoTP does not"):
+        facts.count_model(run_config(GPT2, strategies={"tensor": {"degree": 2}}))
+
+
+def test_a_world_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one replica takes tensor 2 = 2 ranks: start 2 or 4 ranks, not 3"):
+        check_options(run_config(strategies={"tensor": {"degree": 2}}), 3)
+
+
+def counted(config: dict[str, Any], **strategies: Any) -> facts.ModelCount:
+    return facts.count_model(run_config(config, strategies=strategies))
+
+
+@pytest.mark.parametrize("model", [LLAMA, OPT], ids=["llama", "opt"])
+def test_one_ranks_part(model: dict[str, Any]) -> None:
+    """Weights by formula; what forward saves and computes is between a half and all of it."""
+    whole, part = counted(model, zero={"stage": 1}), counted(model, tensor={"degree": 2})
+    assert (part.model_params, part.model_flops) == (sum(u.num_params for u in whole.units), whole.forward_flops)
+    width, inner, block = 32, 64, (whole.units[1].num_params, part.units[1].num_params)
+    if model is LLAMA:
+        attention = 2 * width * width + 2 * width * width // 2  # two heads of keys and of values
+        assert block[0] - block[1] == (attention + 3 * width * inner) // 2
+        head = whole.units[-1].num_params - width  # the norm is whole
+        assert part.units[-1].num_params - width == head // 2
+    else:
+        divided = 4 * width * width + 3 * width + 2 * width * inner + inner  # two biases are whole
+        assert block[0] - block[1] == divided // 2
+        assert part.units[-1] == whole.units[-1] and part.tied, "a tied head is whole"
+    assert 0.5 < part.units[1].saved_bytes / whole.units[1].saved_bytes < 1
+    assert 0.5 <= part.forward_flops / whole.forward_flops < 0.6
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drop(hidden)
+
+
+class Model(nn.Module):
+    """Dropout before, inside and after attention; the outputs of each one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"attention_dropout": 0.5})()
+        self.self_attn, self.drop = Attention(), nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.drop(hidden), self.self_attn(hidden), self.self_attn(hidden), self.drop(hidden)])
+
+
+def masks(monkeypatch: pytest.MonkeyPatch, rank: int, *, recomputed: bool = False) -> torch.Tensor:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    model, hidden = Model(), torch.ones(64, requires_grad=True)
+    assert tensor_dropout.apart(model, Grid(replicas=2, tensor=2)) == 1
+    torch.manual_seed(7)
+    found = checkpoint(model, hidden, use_reentrant=False) if recomputed else model(hidden)
+    found.sum().backward()
+    assert torch.equal(hidden.grad, found.detach().sum(0)), "backward has the masks of forward"
+    return torch.cat([found.detach(), torch.rand(1, 64)])
+
+
+def test_masks_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = masks(monkeypatch, 2), masks(monkeypatch, 3)
+    for place, same in enumerate((True, False, False, True, True)):
+        assert torch.equal(first[place], second[place]) is same, place
+    assert not torch.equal(first[1], first[2]) and not torch.equal(first[1], first[0])
+    assert torch.equal(masks(monkeypatch, 0), first), "the ranks of another copy are given other rows"
+    assert torch.equal(masks(monkeypatch, 3, recomputed=True), second)
+
+
+def test_no_masks_no_hooks() -> None:
+    model = Model()
+    model.config.attention_dropout = 0.0
+    assert tensor_dropout.apart(model, Grid(tensor=2)) == 0 and not model.self_attn._forward_hooks

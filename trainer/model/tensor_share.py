@@ -1,0 +1,70 @@
+"""One rank's part of a model under tensor parallelism, without storage, to be counted like a whole model.
+
+The linear layers that DeepSpeed's AutoTP divides (``strategies/backends/autotp.py``) get the shapes that they have on
+the first rank, so that one forward counts weights, saved tensors and floating-point operations of a rank. What
+exchanges need for a moment is not counted; they keep nothing for backward.
+
+Where a size does not divide, as a vocabulary may, the first rank has the most.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.backends.autotp import Cut, cut_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class GatheredHead(nn.Linear):
+    """A head whose logits are put together from those of ``degree`` ranks, of which this one's are computed."""
+
+    degree: int
+    vocabulary: int
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """All logits."""
+        return torch.cat([super().forward(hidden)] * self.degree, dim=-1)[..., : self.vocabulary]
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head multiplies by the embedding's weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return embedding is not None and head is not None and embedding.weight is head.weight
+
+
+def divide(model: PreTrainedModel, degree: int) -> None:
+    """Give the layers of ``model``, which has no storage, the shapes of one of ``degree`` ranks."""
+    embedding, tied = model.get_input_embeddings(), is_tied(model)
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        cut = cut_of(name, tied=tied)
+        if cut is Cut.ROWS:
+            module.in_features //= degree
+        elif cut is not None:
+            module.out_features = -(-module.out_features // degree)
+        if cut is not None:
+            _resize(module, rows=cut is not Cut.ROWS)
+            _heads(model.get_submodule(name.rpartition(".")[0]), degree)
+        if cut is Cut.GATHERED:
+            head: Any = module
+            head.__class__, head.degree, head.vocabulary = GatheredHead, degree, embedding.num_embeddings
+
+
+def _resize(module: nn.Linear, *, rows: bool) -> None:
+    shape = (module.out_features, module.in_features)
+    module.weight = nn.Parameter(module.weight.new_empty(shape), module.weight.requires_grad)
+    if module.bias is not None and rows:
+        module.bias = nn.Parameter(module.bias.new_empty(shape[:1]), module.bias.requires_grad)
+
+
+def _heads(parent: Any, degree: int) -> None:
+    """Some attentions view their heads by a number; DeepSpeed divides it as well."""
+    count = getattr(parent, "num_heads", None)
+    if isinstance(count, int) and not getattr(parent, "divided", False):
+        parent.num_heads, parent.divided = count // degree, True
