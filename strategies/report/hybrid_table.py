@@ -100,5 +100,8 @@ def nothing_fits(answer: Answer) -> Iterator[str]:
         lacks = [
             (f"{human(size)} of {name} memory") for name, size in (("device", each.device), ("host", each.host)) if size
         ]
-        yield f"  {words(each.degrees)}: lacks {' and '.join(lacks)} per rank"
+        about = (
+            "" if each.degrees.offload is Stowed.NOTHING else " (estimated; the config without --search says exactly)"
+        )
+        yield f"  {words(each.degrees)}: lacks {' and '.join(lacks)} per rank{about}"
     yield from (f"  {line}" for line in left_out(answer))

@@ -145,17 +145,17 @@ class Account:
 
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
         facts = self._part(degrees, model, part)
-        size, precision = facts.run.precision.element_bytes, facts.run.precision
+        size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
         ways = degrees.data if degrees.zero else 1
         weights, trained = facts.num_params * size, facts.num_trainable
         share = ceil(trained / ways)
         largest = max((unit.num_trainable for unit in facts.units), default=0)
-        host = 4 * share * (facts.run.moments + (precision is not Precision.FP32 or degrees.zero > 0))
+        host = 4 * share * (facts.run.moments + (mixed or degrees.zero > 0))
         summed = (
             degrees.data > 1 and degrees.micro_batches > 1
         )  # over micro-batches, and then over ranks: on the device
         device = size * trained if summed else 2 * size * largest
-        device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest)
+        device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest) * mixed
         if degrees.offload is Stowed.STATE or degrees.micro_batches > 1:
             host += (
                 size * share

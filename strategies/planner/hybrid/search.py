@@ -200,7 +200,8 @@ class _Search:
                     continue
                 model = self._models.of(Degrees(stages=stages, tensor=tensor, micro_batch=micro_batch))
                 splits = list(model.splits(stages))
-                for zero, last in product(range(4) if data > 1 else (0,), splits):
+                levels = range(4) if data > 1 else range(2) if tensor > 1 else range(1)
+                for zero, last in product(levels, splits):
                     yield Degrees(
                         stages=stages,
                         tensor=tensor,
