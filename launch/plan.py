@@ -2,9 +2,11 @@
 
     python launch/plan.py --config configs/quickstart.yaml --world-size 8 --profile h100-pcie5
     python launch/plan.py --fit --config configs/quickstart.yaml
+    python launch/plan.py --search --config configs/llama-70b.yaml --world-size 1024 --profile h100-sxm-pcie5
 
 Needs no accelerator, no weights and no data. If the training state does not fit, the exit code is 2, and a table says
 what would. ``--fit`` prints that table for any model and machine; its exit code is 0 whatever the answer is.
+``--search`` prints the best ways to use all ranks: pipeline stages, tensor and data parallelism, and what goes with it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
+    parser.add_argument("--search", action="store_true", help="the best ways to use all ranks, simulated")
+    parser.add_argument(
+        "--network", type=float, metavar="GBITS", help="with --search: Gb/s of a rank to other machines"
+    )
     parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
@@ -60,6 +66,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     unused = [name for name in ("json", "plot", "explain", "deepspeed", "measure") if getattr(arguments, name)]
     if arguments.fit and unused:
         parser.error(f"--{unused[0]} is about one plan, and --fit compares several; leave one of the two out")
+    if arguments.search and (arguments.fit or unused):
+        what = unused[0] if unused else "fit"
+        parser.error(f"--{what} is not for --search, which compares many plans; leave one of the two out")
+    if arguments.network is not None and not (arguments.search and 0 < arguments.network < float("inf")):
+        parser.error(f"--network {arguments.network:g}: must be more than 0, and is for --search")
     if arguments.world_size < 1:
         parser.error(f"--world-size {arguments.world_size}: must be at least 1")
     local = arguments.ranks_per_machine
@@ -82,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.schema or arguments.check:
             show_file(arguments.check)
         else:
-            (show_fit if arguments.fit else show)(arguments)
+            (show_fit if arguments.fit else show_search if arguments.search else show)(arguments)
     except UserError as error:
         report(error)
         return error.code
@@ -149,6 +160,21 @@ def show_fit(arguments: argparse.Namespace) -> None:
         written = fit.unwritten(config)
     asked = fit.Fit(config, ranks_of(arguments), machine, written=written, say=say)
     print("\n".join(asked.lines(as_given=bool(arguments.config))))
+
+
+def show_search(arguments: argparse.Namespace) -> None:
+    """Print the best ways to use all ranks.
+
+    Raises:
+        ConfigError: the config is wrong, rates are unknown, or nothing fits.
+    """
+    config, machine = load(arguments.config, arguments.overrides), machine_of(arguments)
+    from trainer.planning.hybrid import search
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    print("\n".join(search(config, ranks_of(arguments), machine, arguments.network, say)))
 
 
 def show_file(path: Path | None) -> None:

@@ -24,15 +24,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Facts, RunFacts
+from strategies.core.facts import WORTH_BYTES, Facts, RunFacts
 from strategies.core.plan import CHUNKS, Decision, Keep, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
 from strategies.core.sizes import human
 
 if TYPE_CHECKING:
     from torch import nn
-
-WORTH_BYTES = 64 << 20  # of logits in fp32
 
 
 class CrossEntropy(Strategy):

@@ -34,8 +34,9 @@ from pydantic import Field
 
 from strategies.backends import deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts, Unit
-from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share, When
+from strategies.core.plan import RUN, Decision, EngineSet, Kind, Plan, Reserve, Share
 from strategies.core.protocol import BITWISE, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.planner.zero_bytes import SPLIT_FROM, buffers, element_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,43 +101,13 @@ class Zero(Strategy):
 
     def _shares(self, facts: Facts, unit: Unit) -> Iterator[Share]:
         run = facts.run
-        mixed = run.precision is not Precision.FP32
-        split_from = {Kind.MASTER: 1, Kind.MOMENT: 1, Kind.GRAD: 2, Kind.PARAM: 3}
-        element_bytes = {
-            Kind.PARAM: run.precision.element_bytes,
-            Kind.GRAD: run.precision.element_bytes,
-            Kind.MASTER: 4 if mixed or self.stage > 0 else 0,
-            Kind.MOMENT: 4 * run.moments,
-        }
+        sizes = element_bytes(run, self.stage)
         for kind in Kind:
-            split = self.stage >= split_from[kind]
+            split = self.stage >= SPLIT_FROM[kind]
             reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
             ways = run.replicas if split else 1
-            yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=element_bytes[kind])
+            yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
 
     def _reserves(self, facts: Facts) -> Iterator[Reserve]:
-        run = facts.run
-        if self.stage > 0:
-            buffers = 2 if facts.machine.has_accelerator else 1  # overlapping needs a second one to fill
-            yield Reserve(
-                unit=RUN,
-                reason="gradients are reduced bucket by bucket",
-                owner="zero: reduce bucket",
-                num_bytes=buffers * deepspeed.bucket_elements(facts) * run.precision.element_bytes,
-            )
-        if self.stage == 3 and run.replicas > 1:
-            yield Reserve(
-                unit=RUN,
-                reason="weights gathered for use and prefetched",
-                owner="zero: gathered weights",
-                num_bytes=min(deepspeed.live_elements(facts), facts.num_params) * run.precision.element_bytes,
-            )
-        if run.precision is not Precision.FP32 or self.stage == 3:  # stage 3 flattens into a copy in fp32, too
-            ways = run.replicas if self.stage > 0 else 1
-            yield Reserve(
-                unit=RUN,
-                reason="the optimizer reads its share of the gradients in fp32",
-                owner="zero: fp32 gradients",
-                num_bytes=4 * -(-facts.num_trainable // ways),
-                when=When.STEP,
-            )
+        for each in buffers(facts, self.stage, facts.run.replicas):
+            yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)

@@ -19,9 +19,9 @@ from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, UnitKind
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
+from strategies.planner.zero_bytes import bucket_elements, largest_block, live_elements
 
 STAGE_3_FROM = (5, 23)  # releases of Transformers
-MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
 
 
 def stage(plan: Plan) -> int | None:
@@ -74,9 +74,9 @@ def zero_keys(facts: Facts, stage: int) -> dict[str, bool | int]:
         }
     if stage == 3:
         keys |= {
-            "stage3_prefetch_bucket_size": _largest_block(facts),
+            "stage3_prefetch_bucket_size": largest_block(facts),
             "stage3_max_live_parameters": live_elements(facts),
-            "stage3_max_reuse_distance": _largest_block(facts),
+            "stage3_max_reuse_distance": largest_block(facts),
             # Vectors (norms, biases) stay whole: gathering each costs a message and saves next to nothing.
             "stage3_param_persistence_threshold": 10 * facts.run.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
@@ -89,27 +89,6 @@ def zero_keys(facts: Facts, stage: int) -> dict[str, bool | int]:
 def tensor_keys(degree: int) -> dict[str, int]:
     """The keys of ``tensor_parallel`` but for the layers, which ``autotp.py`` names."""
     return {"autotp_size": degree}
-
-
-def bucket_elements(facts: Facts) -> int:
-    """Elements of a bucket of gradients: one block, so that messages are large.
-
-    A parameter larger than that is sent in a bucket of its own. Always even: DeepSpeed aligns shares to two elements
-    and refuses an odd bucket.
-    """
-    size = min(MAX_BUCKET, _largest_block(facts), facts.num_trainable)
-    return max(2, size + size % 2)
-
-
-def live_elements(facts: Facts) -> int:
-    """Most elements gathered at a time: the largest unit in use, one block prefetched and one not yet released."""
-    return max((unit.num_params for unit in facts.units), default=1) + 2 * _largest_block(facts)
-
-
-def _largest_block(facts: Facts) -> int:
-    """Elements; of any unit if the model has no blocks. Embedding and head are larger but needed once per step."""
-    blocks = [unit.num_params for unit in facts.units if unit.kind is UnitKind.BLOCK]
-    return max(blocks or [unit.num_params for unit in facts.units], default=1)
 
 
 def set_leaf_modules(model: Any, plan: Plan) -> None:

@@ -105,6 +105,9 @@ class Temporaries:
     landing: int
 
 
+WORTH_BYTES = 64 << 20  # of logits in fp32, from which chunks are faster by default (strategies/cross_entropy.py)
+
+
 @dataclass(frozen=True, slots=True)
 class InChunks:
     """A head whose cross-entropy is computed by chunks of rows.
@@ -195,6 +198,8 @@ class RunFacts:
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
+    heads: int = 0  # of attention, for queries; 0: the model's config does not say
+    kv_heads: int = 0  # for keys and values; as many as ``heads`` where the config has no such number
     stages: int = 1
     stage: int = 0  # of this rank
     tensor: int = 1
@@ -206,12 +211,6 @@ class RunFacts:
     def grid(self) -> Grid:
         """Where the ranks are."""
         return Grid(self.stages, self.replicas, self.tensor)
-
-    @property
-    def ranks(self) -> str:
-        """Their number, and how they divide the model, in words."""
-        divided = "" if self.grid.is_plain else f" ({self.grid})"
-        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{divided}"
 
     @property
     def replicas(self) -> int:
@@ -240,7 +239,11 @@ class Rates:
         duplex_factor: share of either direction's rate while both run; 1.0: they do not disturb each other.
         link_latency_s: seconds that a copy takes in addition to its bytes.
         launch_s: seconds of the host to launch one operator on the device.
-        net_bytes_per_s: that one rank sends to others, and receives; None: by way of the host, over both links.
+        net_bytes_per_s: that one rank sends to others of its machine, and receives; None: by way of the host, over
+            both links.
+        net_latency_s: seconds of a message between ranks of a machine in addition to its bytes.
+        net_across_bytes_per_s: that one rank sends to ranks of other machines, and receives; None: unknown.
+        net_across_latency_s: of such a message.
         dram_bytes_per_s: of host memory, reads plus writes: what updates on the host and copies in both directions have
             together.
         update_fp32_params_per_s: AdamW on the host by the engine's worker, gradients in fp32, clipped.
@@ -261,16 +264,20 @@ class Rates:
     device_bytes_per_s: float
     launch_s: float = 1e-5
     net_bytes_per_s: float | None = None
+    net_latency_s: float = 1e-5
+    net_across_bytes_per_s: float | None = None
+    net_across_latency_s: float = 2e-5
     origin: Literal["measured", "profile", "assumed"]
 
     def __post_init__(self) -> None:
+        latencies = ("link_latency_s", "launch_s", "net_latency_s", "net_across_latency_s")
+        unknown = ("gemm_bf16_flops_per_s", "net_bytes_per_s", "net_across_bytes_per_s")
         for name, value in asdict(self).items():
-            unknown = name in ("gemm_bf16_flops_per_s", "net_bytes_per_s") and value is None
-            if unknown or name in ("origin", "link_latency_s", "launch_s"):
+            if name in ("origin", *latencies) or (value is None and name in unknown):
                 continue
             if not 0 < value < inf:
                 raise ValueError(f"{name} = {value!r}: must be more than 0 and finite")
-        for name in ("link_latency_s", "launch_s"):
+        for name in latencies:
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be at least 0 and finite")
         if self.duplex_factor > 1:

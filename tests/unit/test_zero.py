@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from strategies.backends import deepspeed as backend
-from strategies.backends.deepspeed import MAX_BUCKET, clips_itself, ds_config, refuse_transformers
+from strategies.backends.deepspeed import clips_itself, ds_config, refuse_transformers
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Precision
 from strategies.core.plan import RUN, Conflict, EngineSet, Home, Kind, Plan, When
 from strategies.core.protocol import Phase, Refusal, Requirement
 from strategies.core.registry import find
+from strategies.planner.zero_bytes import MAX_BUCKET
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import GPT2, LLAMA, run_config

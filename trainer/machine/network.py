@@ -5,8 +5,8 @@ and send each other the spans of another one: the two exchanges of the engine (`
 same group and with the same backend. Counted are the bytes that one rank sends to others while it receives as many.
 The slower of the two kinds counts.
 
-Between machines nothing is measured: one machine does not know the others. There, write ``net_bytes_per_s`` into the
-file of the rates by hand.
+Between machines nothing is measured: one machine does not know the others. Write ``net_across_bytes_per_s`` into the
+file of the rates by hand, or plan with ``--network``.
 """
 
 from __future__ import annotations

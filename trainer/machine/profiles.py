@@ -7,7 +7,8 @@ with one line that says why: a plan made with another machine's rates looks righ
 Sources of the named cards' rates. Whatever is not marked as published is an assumption; measuring replaces all of it.
 
     GEMM     peak of the data sheet times an efficiency. bf16: 0.80 for H100 SXM, 0.81 for A100 PCIe (published:
-             highest matmul rates of S. Bekman, "Machine Learning Engineering", compute/accelerator); 0.94 for RTX 4090
+             highest matmul rates of S. Bekman, "Machine Learning Engineering", compute/accelerator), which is taken
+             for A100 SXM, too; 0.94 for RTX 4090
              (published: LoHan's evaluation_data.md, 13 B at 156 of 165 Tflop/s), assumed for the other GeForce cards;
              0.70 assumed for H100 PCIe and 0.50 for L4, which meet their power limit first. fp32: 0.80 assumed.
     Memory   data sheet times 0.85, assumed.
@@ -21,6 +22,10 @@ Sources of the named cards' rates. Whatever is not marked as published is an ass
     DRAM     servers 150 GB/s (8 channels or more, of which 16 to 32 cores reach this much), desktops with two channels
              of DDR5 60 and of DDR4 40, a rented slice of six cores 50; all assumed.
     Launch   10 us of the host per operator, assumed.
+    Network  inside a machine NVLink by generation: 300 GB/s each way on A100 SXM and 450 on H100 SXM (data sheets: 600
+             and 900 for both), times 0.80, assumed; cards without it have no rate, and exchange by way of the host.
+             Across machines what the reference systems have for each card: 200 Gb/s (DGX A100) and 400 (DGX H100),
+             times 0.85, assumed. For others write --network. Latency 10 us inside and 20 us across, assumed.
     Update   32 bytes per parameter at that rate, but at most what the cores compute: 2.2 and 1.4 G parameters per
              second and core for fp32 and bf16 gradients (measured: benchmarks/records/2026-11-21_cpu-update_2-core).
 """
@@ -40,6 +45,7 @@ from trainer.machine.probe import GIB, ROOT, Machine, peak_flops
 # --- named -------------------------------------------------------------------------------------------------------
 
 FP32_EFFICIENCY, MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.80, 0.85, 0.85
+NVLINK_EFFICIENCY, NETWORK_EFFICIENCY = 0.80, 0.85
 
 
 class _Link(NamedTuple):
@@ -66,7 +72,31 @@ _PCIE4_X8 = _PCIE4._replace(bytes_per_s=_pcie(16, lanes=8))
 _SERVER, _DDR5, _DDR4, _SLICE = 150e9, 60e9, 40e9, 50e9
 
 
-def _card(device: str, device_gib: float, link: _Link, host: _Host, *, gemm: float, memory: float) -> Machine:
+class _Network(NamedTuple):
+    """What a card has to others: bytes per second each way over NVLink, and Gb/s to other machines, by data sheets."""
+
+    nvlink: float
+    gigabits: float
+
+
+_A100_SXM, _H100_SXM = _Network(300e9, 200), _Network(450e9, 400)
+
+
+def across(gigabits: float) -> float:
+    """Bytes per second, each way, of a rank whose card in the network has so many Gb/s."""
+    return gigabits * 1e9 / 8 * NETWORK_EFFICIENCY
+
+
+def _card(
+    device: str,
+    device_gib: float,
+    link: _Link,
+    host: _Host,
+    *,
+    gemm: float,
+    memory: float,
+    network: _Network | None = None,
+) -> Machine:
     """One card in a typical host.
 
     Args:
@@ -102,6 +132,8 @@ def _card(device: str, device_gib: float, link: _Link, host: _Host, *, gemm: flo
             update_fp32_params_per_s=update(2.2e9),
             update_bf16_params_per_s=update(1.4e9),
             device_bytes_per_s=memory * MEMORY_EFFICIENCY,
+            net_bytes_per_s=network and network.nvlink * NVLINK_EFFICIENCY,
+            net_across_bytes_per_s=network and across(network.gigabits),
             origin="profile",
         ),
     )
@@ -118,9 +150,14 @@ PROFILES: dict[str, Machine] = {
         usable_cores=8,
     ),
     "h100-pcie5": _card("NVIDIA H100 PCIe", 79.1, _PCIE5, _Host(256, 32, _SERVER), gemm=0.70, memory=2.0e12),
-    "h100-sxm-pcie5": _card("NVIDIA H100 80GB HBM3", 79.1, _PCIE5, _Host(256, 24, _SERVER), gemm=0.80, memory=3.35e12),
+    "h100-sxm-pcie5": _card(
+        "NVIDIA H100 80GB HBM3", 79.1, _PCIE5, _Host(256, 24, _SERVER), gemm=0.80, memory=3.35e12, network=_H100_SXM
+    ),
     "a100-40g-pcie4": _card("NVIDIA A100-PCIE-40GB", 39.4, _PCIE4, _Host(128, 16, _SERVER), gemm=0.81, memory=1.555e12),
     "a100-80g-pcie4": _card("NVIDIA A100 80GB PCIe", 79.3, _PCIE4, _Host(256, 16, _SERVER), gemm=0.81, memory=1.935e12),
+    "a100-80g-sxm": _card(
+        "NVIDIA A100-SXM4-80GB", 79.2, _PCIE4, _Host(1024, 128, _SERVER), gemm=0.81, memory=2.039e12, network=_A100_SXM
+    ),
     "rtx5090-pcie5": _card("NVIDIA GeForce RTX 5090", 31.4, _PCIE5, _Host(128, 16, _DDR5), gemm=0.94, memory=1.792e12),
     "rtx4090-pcie4": _card("NVIDIA GeForce RTX 4090", 23.6, _PCIE4, _Host(128, 16, _DDR5), gemm=0.94, memory=1.008e12),
     "rtx3090-pcie4": _card("NVIDIA GeForce RTX 3090", 23.7, _PCIE4, _Host(64, 12, _DDR4), gemm=0.94, memory=0.936e12),
@@ -251,7 +288,7 @@ def known_rates(machine: Machine, path: Path | None = None) -> StoredRates:
 
 def one_line(rates: Rates) -> str:
     """The rates on one line."""
-    half, net, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, 1e9
+    half, net, outside, giga = rates.gemm_bf16_flops_per_s, rates.net_bytes_per_s, rates.net_across_bytes_per_s, 1e9
     return (
         f"fp32 {rates.gemm_fp32_flops_per_s / 1e12:.3g}, bf16 {f'{half / 1e12:.3g}' if half else 'none'} Tflop/s; "
         f"link up {rates.up_bytes_per_s / giga:.3g}, down {rates.down_bytes_per_s / giga:.3g} GB/s, both at once "
@@ -260,4 +297,5 @@ def one_line(rates: Rates) -> str:
         f"update fp32 {rates.update_fp32_params_per_s / giga:.3g}, "
         f"bf16 {rates.update_bf16_params_per_s / giga:.3g} G parameters/s"
         + (f"; exchanges {net / giga:.3g} GB/s" if net else "")
+        + (f", across machines {outside / giga:.3g}" if outside else "")
     )

@@ -59,11 +59,17 @@ TRAINING = (
 )
 
 
-def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None) -> T:
-    """The result of ``count`` for the configured model, from the file of an earlier call if there is one."""
-    name = name_of(config)
+def cached(
+    config: RunConfig, kind: type[T], count: Callable[[], T], folder: Path | None = None, *, what: str = ""
+) -> T:
+    """The result of ``count`` for the configured model, from the file of an earlier call if there is one.
+
+    Args:
+        what: names the part of the model that is counted, if it is not all of it.
+    """
+    name = name_of(config, what)
     if name is None:
-        known = _hash(config, config.model.model_dump(mode="json"))
+        known = _hash(config, config.model.model_dump(mode="json"), what)
         if known not in _HERE:
             _HERE[known] = count()
         within: T = _HERE[known]
@@ -78,7 +84,7 @@ def cached(config: RunConfig, kind: type[T], count: Callable[[], T], folder: Pat
     return found
 
 
-def name_of(config: RunConfig) -> str | None:
+def name_of(config: RunConfig, what: str = "") -> str | None:
     """A name for everything that the counts follow from; None if not all of it is known."""
     model: dict[str, Any] = config.model.model_dump(mode="json")
     if config.model.name_or_path is not None:
@@ -88,10 +94,10 @@ def name_of(config: RunConfig) -> str | None:
             return None
     if config.model.trust_remote_code:
         return None
-    return _hash(config, model)
+    return _hash(config, model, what)
 
 
-def _hash(config: RunConfig, model: dict[str, Any]) -> str:
+def _hash(config: RunConfig, model: dict[str, Any], what: str) -> str:
     """A name for the ``model`` section and everything else that the counts follow from."""
     versions = {}
     for package in PACKAGES:
@@ -99,6 +105,7 @@ def _hash(config: RunConfig, model: dict[str, Any]) -> str:
             versions[package] = version(package)
     known = {
         "model": model,
+        "what": what,
         "training": {name: getattr(config.training, name) for name in TRAINING},
         "data": [config.data.max_length, config.data.packing],
         # Alone of what strategies require this changes the forward; the rest is chosen from one count for all.

@@ -53,6 +53,7 @@ class ModelCount:
         forward_flops: of one micro-batch; 0: not counted.
         largest_param: elements of the largest parameter tensor.
         trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
+        heads: of attention; ``kv_heads`` for keys and values; 0: the model's config does not say.
         params, linears: if a strategy requires them.
         model_params, model_flops: of the whole model, if the count is of one rank's part; else 0.
     """
@@ -68,6 +69,8 @@ class ModelCount:
     model_params: int = 0
     model_flops: int = 0
     tied: bool = False
+    heads: int = 0
+    kv_heads: int = 0
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
@@ -81,6 +84,8 @@ class ModelCount:
             model_params=self.model_params,
             model_flops=self.model_flops,
             tied=self.tied,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
         )
         return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
@@ -178,9 +183,12 @@ def asked(count: ModelCount, config: RunConfig) -> ModelCount:
     )
 
 
-def count_model(config: RunConfig) -> ModelCount:
+def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> ModelCount:
     """Build the configured model from fake tensors, run it forward, and backward where blocks differ, and count all
     that any strategy may require.
+
+    Args:
+        changed: of its config, where another model of the kind is meant: a share of its heads, or fewer layers.
 
     Raises:
         ConfigError: Transformers cannot build the model.
@@ -194,12 +202,10 @@ def count_model(config: RunConfig) -> ModelCount:
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
-    model: Any = _meta_model(config)
-    degree, whole = run_facts(config, 1).tensor, None
-    if degree > 1:
-        undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
-        whole = count_model(config.model_copy(update={"strategies": undivided}))
-        tensor_share.divide(model, degree)
+    model: Any = _meta_model(config, changed or {})
+    whole = _whole(config, changed)
+    if whole is not None:
+        tensor_share.divide(model, run_facts(config, 1).tensor)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
@@ -231,12 +237,14 @@ def count_model(config: RunConfig) -> ModelCount:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
         counted = temporaries.count(model, dict(model.named_parameters()), call, counter)
-    dtype = "bfloat16" if precision is Precision.BF16 else "float32"
+    dtype, text = "bfloat16" if precision is Precision.BF16 else "float32", model.config.get_text_config()
     return ModelCount(
         units=counter.units(counted.temporaries, counted.in_chunks),
         forward_flops=counter.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
-        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
+        hidden_size=getattr(text, "hidden_size", 0),
+        heads=getattr(text, "num_attention_heads", 0) or 0,
+        kv_heads=getattr(text, "num_key_value_heads", 0) or 0,
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found),
@@ -245,6 +253,14 @@ def count_model(config: RunConfig) -> ModelCount:
         model_flops=0 if whole is None else whole.forward_flops,
         tied=tensor_share.is_tied(model),
     )
+
+
+def _whole(config: RunConfig, changed: Mapping[str, int] | None) -> ModelCount | None:
+    """The count of the whole model, where tensor ranks divide its layers."""
+    undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
+    if len(undivided) == len(config.strategies):
+        return None
+    return count_model(config.model_copy(update={"strategies": undivided}), changed)
 
 
 def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None) -> Callable[[], Any]:
@@ -268,7 +284,7 @@ def _in_autocast(call: Callable[[], Any], autocast: AbstractContextManager[Any])
     return run
 
 
-def _meta_model(config: RunConfig) -> PreTrainedModel:
+def _meta_model(config: RunConfig, changed: Mapping[str, Any]) -> PreTrainedModel:
     """The configured model on the meta device: shapes and dtypes, no storage.
 
     Not made of fake tensors from the start, because modules of fake tensors cannot be moved or cast, and peft does.
@@ -279,6 +295,8 @@ def _meta_model(config: RunConfig) -> PreTrainedModel:
     section = config.model
     hf_config = load_config(section, vocab_size_of(config))
     check_model(config, hf_config)
+    for key, size in changed.items():
+        setattr(hf_config.get_text_config(), key, size)
     options = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
     # A flash kernel that is not installed here saves what torch's fused attention saves.
     attention = "eager" if section.attn_implementation == "eager" else "sdpa"

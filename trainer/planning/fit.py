@@ -184,7 +184,7 @@ class Fit:
             strategies=way.names,
             given=way.given,
             ranks=ranks.world_size,
-            write=_changes(self._written, way.tree),
+            write=changes(self._written, way.tree),
         )
         self._say(f"planning {row.training} on {row.ranks} rank{'s' * (row.ranks > 1)}")
         shared = any(find(name).needs_ranks for name in way.names)  # each rank then holds a part
@@ -322,14 +322,14 @@ def _alike(row: FitRow, other: FitRow) -> bool:
     return same and not row.refused and not other.refused
 
 
-def _changes(written: Tree, tree: Tree) -> tuple[str, ...]:
+def changes(written: Tree, tree: Tree) -> tuple[str, ...]:
     """One line of YAML for each section that has to change; ``strategies`` as a whole, others key by key."""
-    changes = {}
+    changed_keys = {}
     for section in ("model", "training"):
         old, new = written[section], tree[section]
         changed = {name: value for name, value in new.items() if name not in old or value != old[name]}
-        changes[section] = changed | {name: None for name in old if name not in new}
-    found = {section: change for section, change in changes.items() if change}
+        changed_keys[section] = changed | {name: None for name in old if name not in new}
+    found = {section: change for section, change in changed_keys.items() if change}
     if tree["strategies"] != written["strategies"]:
         found["strategies"] = tree["strategies"]
     return tuple(one_line(section, value) for section, value in found.items())

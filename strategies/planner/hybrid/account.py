@@ -1,0 +1,204 @@
+"""Bytes of one rank under given degrees, stage by stage. With one stage and one tensor rank: the bytes of the plan.
+
+States are split by ZeRO over the data ranks as ``zero_bytes.py`` says, the peak along forward and backward is that of
+``strategies/core/peak.py``, and both see the units of the part that the stage holds. In a pipeline, what forward saves
+of the other micro-batches in flight is there as well. Torch's pipeline trains plainly under autocast, and allocates a
+buffer for every micro-batch that a stage receives, activations and gradients (``strategies/pipeline.py``).
+
+With offload this is an estimate, since the planner of ``strategies.offload`` places buckets and this does not: the
+device has weights (or the largest unit and two blocks twice, where they are fetched), the gradients that wait there, or
+two slots for the largest unit, and the peak of forward and backward; the host has all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal, TypeAlias
+
+from strategies.core.facts import WORTH_BYTES, Facts, Precision, RunFacts, Unit
+from strategies.core.layout import SCRATCH_ELEMENTS
+from strategies.core.peak import Saved, backward_peak, forward_peak
+from strategies.core.plan import Kind, When
+from strategies.planner.activation_policy import by_policy
+from strategies.planner.cuts import MESSAGE_BYTES
+from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.parts import Model, Models, Part
+from strategies.planner.hybrid.pipeline_clock import in_flight
+from strategies.planner.zero_bytes import SPLIT_FROM, Buffer, buffers, element_bytes, live_elements
+
+Chunked: TypeAlias = bool | Literal["auto"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Of one rank: its device, and its part of the host."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Forward and backward of one micro-batch: the peak without gradients and with, and what waits between."""
+
+    peak: int
+    landing: int
+    waiting: int
+
+
+class Account:
+    """Counts bytes, and remembers what it counted.
+
+    Args:
+        chunked: what ``strategies.cross_entropy`` says; None: it is not in the config, and offload brings it.
+    """
+
+    def __init__(self, models: Models, chunked: Chunked = None) -> None:
+        self._models, self._chunked = models, chunked
+        self._passes_of: dict[object, _Passes] = {}
+        self._states_of: dict[object, tuple[int, int, int]] = {}
+        self._facts_of: dict[object, Facts] = {}
+
+    def of(self, degrees: Degrees) -> Bytes:
+        """The most that any stage needs of each memory."""
+        model = self._models.of(degrees)
+        # Of stages that hold the same, the first has the most micro-batches in flight.
+        first = dict[Part, tuple[int, Part]]()
+        for index, part in enumerate(model.parts(degrees.stages, degrees.last_blocks)):
+            first.setdefault(model.key(part), (index, part))
+        found = [self.of_stage(degrees, index, part) for index, part in first.values()]
+        return Bytes(max(each.device for each in found), max(each.host for each in found))
+
+    def of_stage(self, degrees: Degrees, stage: int, part: Part) -> Bytes:
+        """The bytes of a rank of one ``stage``, which holds ``part``."""
+        model = self._models.of(degrees)
+        flying = in_flight(stage, degrees.stages, degrees.micro_batches)
+        passes = self._passes(degrees, model, part)
+        besides = (flying - 1) * passes.waiting + self._received(degrees, stage, flying)
+        runtime = model.facts.machine.runtime_host_bytes
+        if degrees.offload is not Stowed.NOTHING:
+            return self._offloaded(degrees, model, part, passes.peak + besides)
+        standing, grads, at_step = self._states(degrees, model, part)
+        if degrees.micro_batches > 1:  # then gradients of all units are there all along
+            return Bytes(standing + grads + max(at_step, passes.peak + besides), runtime)
+        return Bytes(standing + max(grads + at_step, passes.landing + besides), runtime)
+
+    def _states(self, degrees: Degrees, model: Model, part: Part) -> tuple[int, int, int]:
+        """Bytes that are always there, of gradients, and of the optimizer step."""
+        plain = self._models.plain(degrees)
+        key = (degrees.tensor, plain, degrees.zero, degrees.data, model.key(part))
+        if key not in self._states_of:
+            facts = self._part(degrees, model, part)
+            held = list(_messages(facts, degrees) if plain else buffers(facts, degrees.zero, degrees.data))
+            whole = sum(each.num_bytes for each in held if each.when is When.ALWAYS)
+            sizes = {kind: state_bytes(facts.units, facts.run, degrees, kind, plain=plain) for kind in Kind}
+            grads = sizes.pop(Kind.GRAD)
+            at_step = sum(each.num_bytes for each in held if each.when is When.STEP)
+            self._states_of[key] = whole + sum(sizes.values()), grads, at_step
+        return self._states_of[key]
+
+    def _part(self, degrees: Degrees, model: Model, part: Part) -> Facts:
+        """The facts of a part; of its units only states and buffers are read."""
+        key = (degrees.tensor, self._models.plain(degrees), model.key(part))
+        if key not in self._facts_of:
+            self._facts_of[key] = replace(model.facts, units=model.units(part), params=(), linears=())
+        return self._facts_of[key]
+
+    def _passes(self, degrees: Degrees, model: Model, part: Part) -> _Passes:
+        # With one micro-batch gradients land while saved tensors leave; their bytes depend on ZeRO.
+        shares = (degrees.zero >= SPLIT_FROM[Kind.GRAD] and degrees.data) if degrees.micro_batches == 1 else None
+        chunked = self._chunked
+        if chunked is None and degrees.offload is not Stowed.NOTHING:
+            chunked = "auto"
+        plain = self._models.plain(degrees)
+        key = (degrees.micro_batch, degrees.tensor, plain, degrees.recompute, chunked, shares, model.key(part))
+        if key not in self._passes_of:
+            units = [unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.units(part)]
+            kept = [by_policy(unit, degrees.recompute).saved for unit in units]
+            run = model.facts.run
+            none, grads = (
+                [0] * len(units),
+                [state_bytes([unit], run, degrees, Kind.GRAD, plain=plain) for unit in units],
+            )
+            forward = forward_peak(kept)
+            landing = max(forward, backward_peak(kept, grads)) if shares is not None else 0
+            peak = max(forward, backward_peak(kept, none))
+            self._passes_of[key] = _Passes(peak, landing, _waiting(kept))
+        return self._passes_of[key]
+
+    def _received(self, degrees: Degrees, stage: int, flying: int) -> int:
+        """Bytes of buffers for what the stages before and after send."""
+        if degrees.stages == 1:
+            return 0
+        sides = (stage > 0) + (stage < degrees.stages - 1)
+        count = degrees.micro_batches if self._models.plain(degrees) else flying
+        return sides * count * boundary_bytes(self._models.of(degrees).facts)
+
+    def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
+        facts = self._part(degrees, model, part)
+        size, precision = facts.run.precision.element_bytes, facts.run.precision
+        ways = degrees.data if degrees.zero else 1
+        weights, trained = facts.num_params * size, facts.num_trainable
+        share = ceil(trained / ways)
+        largest = max((unit.num_trainable for unit in facts.units), default=0)
+        host = 4 * share * (facts.run.moments + (precision is not Precision.FP32 or degrees.zero > 0))
+        summed = (
+            degrees.data > 1 and degrees.micro_batches > 1
+        )  # over micro-batches, and then over ranks: on the device
+        device = size * trained if summed else 2 * size * largest
+        device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest)
+        if degrees.offload is Stowed.STATE or degrees.micro_batches > 1:
+            host += (
+                size * share
+            )  # gradients that wait for the CPU's update; else they take the place of a weight's copy
+        if degrees.offload is Stowed.WEIGHTS:
+            moving = 2 * live_elements(facts) * size
+            device += min(weights, moving)
+            host += ceil(weights / ways)
+        else:
+            device += weights
+        return Bytes(device + besides, host + facts.machine.runtime_host_bytes)
+
+
+def in_chunks(unit: Unit, chunked: Chunked) -> bool:
+    """Whether the loss of this head is computed by chunks, as ``strategies.cross_entropy`` decides."""
+    if unit.in_chunks is None or not chunked:
+        return False
+    return chunked is True or 4 * unit.in_chunks.logits >= WORTH_BYTES
+
+
+def boundary_bytes(facts: Facts) -> int:
+    """Bytes of one micro-batch's hidden states, which stages send to each other."""
+    run = facts.run
+    return run.micro_batch * run.sequence * run.hidden_size * run.precision.element_bytes
+
+
+def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Kind, *, plain: bool = False) -> int:
+    """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank.
+
+    Args:
+        plain: tensors as they are loaded, without masters, as in torch's pipeline.
+    """
+    if plain:
+        trained = sum(unit.num_trainable for unit in units)
+        frozen = sum(unit.num_params for unit in units) - trained
+        times = {Kind.MASTER: 0, Kind.MOMENT: run.moments}.get(kind, 1)
+        return run.trained_bytes * trained * times + run.frozen_bytes * frozen * (kind is Kind.PARAM)
+    size = element_bytes(run, degrees.zero)[kind]
+    ways = degrees.data if degrees.zero >= SPLIT_FROM[kind] else 1
+    return size * sum(-(-(unit.num_params if kind is Kind.PARAM else unit.num_trainable) // ways) for unit in units)
+
+
+def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
+    """What a stage of torch's pipeline sets aside to sum gradients over the copies of the model."""
+    run = facts.run
+    if degrees.data > 1:
+        grads = run.trained_bytes * facts.num_trainable
+        size = min(grads, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
+        yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)
+
+
+def _waiting(kept: list[Saved]) -> int:
+    return sum(saved.waiting for saved in kept)

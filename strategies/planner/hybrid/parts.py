@@ -1,0 +1,128 @@
+"""Parts of a model: consecutive blocks, with what is before the first and after the last one. A stage holds one part.
+
+Splits give every stage but the last as many blocks, or one more to the later ones, in which fewer micro-batches are in
+flight. The last stage also has the head, so it may have fewer: all numbers between what its operations alone suggest
+and an even share are tried. The choice is by operations and not by seconds, so that it does not depend on a network or
+on memory: the least over a family that is fixed can only fall if either gets better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import floor
+
+from strategies.core.facts import Facts, Unit, UnitKind
+from strategies.planner.hybrid.degrees import Degrees
+from strategies.planner.step_cost import unit_flops
+
+MOST_SPLITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``blocks`` of them from number ``first`` on."""
+
+    first: int
+    blocks: int
+    begins: bool
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """The units of one tensor rank's share of a model, for one size of micro-batch."""
+
+    facts: Facts
+
+    @cached_property
+    def _at(self) -> list[int]:
+        """Indices of the blocks among the units."""
+        return [index for index, unit in enumerate(self.facts.units) if unit.kind is UnitKind.BLOCK]
+
+    @property
+    def blocks(self) -> int:
+        return len(self._at)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether the blocks between the first and the last are the same but for their names."""
+        inner = {replace(self.facts.units[index], name="") for index in self._at[1:-1]}
+        return len(inner) <= 1
+
+    def key(self, part: Part) -> Part:
+        """The same for parts with the same numbers."""
+        return replace(part, first=1) if part.first and self.alike else part
+
+    def span(self, part: Part) -> tuple[int, int]:
+        """Indices of the part's units: from, and to before."""
+        if not self._at:
+            return 0, len(self.facts.units)
+        start = 0 if part.begins else self._at[part.first]
+        return start, len(self.facts.units) if part.ends else self._at[part.first + part.blocks - 1] + 1
+
+    def units(self, part: Part) -> tuple[Unit, ...]:
+        """The units of ``part``, in order; a last stage has a copy of a tied table."""
+        start, end = self.span(part)
+        units = self.facts.units[start:end]
+        if part.begins or not part.ends:
+            return units
+        return tuple(self._with_copies(unit, start) for unit in units)
+
+    def _with_copies(self, unit: Unit, start: int) -> Unit:
+        before = {each.name for each in self.facts.units[:start]}
+        tied = [each for each in self.facts.params if each.unit in before and unit.name in each.users]
+        trained = sum(each.num_elements for each in tied if each.group is not None)
+        size = sum(each.num_elements for each in tied)
+        return replace(unit, num_params=unit.num_params + size, num_trainable=unit.num_trainable + trained)
+
+    def splits(self, stages: int) -> Iterator[int]:
+        """Numbers of blocks of the last stage that are worth trying."""
+        if stages == 1:
+            yield self.blocks
+            return
+        flops = unit_flops(self.facts)
+        block = sum(flops[index] for index in self._at) / self.blocks
+        behind = sum(flops[self._at[-1] + 1 :]) / block if block else 0.0
+        most = max(1, min(-(-self.blocks // stages), self.blocks - (stages - 1)))
+        least = min(most, max(1, floor((self.blocks + behind) / stages - behind)))
+        step = -(-(most - least + 1) // MOST_SPLITS)
+        yield from range(most, least - 1, -step)
+
+    def parts(self, stages: int, last_blocks: int) -> list[Part]:
+        """The part of each stage."""
+        if stages == 1:
+            return [Part(0, self.blocks, begins=True, ends=True)]
+        rest, others = self.blocks - last_blocks, stages - 1
+        counts = [rest // others + (index >= others - rest % others) for index in range(others)]
+        found, first = [], 0
+        for index, count in enumerate([*counts, last_blocks]):
+            found.append(Part(first, count, begins=index == 0, ends=index == others))
+            first += count
+        return found
+
+
+class Models:
+    """What a rank runs: by micro-batch and tensor degree; in the stages of torch's pipeline by micro-batch.
+
+    Args:
+        known: facts of one tensor rank's share.
+        in_stages: facts of stages in torch's pipeline, plain training under autocast; empty: stages are run by the
+            engine that runs all else, as in Megatron-LM.
+    """
+
+    def __init__(self, known: Mapping[tuple[int, int], Facts], in_stages: Mapping[int, Facts] | None = None) -> None:
+        self.sizes = tuple(known)
+        self._whole = {key: Model(facts) for key, facts in known.items()}
+        self._staged = {key: Model(facts) for key, facts in (in_stages or {}).items()}
+
+    def plain(self, degrees: Degrees) -> bool:
+        """Whether these degrees are run by torch's pipeline."""
+        return degrees.stages > 1 and bool(self._staged)
+
+    def of(self, degrees: Degrees) -> Model:
+        """The model that these degrees divide."""
+        if self.plain(degrees):
+            return self._staged[degrees.micro_batch]
+        return self._whole[degrees.micro_batch, degrees.tensor]

@@ -1,0 +1,118 @@
+"""When each stage of a pipeline runs which micro-batch: an event simulation of GPipe and 1F1B.
+
+Each stage runs its tasks in a fixed order. GPipe: all forwards, then all backwards. 1F1B: with s stages to come, s
+forwards to fill the pipeline, then one forward and one backward in turn; so at most s + 1 micro-batches are in flight.
+A forward waits for the activations of the stage before, a backward for the gradients of the stage after. They are sent
+while stages compute, one after the other in each direction of each boundary.
+
+Orders do not depend on times, so an end is a maximum of sums of durations: what gets shorter makes no end later.
+Checked against the closed form of equal stages: (M + p - 1)(f + b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+
+class Schedule(Enum):
+    """The order of a stage's tasks."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Of one micro-batch in one stage, and of sending its activations on, or as many gradients back the same way."""
+
+    forward: float
+    backward: float
+    send: float = 0.0  # to the next stage; the last one sends nothing
+
+
+def in_flight(stage: int, stages: int, micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> int:
+    """Micro-batches whose forward is done in ``stage`` (0 is the first) and whose backward is not, at most."""
+    return micro_batches if schedule is Schedule.GPIPE else min(micro_batches, stages - stage)
+
+
+def order(stage: int, stages: int, micro_batches: int, schedule: Schedule) -> Iterator[tuple[bool, int]]:
+    """The tasks of a stage: whether it is a backward, and the micro-batch."""
+    ahead = in_flight(stage, stages, micro_batches, schedule)
+    for number in range(ahead - 1):
+        yield False, number
+    for number in range(ahead - 1, micro_batches):
+        yield False, number
+        if schedule is Schedule.ONE_F_ONE_B:
+            yield True, number - ahead + 1
+    done = micro_batches - ahead + 1 if schedule is Schedule.ONE_F_ONE_B else 0
+    for number in range(done, micro_batches):
+        yield True, number
+
+
+def last_backwards(
+    stages: Sequence[StageSeconds], micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B
+) -> list[float]:
+    """Per stage, when its last backward ends, in seconds from the start of the step."""
+    count = len(stages)
+    if count == 1:
+        return [micro_batches * (stages[0].forward + stages[0].backward)]
+    orders = [list(order(index, count, micro_batches, schedule)) for index in range(count)]
+    at, clocks = [0] * count, [0.0] * count
+    # When activations and gradients of each micro-batch are there; those of the first and last stage always are.
+    there: list[list[list[float]]] = [[[], []] for _ in stages]
+    there[0][0] = [0.0] * micro_batches
+    sent = [[0.0, 0.0] for _ in stages]  # when the link to the next stage is free, and the one to the stage before
+    waiting = list(range(count))
+    while waiting:
+        index = waiting.pop()
+        arrived, own, clock = there[index], stages[index], clocks[index]
+        tasks, position = orders[index], at[index]
+        woken = set()
+        while position < len(tasks):
+            backward, number = tasks[position]
+            if backward and index == count - 1:
+                ready = clock
+            elif number < len(arrived[backward]):
+                ready = arrived[backward][number]
+            else:
+                break
+            clock = max(clock, ready) + (own.backward if backward else own.forward)
+            other = index - 1 if backward else index + 1
+            if 0 <= other < count:
+                free = sent[index]
+                free[backward] = max(free[backward], clock) + (stages[other].send if backward else own.send)
+                there[other][backward].append(free[backward])
+                woken.add(other)
+            position += 1
+        at[index], clocks[index] = position, clock
+        waiting += [other for other in woken if other not in waiting]
+    assert all(position == len(tasks) for position, tasks in zip(at, orders, strict=True)), "stages wait for each other"
+    return clocks
+
+
+def least_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
+    """No schedule is faster: a stage waits for the first micro-batch, does all, and the last one has to go back.
+
+    For equal stages 1F1B and GPipe take exactly this.
+    """
+    found = before = 0.0
+    for stage in stages:
+        own = stage.forward + stage.backward
+        found = max(found, before + micro_batches * own)
+        before += own + 2 * stage.send
+    return found
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The share of a step in which a stage waits, where all stages are equal and nothing else takes time."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def total_seconds(stages: Sequence[StageSeconds], micro_batches: int) -> float:
+    """The closed form of P2 (``chain.py``), without the sums of gradients."""
+    times = [stage.forward + stage.backward for stage in stages]
+    times += [2 * stage.send for stage, _ in pairwise(stages)]
+    return sum(times) + (micro_batches - 1) * max(times)

@@ -1,0 +1,242 @@
+"""The search over uniform degrees: every stage has the same ranks, used in the same way.
+
+Blocks of a transformer are alike, so the exact problem of ``chain.py`` collapses to a grid: stages x tensor x data x
+ZeRO x recompute x offload x micro-batch, with few splits each (``parts.py``). The global batch is given: micro-batches
+are what is left of it. Degrees that cannot be run (``degrees.py``) or do not fit (``account.py``) are left out; of the
+rest each has a lower bound, and by the clock (``step_seconds.py``) are priced only those that can be among the best.
+That is exact: the search returns the same as pricing all.
+
+More bandwidth or memory is never slower: the family does not depend on either, a price only falls with a rate, and
+memory only decides which of the family may be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import inf
+
+from strategies.core.facts import Facts
+from strategies.core.sizes import SHARE
+from strategies.planner.budget import device_budget
+from strategies.planner.hybrid.account import Account, Bytes, Chunked
+from strategies.planner.hybrid.cluster import Cluster
+from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Rule, Stowed, broken
+from strategies.planner.hybrid.parts import Model, Models
+from strategies.planner.hybrid.step_seconds import Price, Pricing
+
+POLICIES = ("none", "selective", "full")
+BEST, NEAREST = 10, 3
+ROUNDING = 1e-12  # of a bound and a price, which add the same numbers in other orders
+Known = Mapping[tuple[int, int], Facts]  # of one tensor rank, by micro-batch and tensor degree
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Degrees that fit, with a rank's bytes and the simulated step."""
+
+    degrees: Degrees
+    bytes: Bytes
+    price: Price
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """The faster is better, then that which needs less memory; the rest makes the order definite."""
+        rest = (getattr(self.degrees, each.name) for each in fields(Degrees) if each.type == "int")
+        return self.price.seconds, self.bytes.device, self.bytes.host, *rest
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """Degrees that can be run and do not fit: what is missing of each memory, in bytes."""
+
+    degrees: Degrees
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a rule leaves out and would fit: the one with the lowest bound on its seconds."""
+
+    rule: Rule
+    best: Degrees | None = None
+    seconds: float = inf
+
+    def beside(self, degrees: Degrees, seconds: float) -> Left:
+        """With one more that it leaves out."""
+        return Left(self.rule, degrees, seconds) if seconds < self.seconds else self
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the search found.
+
+    Args:
+        best: at most ten, the fastest first; of degrees that differ in the split only the fastest.
+        tried: degrees that were looked at; ``fitting`` of them can be run and fit with as little recomputation and
+            offload as that takes; ``priced`` were simulated.
+        nearest: where nothing fits, those that lack least.
+        left: what rules left out that would have fitted.
+    """
+
+    sequences: int
+    best: tuple[Found, ...]
+    tried: int
+    fitting: int
+    priced: int
+    nearest: tuple[Lacking, ...] = ()
+    left: tuple[Left, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may vary.
+
+    Args:
+        chunked: see ``account.py``.
+        device_bytes: that may be used of each device; None: the share that is used by default.
+    """
+
+    rules: tuple[Rule, ...] = HERE
+    policies: Sequence[str] = POLICIES
+    offloads: Sequence[Stowed] = tuple(Stowed)
+    chunked: Chunked = None
+    device_bytes: int | None = None
+
+
+def hybrid(
+    known: Known,
+    cluster: Cluster,
+    sequences: int,
+    options: Options | None = None,
+    in_stages: Mapping[int, Facts] | None = None,
+) -> Answer:
+    """The best degrees for ``sequences`` per step, simulated. Pure.
+
+    Args:
+        in_stages: facts of stages in torch's pipeline, by micro-batch; None: another engine runs them (``parts.py``).
+        known: facts of one tensor rank's share of the model, for each micro-batch and tensor degree to try; with
+            rates. Those of micro-batches that do not divide the batch are not used.
+
+    Raises:
+        ValueError: the machine's rates are unknown, or operations were not counted.
+    """
+    return _Search(known, cluster, sequences, options or Options(), in_stages or {}).answer()
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+class _Search:
+    """One question, with what was counted for it so far."""
+
+    def __init__(
+        self, known: Known, cluster: Cluster, sequences: int, options: Options, in_stages: Mapping[int, Facts]
+    ) -> None:
+        facts = next(iter(known.values()))
+        rates, run, machine = facts.machine.rates, facts.run, facts.machine
+        if rates is None or not run.forward_flops:
+            raise ValueError("degrees are compared by simulated seconds: rates and counted operations are needed")
+        self._cluster, self._sequences, self._options, self._machine = cluster, sequences, options, machine
+        self._models = Models(known, in_stages)
+        self._account = Account(self._models, options.chunked)
+        self._pricing = Pricing(self._models, cluster, rates)
+        self._whole = Model(facts)
+        blocks = self._whole.blocks
+        self._limits = Limits(run.heads, run.kv_heads or run.heads, blocks, cluster.per_machine)
+
+    def answer(self) -> Answer:
+        """All of it."""
+        fitting: list[tuple[float, int, Degrees, Bytes]] = []
+        short: list[Lacking] = []
+        left: dict[str, Left] = {}
+        tried = 0
+        for whole in self._grid():
+            # Recomputing or offloading more is never faster: what fits with less of one needs less of the other.
+            offloads = list(self._options.offloads)
+            for recompute in self._options.policies:
+                for index, offload in enumerate(offloads):
+                    degrees = replace(whole, recompute=recompute, offload=offload)
+                    tried += 1
+                    if broken(degrees, self._limits, SHAPE):
+                        continue  # no engine could run it
+                    rule = broken(degrees, self._limits, self._options.rules)
+                    need = self._account.of(degrees)
+                    device, host = self._missing(need)
+                    if max(device, host) > 0:
+                        short += [] if rule else [Lacking(degrees, max(0, device), max(0, host))]
+                    elif rule is not None:
+                        before = left.get(rule.name, Left(rule))
+                        left[rule.name] = before.beside(degrees, self._pricing.least(degrees))
+                    else:
+                        fitting.append((self._pricing.least(degrees), len(fitting), degrees, need))
+                        del offloads[index:]
+                        break
+        best, priced = self._best(fitting)
+        return Answer(
+            sequences=self._sequences,
+            best=tuple(best),
+            tried=tried,
+            fitting=len(fitting),
+            priced=priced,
+            nearest=() if best else tuple(_nearest(short)),
+            left=tuple(sorted(left.values(), key=lambda each: each.seconds)),
+        )
+
+    def _grid(self) -> Iterator[Degrees]:
+        """Everything that uses all ranks and the whole batch, can it be run or not; without recompute and offload."""
+        ranks = self._cluster.ranks
+        for micro_batch, tensor in self._models.sizes:
+            for stages in divisors(ranks // tensor) if ranks % tensor == 0 else ():
+                data = ranks // tensor // stages
+                if stages > max(1, self._whole.blocks) or self._sequences % (data * micro_batch):
+                    continue
+                model = self._models.of(Degrees(stages=stages, tensor=tensor, micro_batch=micro_batch))
+                splits = list(model.splits(stages))
+                for zero, last in product(range(4) if data > 1 else (0,), splits):
+                    yield Degrees(
+                        stages=stages,
+                        tensor=tensor,
+                        data=data,
+                        zero=zero,
+                        micro_batch=micro_batch,
+                        micro_batches=self._sequences // (data * micro_batch),
+                        last_blocks=last,
+                    )
+
+    def _missing(self, need: Bytes) -> tuple[int, int]:
+        """Bytes beyond what may be used of the device and of the host; at most 0: it fits."""
+        machine, given = self._machine, self._options.device_bytes
+        budget = device_budget(machine) if given is None else given
+        if not machine.has_accelerator:  # its device is its host
+            return need.device + need.host - machine.runtime_host_bytes - budget, 0
+        return need.device - budget, need.host - int(SHARE * machine.host_bytes)
+
+    def _best(self, fitting: list[tuple[float, int, Degrees, Bytes]]) -> tuple[list[Found], int]:
+        """The best by price, and how many were priced: in the order of lower bounds, until these exceed the last."""
+        found: dict[Degrees, Found] = {}
+        priced = 0
+        for least, _, degrees, need in sorted(fitting, key=lambda each: each[:2]):
+            if len(found) == BEST and least * (1 - ROUNDING) > max(each.price.seconds for each in found.values()):
+                break
+            priced += 1
+            new, key = Found(degrees, need, self._pricing.price(degrees)), degrees.unsplit
+            if key not in found or new.order < found[key].order:
+                found[key] = new
+            for extra in sorted(found, key=lambda each: found[each].order)[BEST:]:
+                del found[extra]
+        return sorted(found.values(), key=lambda each: each.order), priced
+
+
+def _nearest(short: Sequence[Lacking]) -> Iterator[Lacking]:
+    """Those that lack least, each with other stages, tensor ranks or offload than those before."""
+    seen: set[object] = set()
+    for each in sorted(short, key=lambda each: each.device + each.host):
+        kind = (each.degrees.stages, each.degrees.tensor, each.degrees.offload)
+        if kind not in seen and len(seen) < NEAREST:
+            seen.add(kind)
+            yield each

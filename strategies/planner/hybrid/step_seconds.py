@@ -1,0 +1,228 @@
+"""Seconds of a step under given degrees: simulated, by operations over rates.
+
+A stage's forward and backward are those of ``step_cost.py``, with what recomputation repeats. To that come
+
+    tensor      per block two all-reduces of the hidden states in forward and two in backward, and under full
+                recomputation the first two again; nothing hides them
+    ZeRO 3      weights gathered in forward and in backward, gradients scattered, at every micro-batch (3 M); ZeRO 2
+                scatters gradients at every micro-batch (M + 1); a pass takes the longer of compute and exchange
+    ZeRO 0, 1   gradients once per step (2), under the backward of the last micro-batch, but for the last unit's;
+                torch's pipeline sums them after it
+    offload     gradients down under the last backward; then the CPU's update and the new weights up, the slowest of
+                CPU, link and DRAM, under the next forward, but never counted as less than an update on the device, so
+                that offload is not proposed where it is not needed. Weights that travel come up twice per micro-batch,
+                under its passes
+    update      on the device, as in ``step_cost.py``; ZeRO 1 and 2 gather the new weights after it
+
+and the clock of the pipeline (``pipeline_clock.py``) with sending between stages. Efficiency is that of the rates for
+every shape: that smaller products are slower is not modelled, so narrow shards and small micro-batches look better than
+they are. Neither are stragglers, nor what exchanges take from compute while they run beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
+from strategies.core.layout import SCRATCH_ELEMENTS
+from strategies.planner.activation_policy import FULL, by_policy
+from strategies.planner.hybrid.account import boundary_bytes
+from strategies.planner.hybrid.cluster import Cluster
+from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.parts import Model, Models, Part
+from strategies.planner.hybrid.pipeline_clock import (
+    Schedule,
+    StageSeconds,
+    last_backwards,
+    least_seconds,
+    total_seconds,
+)
+from strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One micro-batch of one stage: seconds of compute, of what is repeated, and of tensor exchanges, both passes."""
+
+    forward: float
+    backward: float
+    again: float
+    reduced_forward: float
+    reduced_backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrice:
+    """One stage.
+
+    Args:
+        work: compute of one micro-batch, forward and backward; ``again`` is recomputed, ``reduced`` tensor exchanges.
+        seconds: of one micro-batch as the pipeline's clock takes it, with exchanges that compute does not hide.
+        sync: seconds of exchanges under the last backward; ``first`` is the last unit's, which nothing hides.
+        after: seconds after the gradients are complete: the update, and gathering or fetching the new weights.
+    """
+
+    work: float
+    again: float
+    reduced: float
+    seconds: StageSeconds
+    sync: float
+    first: float
+    after: float
+
+    def exposed(self, end: float) -> float:
+        """When its gradients are complete, if the last backward ends at ``end``."""
+        return max(end + self.first, end - self.seconds.backward + self.sync)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A step under some degrees, and where its seconds go; they add up.
+
+    In ``parts``, of the average stage: compute, recompute, tensor exchanges, and waiting for what else is exchanged or
+    fetched at every micro-batch; then the bubble, with unlike stages and sending; at the end the gradient exchange that
+    is not hidden, and the update.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+
+    @property
+    def binds(self) -> str:
+        """What takes most, and what besides compute takes most."""
+        shares = {name: seconds / self.seconds for name, seconds in self.parts.items()}
+        named = sorted(shares, key=lambda name: -shares[name])
+        first = named[1] if named[0] == COMPUTE else ""
+        return f"{named[0]} {shares[named[0]]:.0%}" + (f", {first} {shares[first]:.0%}" if first else "")
+
+
+COMPUTE = "compute"
+
+
+class Pricing:
+    """Prices degrees, and remembers what it counted."""
+
+    def __init__(self, models: Models, cluster: Cluster, rates: Rates) -> None:
+        self._models, self._cluster, self._rates = models, cluster, rates
+        self._sums_of: dict[object, list[list[float]]] = {}
+        self._stages_of: dict[object, StagePrice] = {}
+
+    def stages(self, degrees: Degrees) -> list[StagePrice]:
+        """The price of each stage."""
+        model = self._models.of(degrees)
+        parts = model.parts(degrees.stages, degrees.last_blocks)
+        found, ranks = [], degrees.tensor * degrees.data
+        size = boundary_bytes(model.facts)
+        for index, part in enumerate(parts):
+            key = (degrees.unsplit, model.key(part))
+            if key not in self._stages_of:
+                self._stages_of[key] = self._stage(degrees, model, part)
+            price = self._stages_of[key]
+            send = self._cluster.send_seconds(size, index, ranks) if index + 1 < len(parts) else 0.0
+            found.append(replace(price, seconds=replace(price.seconds, send=send)))
+        return found
+
+    def least(self, degrees: Degrees) -> float:
+        """Not more than what ``price`` finds, in no time."""
+        stages = self.stages(degrees)
+        end = least_seconds([stage.seconds for stage in stages], degrees.micro_batches)
+        return stages[0].exposed(end) + max(stage.after for stage in stages)
+
+    def closed_form(self, degrees: Degrees) -> float:
+        """The objective of P2 (``chain.py``): the same step without the clock."""
+        stages = self.stages(degrees)
+        end = total_seconds([stage.seconds for stage in stages], degrees.micro_batches)
+        return max(stage.exposed(end) for stage in stages) + max(stage.after for stage in stages)
+
+    def price(self, degrees: Degrees, schedule: Schedule = Schedule.ONE_F_ONE_B) -> Price:
+        """The simulated step. No update begins before all gradients are there, since they are clipped together."""
+        stages = self.stages(degrees)
+        ends = last_backwards([stage.seconds for stage in stages], degrees.micro_batches, schedule)
+        complete = max(stage.exposed(end) for stage, end in zip(stages, ends, strict=True))
+        after = max(stage.after for stage in stages)
+        share = degrees.micro_batches / len(stages)
+        spent = {
+            COMPUTE: share * sum(stage.work for stage in stages),
+            "recompute": share * sum(stage.again for stage in stages),
+            "tensor exchanges": share * sum(stage.reduced for stage in stages),
+        }
+        waited = share * sum(stage.seconds.forward + stage.seconds.backward for stage in stages) - sum(spent.values())
+        spent["waiting"] = max(0.0, waited)
+        spent["bubble"] = max(0.0, max(ends) - sum(spent.values()))
+        spent |= {"gradient exchange": complete - max(ends), "update": after}
+        return Price(complete + after, spent)
+
+    def _stage(self, degrees: Degrees, model: Model, part: Part) -> StagePrice:
+        facts, rates = model.facts, self._rates
+        work, units = self._work(degrees, model, part), model.units(part)
+        plain = self._models.plain(degrees)
+        size = facts.run.trained_bytes if plain else facts.run.precision.element_bytes
+        weights = size * sum(unit.num_params for unit in units)
+        trained = sum(unit.num_trainable for unit in units)
+        grads, messages = size * trained, max(1, len(units))
+
+        def gather(num_bytes: float) -> float:
+            return self._cluster.gather_seconds(num_bytes, degrees.data, degrees.tensor, messages)
+
+        forward = work.forward + work.reduced_forward
+        backward = work.backward + work.again + work.reduced_backward
+        fetched = self._fetched(degrees, weights)
+        arriving = max(gather(weights), fetched) if degrees.zero == 3 else fetched
+        leaving = gather(grads) if degrees.zero >= 2 else 0.0
+        if degrees.offload is not Stowed.NOTHING and degrees.data == 1 and degrees.micro_batches > 1:
+            leaving = grads / rates.down_bytes_per_s  # they are added up on the host
+        seconds = StageSeconds(max(forward, arriving), max(backward, arriving + leaving))
+        # The last unit's gradients are made last, and nothing is left to hide them.
+        once = 0.0 if degrees.zero >= 2 else gather(grads) * (1 if degrees.zero else 2)
+        sync, first = once, once if plain else once / messages
+        after = gather(weights) if degrees.zero in (1, 2) else 0.0
+        share = trained / (degrees.data if degrees.zero else 1)
+        touched = share * TOUCHED_BYTES / rates.device_bytes_per_s
+        update = max(touched, LAUNCHES * -(-share // SCRATCH_ELEMENTS) * rates.launch_s)
+        if degrees.offload is not Stowed.NOTHING:
+            down = size * share / rates.down_bytes_per_s
+            sync, first = max(sync, down), max(first, down / messages)
+            on_host = (
+                share / rates.update_params_per_s(facts.run.precision),
+                size * share / rates.up_bytes_per_s,
+                share * (HOST_UPDATE_BYTES + size) / rates.dram_bytes_per_s,
+            )
+            update = max(update, max(on_host) - seconds.forward)
+        after += update
+        alone = work.forward + work.backward
+        return StagePrice(alone, work.again, work.reduced_forward + work.reduced_backward, seconds, sync, first, after)
+
+    def _fetched(self, degrees: Degrees, weights: float) -> float:
+        """Seconds in which weights that rest on the host come up, once."""
+        if degrees.offload is not Stowed.WEIGHTS:
+            return 0.0
+        own = weights / (degrees.data if degrees.zero == 3 else 1)
+        return max(own / self._rates.up_bytes_per_s, own / self._rates.dram_bytes_per_s)
+
+    def _work(self, degrees: Degrees, model: Model, part: Part) -> _Work:
+        """The compute of a part, from sums along the units of the model."""
+        key = (degrees.micro_batch, degrees.tensor, degrees.recompute, self._models.plain(degrees))
+        if key not in self._sums_of:
+            self._sums_of[key] = self._sums(degrees, model)
+        start, end = model.span(part)
+        return _Work(*(sums[end] - sums[start] for sums in self._sums_of[key]))
+
+    def _sums(self, degrees: Degrees, model: Model) -> list[list[float]]:
+        facts, precision = model.facts, model.facts.run.precision
+        plain = unit_seconds(
+            replace(facts, units=tuple(replace(unit, again=Work()) for unit in facts.units)), self._rates
+        )
+        again = [self._rates.seconds(by_policy(unit, degrees.recompute).again, precision) for unit in facts.units]
+        once = 2 * self._cluster.all_reduce_seconds(boundary_bytes(facts), degrees.tensor)
+        reduced = [once * (unit.kind is UnitKind.BLOCK) for unit in facts.units]
+        times = 2 if degrees.recompute == FULL else 1
+        columns = (
+            [forward for forward, _ in plain],
+            [backward for _, backward in plain],
+            again,
+            reduced,
+            [times * seconds for seconds in reduced],
+        )
+        return [list(accumulate(column, initial=0.0)) for column in columns]

@@ -1,0 +1,74 @@
+"""Bytes of ZeRO's stages on one rank: what is split over the ranks, and what DeepSpeed's engine sets aside.
+
+``strategies/zero.py`` makes its decisions from these, and the search over degrees (``hybrid/``) its account, so that
+both count the same bytes. The arithmetic is in the docstring of the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from strategies.core.facts import Facts, Precision, RunFacts, UnitKind
+from strategies.core.plan import Kind, When
+
+MAX_BUCKET = 50_000_000  # elements: 100 MB of bf16, at which a PCIe or NVLink transfer is near its asymptote
+SPLIT_FROM: Mapping[Kind, int] = {Kind.MASTER: 1, Kind.MOMENT: 1, Kind.GRAD: 2, Kind.PARAM: 3}
+
+
+def element_bytes(run: RunFacts, stage: int) -> dict[Kind, int]:
+    """Bytes per element of each kind of tensor in DeepSpeed's engine; 0: there is no such tensor."""
+    mixed = run.precision is not Precision.FP32
+    return {
+        Kind.PARAM: run.precision.element_bytes,
+        Kind.GRAD: run.precision.element_bytes,
+        Kind.MASTER: 4 if mixed or stage > 0 else 0,
+        Kind.MOMENT: 4 * run.moments,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes that the engine sets aside on each rank, and when they are there."""
+
+    owner: str
+    reason: str
+    num_bytes: int
+    when: When = When.ALWAYS
+
+
+def buffers(facts: Facts, stage: int, ways: int) -> Iterator[Buffer]:
+    """What DeepSpeed's engine sets aside where ``ways`` ranks share the state."""
+    size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
+    if stage > 0:
+        count = 2 if facts.machine.has_accelerator else 1  # overlapping needs a second one to fill
+        reason = "gradients are reduced bucket by bucket"
+        yield Buffer("zero: reduce bucket", reason, count * bucket_elements(facts) * size)
+    if stage == 3 and ways > 1:
+        live = min(live_elements(facts), facts.num_params)
+        yield Buffer("zero: gathered weights", "weights gathered for use and prefetched", live * size)
+    if mixed or stage == 3:  # stage 3 flattens into a copy in fp32, too
+        reason = "the optimizer reads its share of the gradients in fp32"
+        share = -(-facts.num_trainable // (ways if stage > 0 else 1))
+        yield Buffer("zero: fp32 gradients", reason, 4 * share, When.STEP)
+
+
+def bucket_elements(facts: Facts) -> int:
+    """Elements of a bucket of gradients: one block, so that messages are large.
+
+    A parameter larger than that is sent in a bucket of its own. Always even: DeepSpeed aligns shares to two elements
+    and refuses an odd bucket.
+    """
+    size = min(MAX_BUCKET, largest_block(facts), facts.num_trainable)
+    return max(2, size + size % 2)
+
+
+def live_elements(facts: Facts) -> int:
+    """Most elements gathered at a time: the largest unit in use, one block prefetched and one not yet released."""
+    return max((unit.num_params for unit in facts.units), default=1) + 2 * largest_block(facts)
+
+
+def largest_block(facts: Facts) -> int:
+    """Elements; of any unit if the model has no blocks. Embedding and head are larger but needed once per step."""
+    blocks = [unit.num_params for unit in facts.units if unit.kind is UnitKind.BLOCK]
+    return max(blocks or [unit.num_params for unit in facts.units], default=1)

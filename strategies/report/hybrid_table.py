@@ -1,0 +1,103 @@
+"""The report of ``launch/plan.py --search``: the best ways to use all ranks, what to write, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from strategies.core.sizes import human
+from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.search import Answer, Found
+from strategies.report.table import table
+
+HEADER = (
+    "stages x tensor x data",
+    "ZeRO",
+    "recompute",
+    "offload",
+    "micro-batch",
+    "per step",
+    "seconds",
+    "tokens/s/rank",
+    "MFU",
+    "device",
+    "host",
+    "what takes most",
+)
+RIGHT = {"micro-batch", "per step", "seconds", "tokens/s/rank", "MFU", "device", "host"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What seconds are divided by: tokens per step, and the flop of one at the peak of all ranks (None: unknown)."""
+
+    tokens: int
+    ranks: int
+    seconds_at_peak: float | None
+
+
+def lines(answer: Answer, scale: Scale, write: Sequence[str]) -> Iterator[str]:
+    """The table, what to write for its first row, and what was left out."""
+    yield from table_of(answer.best, scale)
+    yield ""
+    yield f"{answer.tried:,} looked at; {answer.fitting:,} run here and fit; {answer.priced} of them simulated"
+    yield from left_out(answer)
+    if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
+        yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
+    yield ""
+    yield "to write for the first row, in place of these sections or keys of the config:"
+    yield from (f"  {line}" for line in write)
+
+
+def table_of(found: Sequence[Found], scale: Scale) -> list[str]:
+    """One row for each."""
+    return table(HEADER, [_cells(each, scale) for each in found], RIGHT)
+
+
+def _cells(found: Found, scale: Scale) -> tuple[str, ...]:
+    degrees, seconds = found.degrees, found.price.seconds
+    peak = scale.seconds_at_peak
+    return (
+        shape(degrees),
+        str(degrees.zero),
+        degrees.recompute,
+        degrees.offload.value,
+        str(degrees.micro_batch),
+        str(degrees.micro_batches),
+        f"{seconds:.4g}",
+        f"{scale.tokens / scale.ranks / seconds:,.0f}",
+        "-" if peak is None else f"{peak / seconds:.0%}",
+        human(found.bytes.device),
+        human(found.bytes.host),
+        found.price.binds,
+    )
+
+
+def shape(degrees: Degrees) -> str:
+    """``8 x 1 x 128``."""
+    return f"{degrees.stages} x {degrees.tensor} x {degrees.data}"
+
+
+def words(degrees: Degrees) -> str:
+    """Degrees in one line."""
+    stowed = {Stowed.STATE: ", state offloaded", Stowed.WEIGHTS: ", state and weights offloaded"}
+    return (
+        f"stages x tensor x data = {shape(degrees)}, ZeRO {degrees.zero}, recompute {degrees.recompute}"
+        f"{stowed.get(degrees.offload, '')}, {degrees.micro_batches} micro-batches of {degrees.micro_batch}"
+    )
+
+
+def left_out(answer: Answer) -> Iterator[str]:
+    """What would fit if it could be run."""
+    for each in answer.left:
+        yield f"left out: {each.rule.name} ({each.rule.reason}), which would take {each.seconds:.3g} s or more"
+
+
+def nothing_fits(answer: Answer) -> Iterator[str]:
+    """What is missing, for those that lack least, and what would fit if it could be run."""
+    for each in answer.nearest:
+        lacks = [
+            (f"{human(size)} of {name} memory") for name, size in (("device", each.device), ("host", each.host)) if size
+        ]
+        yield f"  {words(each.degrees)}: lacks {' and '.join(lacks)} per rank"
+    yield from (f"  {line}" for line in left_out(answer))

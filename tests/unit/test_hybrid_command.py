@@ -1,0 +1,205 @@
+"""``launch/plan.py --search``: a tensor rank is counted as a model of its own, and what is printed can be planned."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.plan import main, parse
+from strategies.core.facts import Facts, Temporaries, Unit, UnitKind
+from strategies.core.plan import Home
+from strategies.core.sizes import human
+from strategies.planner.hybrid import keys
+from strategies.planner.hybrid.account import Account
+from strategies.planner.hybrid.degrees import Degrees, Stowed
+from strategies.planner.hybrid.parts import Model, Models
+from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
+from trainer.config.load import build, load
+from trainer.dist.ranks import Ranks
+from trainer.machine.profiles import profile, sized
+from trainer.planning.facts import count_model, gather
+from trainer.planning.from_config import plan_of, plans_of
+from trainer.planning.tensor_parts import gather_parts, gather_stages
+
+WIDE = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 16}
+WIDE |= {"num_key_value_heads": 4, "vocab_size": 16_000, "max_position_embeddings": 512}
+DATA = {"path": "random tokens", "max_length": 512}
+RANKS = Ranks(world_size=8, local_world_size=8)
+CARD = profile("h100-sxm-pcie5")
+COUNTED = run_config(WIDE, stage=0, data=DATA, bf16=True, per_device_train_batch_size=2)
+
+
+@cache
+def parts() -> dict[tuple[int, int], Facts]:
+    found, why = gather_parts(COUNTED, RANKS, CARD, 16, lambda line: None)
+    assert not why
+    return found
+
+
+def same(found: Facts, units: tuple[Unit, ...]) -> None:
+    """Equal, but for scalars of the blocks that were left out, which live beside all others."""
+
+    def rounded(unit: Unit) -> Unit:
+        assert unit.temporaries is not None
+        sizes = (getattr(unit.temporaries, name) for name in ("forward", "backward", "landing"))
+        chunks = unit.in_chunks and replace(unit.in_chunks, temporaries=None)
+        return replace(unit, temporaries=Temporaries(*(size // 1000 for size in sizes)), in_chunks=chunks)
+
+    assert [rounded(unit) for unit in found.units] == [rounded(unit) for unit in units]
+
+
+def test_other_micro_batches_are_counted_as_if_they_were_configured() -> None:
+    """On three blocks that stand for six: the same units and operations as those of the whole model."""
+    assert set(parts()) == {(size, tensor) for size in (1, 2, 4) for tensor in (1, 2, 4)}  # of 4 heads, 8 has none
+    tree = COUNTED.tree()
+    tree["training"]["per_device_train_batch_size"] = 4
+    whole = gather(build(tree), 8, 8, CARD)
+    same(parts()[4, 1], whole.units)
+    assert parts()[4, 1].run == replace(whole.run, micro_batch=4)
+
+
+def test_a_tensor_rank_has_its_heads_and_its_part_of_the_mlp() -> None:
+    half = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2816}
+    same(parts()[2, 2], count_model(COUNTED, half).units)
+    whole, part = (next(u for u in parts()[2, t].units if u.kind is UnitKind.BLOCK) for t in (1, 2))
+    norms = 2 * 2048
+    assert part.num_params == (whole.num_params - norms) // 2 + norms
+    assert whole.saved_bytes / 2 < part.saved_bytes < whole.saved_bytes
+    ends = [[u for u in parts()[2, t].units if u.kind is not UnitKind.BLOCK] for t in (1, 2)]
+    assert [u.num_params for u in ends[0]] == [u.num_params for u in ends[1]]
+    flops = [parts()[2, t].run.forward_flops for t in (1, 2, 4)]
+    head = 2 * 2 * 512 * 16_000 * 2048
+    assert flops[0] - flops[1] == pytest.approx(2 * (flops[1] - flops[2])) and flops[2] > flops[0] / 4 + head / 2
+
+
+@pytest.mark.parametrize(("model", "why"), [(GPT2, "one by one"), (MIXTRAL, "experts")])
+def test_models_whose_tensor_ranks_cannot_be_counted(model: dict[str, object], why: str) -> None:
+    found, said = gather_parts(run_config(model, stage=0, bf16=True), RANKS, CARD, 8, lambda line: None)
+    assert why in said and {tensor for _, tensor in found} == {1}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("zero", "stowed"), [(2, Stowed.STATE), (3, Stowed.WEIGHTS)])
+def test_with_offload_the_account_is_near_the_plan(zero: int, stowed: Stowed, micro_batches: int) -> None:
+    degrees = Degrees(data=8, zero=zero, recompute="full", offload=stowed, micro_batch=2, micro_batches=micro_batches)
+    found = Account(Models({(2, 1): parts()[2, 1]})).of(degrees)
+    tree = keys.written(degrees, COUNTED.tree())
+    tree["strategies"]["offload"] = {"site": "host", "weights": "streamed" if zero == 3 else "resident"}
+    plan = plan_of(build(tree), RANKS, CARD)
+    assert found.device == pytest.approx(plan.peak(Home.DEVICE), rel=0.15)
+    runtime = plan.facts.machine.runtime_host_bytes
+    assert found.host - parts()[2, 1].machine.runtime_host_bytes == pytest.approx(
+        plan.peak(Home.HOST) - runtime, rel=0.05
+    )
+
+
+def write(folder: Path, **training: object) -> Path:
+    path = folder / "mine.yaml"
+    tree = {
+        "model": {"config": dict(WIDE), "tokenizer": "none"},
+        "data": DATA,
+        "training": {"output_dir": str(folder / "run"), "bf16": True, "gradient_checkpointing": True} | training,
+        "strategies": {"zero": {"stage": 1}, "cross_entropy": {"chunked": True}},
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_what_it_prints_can_be_written_and_has_the_bytes_that_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    given = ["--config", str(path), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
+    assert main(["--search", *given]) == 0
+    said = capsys.readouterr()
+    assert "CPU seconds" in said.err and "48 sequences of 512 tokens per step" in said.out
+    table = said.out.split("----\n")[1].split("\n\n")[0].splitlines()
+    assert len(table) == 10 and [float(row.split()[10]) for row in table] == sorted(
+        float(row.split()[10]) for row in table
+    )
+    first = table[0].split()
+    assert first[:5] == ["1", "x", "1", "x", "8"], "this small model wants data parallelism alone"
+    tree = yaml.safe_load(path.read_text())
+    for line in said.out.split("config:\n")[1].splitlines():
+        ((section, changes),) = yaml.safe_load(line).items()
+        tree[section] = changes if section == "strategies" else tree[section] | changes
+    assert tree["strategies"]["cross_entropy"] == {"chunked": True}, "what is not searched stays"
+    path.write_text(yaml.safe_dump(tree))
+    config = load(path)
+    training = config.training
+    assert training.per_device_train_batch_size * training.gradient_accumulation_steps * 8 == 48
+    plan = plan_of(config, RANKS, sized(CARD, None, None))
+    assert human(plan.peak(Home.DEVICE)) in said.out.splitlines()[5]
+
+
+def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--search", "--config", str(write(tmp_path)), "--world-size", "8", "--profile", "h100-sxm-pcie5"]
+    most = []
+    for changes in ([], ["strategies.offload.gpu_memory=2GiB"]):
+        assert main([*given, *changes]) == 0
+        rows = capsys.readouterr().out.split("----\n")[1].split("\n\n")[0].splitlines()
+        found = [re.search(r"([\d.]+) ([MG]iB) +[\d.]+ GiB", row) for row in rows if " x " in row]
+        most.append(max(float(each[1]) * (1024 if each[2] == "GiB" else 1) for each in found if each))
+    assert most[1] <= 2048 < most[0]
+
+
+@pytest.mark.parametrize(("policy", "micro_batches"), [("none", 4), ("none", 8), ("selective", 8), ("full", 4)])
+def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int) -> None:
+    """To the byte. While a block runs again, what it keeps of other micro-batches is there, which plans leave out."""
+    config = run_config({**WIDE, "tie_word_embeddings": True}, data=DATA, bf16=True, per_device_train_batch_size=2)
+    in_stages = gather_stages(build(keys.staged(config.tree())), RANKS, CARD, [2], lambda line: None)
+    account, model = Account(Models({}, in_stages)), Model(in_stages[2])
+    degrees = Degrees(stages=4, data=2, recompute=policy, micro_batch=2, micro_batches=micro_batches, last_blocks=1)
+    cuts = model.parts(4, 1)
+    tree = keys.written(degrees, config.tree(), [part.blocks for part in cuts])
+    plans = plans_of(build(tree), RANKS, CARD)
+    for stage, (part, plan) in enumerate(zip(cuts, plans, strict=True)):
+        found = account.of_stage(degrees, stage, part)
+        kept = max(plan.keep(unit.name).saved_bytes // (4 - stage) for unit in plan.facts.units)
+        extra = (3 - stage) * kept if policy != "none" else 0
+        assert 0 <= found.device - plan.peak(Home.DEVICE) <= extra, (stage, policy)
+        assert found.host == plan.peak(Home.HOST)
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--search", "--config", str(write(tmp_path)), "--world-size", "2", "--profile", "h100-sxm-pcie5"]
+    assert main([*given, "--gpu-memory", "1MiB", "--host-memory", "8GiB"]) == 2
+    first, *nearest = capsys.readouterr().err.split("before\n")[1].splitlines()
+    assert first.startswith("--search: nothing fits on 2 ranks of NVIDIA H100 80GB HBM3 with 1.0 MiB; nearest:")
+    assert 1 <= len(nearest) <= 3 and all("lacks" in line and "device memory per rank" in line for line in nearest)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world-size", "16", "--profile", "rtx4090-pcie4"], "--network 200"),
+        (["--world-size", "9", "--profile", "a100-80g-sxm"], "9 ranks do not fill machines of 8"),
+        (["--world-size", "8", "--profile", "cpu"], "how fast cpu is"),
+    ],
+)
+def test_what_is_not_known_is_asked_for(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--search", "--config", str(write(tmp_path)), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--search", "--fit"],
+        ["--search", "--json", "x"],
+        ["--network", "100"],
+        ["--search", "--network", "-1"],
+        ["--search"],
+    ],
+)
+def test_flags_that_do_not_go_together(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    config = [] if arguments == ["--search"] else ["--config", "x"]
+    with pytest.raises(SystemExit) as stopped:
+        parse([*config, *arguments])
+    assert stopped.value.code == 2 and "error: --" in capsys.readouterr().err

@@ -1,0 +1,330 @@
+"""The search over degrees: its account is the plan's, it returns what pricing everything would, and it is monotone."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations, product
+from typing import Any
+
+import pytest
+
+from strategies.core.compose import compose
+from strategies.core.facts import Facts, MachineFacts, Operator, Precision, Rates, Temporaries, Unit, Work
+from strategies.core.plan import Home, Kind
+from strategies.core.registry import find
+from strategies.planner.hybrid import keys
+from strategies.planner.hybrid import search as search_module
+from strategies.planner.hybrid.account import Account, Bytes, boundary_bytes, state_bytes
+from strategies.planner.hybrid.chain import Chain, Layer, Stage
+from strategies.planner.hybrid.cluster import Cluster, Wire
+from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Stowed, broken
+from strategies.planner.hybrid.parts import Model, Models
+from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
+from strategies.planner.hybrid.step_seconds import Pricing
+from tests.helpers.fakes import block, choosing, embedding, facts, head
+
+RATES = Rates(
+    gemm_fp32_flops_per_s=1e12,
+    gemm_bf16_flops_per_s=1e13,
+    up_bytes_per_s=2e10,
+    down_bytes_per_s=2e10,
+    duplex_factor=0.8,
+    link_latency_s=1e-5,
+    dram_bytes_per_s=5e10,
+    update_fp32_params_per_s=1e9,
+    update_bf16_params_per_s=1e9,
+    device_bytes_per_s=1e12,
+    origin="assumed",
+)
+WIDE = 1 << 50
+KB, MB = 1000, 10**6
+
+
+def model(blocks: int = 8, *, device: int = WIDE, rates: Rates = RATES, **run: Any) -> Facts:
+    """A model of equal blocks that can be recomputed, in bf16, and a head that costs as much as two of them."""
+    kept = [Operator("linear a", 6 * KB, Work(200 * MB)), Operator("linear b", 9 * KB, Work(300 * MB))]
+    rest = Work(0, 30 * KB)
+    units: list[Unit] = [replace(embedding(40 * KB + 1, 500), temporaries=Temporaries(100, 90 * KB, 90 * KB))]
+    for index in range(blocks):
+        whole = choosing(block(index, 20 * KB + 3, 40 * KB), *kept, input_bytes=4 * KB, rest=rest)
+        units.append(replace(whole, temporaries=Temporaries(5 * KB, 30 * KB, 50 * KB)))
+    units.append(replace(head(40 * KB + 1, 25 * KB), temporaries=Temporaries(60 * KB, 30 * KB, 100 * KB)))
+    machine = MachineFacts("test gpu", device, WIDE, 1 << 20, rates)
+    plain = {"precision": Precision.BF16, "hidden_size": 64, "heads": 8, "kv_heads": 4, "micro_batch": 1}
+    return facts(*units, machine=machine, **plain | {"forward_flops": (blocks + 2) * 500 * MB} | run)
+
+
+def share(whole: Facts, micro_batch: int, tensor: int) -> Facts:
+    """What a tensor rank has of ``whole``, by division."""
+    units = tuple(
+        replace(
+            unit,
+            num_params=unit.num_params // tensor,
+            num_trainable=unit.num_trainable // tensor,
+            saved_bytes=unit.saved_bytes * micro_batch // tensor,
+        )
+        for unit in whole.units
+    )
+    flops = whole.run.forward_flops * micro_batch // tensor
+    return replace(whole, units=units, run=replace(whole.run, micro_batch=micro_batch, forward_flops=flops))
+
+
+def known(whole: Facts) -> dict[tuple[int, int], Facts]:
+    return {(size, tensor): share(whole, size, tensor) for size in (1, 2) for tensor in (1, 2, 4)}
+
+
+def cluster(ranks: int = 16, *, rate: float = 1e9) -> Cluster:
+    return Cluster(ranks, min(8, ranks), Wire(10 * rate, 1e-6), Wire(rate, 2e-6))
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_with_one_stage_and_tensor_rank_the_account_is_the_plan(precision: Precision, accelerated: bool) -> None:
+    whole = model(5, precision=precision)
+    if not accelerated:
+        whole = replace(whole, machine=replace(whole.machine, name="cpu"))
+    account = Account(Models({(1, 1): whole}))
+    for stage, policy, micro_batches, ranks in product((0, 1, 2, 3), ("none", "selective", "full"), (1, 2, 3), (1, 7)):
+        run = replace(whole.run, accumulation=micro_batches, world_size=ranks)
+        chosen = {"zero": {"stage": stage}, "recompute": {"policy": policy}}
+        strategies = {name: find(name).model_validate(options) for name, options in chosen.items()}
+        plan = compose(strategies, replace(whole, run=run))
+        found = account.of(Degrees(data=ranks, zero=stage, recompute=policy, micro_batches=micro_batches))
+        assert found == Bytes(plan.peak(Home.DEVICE), plan.peak(Home.HOST)), (stage, policy, run)
+
+
+def test_the_published_bytes_of_zero() -> None:
+    """7.5 G parameters on 64 ranks: 120, 31.4, 16.6 and 1.88 GB of states (Rajbhandari et al., figure 1)."""
+    unit, run = block(0, 7_500_000_000), facts(precision=Precision.BF16).run
+    states = [
+        sum(state_bytes([unit], run, Degrees(data=64, zero=stage), kind) for kind in Kind) / 1e9 for stage in range(4)
+    ]
+    assert states == [pytest.approx(size, rel=5e-3) for size in (120, 31.4, 16.6, 1.88)]
+
+
+def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
+    whole = model(8)
+    four = Degrees(stages=4, micro_batches=6, last_blocks=2)
+    parts = Model(whole).parts(4, 2)
+    account = Account(Models({(1, 1): whole}, {1: whole}))
+    middle = [account.of_stage(four, stage, parts[stage]).device for stage in (1, 2)]
+    # The same blocks: what one micro-batch saves is there once more.
+    assert middle[0] - middle[1] == 2 * 40 * KB
+    lean = Account(Models({(1, 1): whole}))
+    # Elsewhere with masters, and buffers for the three in flight; here all six on each side, and plain fp32.
+    sizes = [
+        sum(state_bytes(Model(whole).units(parts[1]), whole.run, four, kind, plain=plain) for kind in Kind)
+        for plain in (True, False)
+    ]
+    assert middle[0] - lean.of_stage(four, 1, parts[1]).device == sizes[0] - sizes[1] + 2 * (6 - 3) * boundary_bytes(
+        whole
+    )
+    assert account.of(four).device == max(account.of_stage(four, at, part).device for at, part in enumerate(parts))
+    assert boundary_bytes(whole) == 1 * 8 * 64 * 2
+
+
+def test_splits_have_every_block_once_and_a_lighter_last_stage() -> None:
+    for blocks, stages in product((4, 7, 12), (1, 2, 3, 4)):
+        some = Model(model(blocks))
+        for last in some.splits(stages):
+            parts = some.parts(stages, last)
+            assert sum(part.blocks for part in parts) == blocks and parts[-1].blocks == last
+            assert [unit for part in parts for unit in some.units(part)] == list(some.facts.units)
+            counts = [part.blocks for part in parts[:-1]]
+            assert counts == sorted(counts) and max(counts, default=1) - min(counts, default=1) <= 1 <= min(
+                counts, default=1
+            )
+    assert min(Model(model(12)).splits(3)) < 4 == max(Model(model(12)).splits(3))
+
+
+def test_no_other_split_has_a_shorter_longest_stage() -> None:
+    """Of all ways to give blocks to stages, where the head takes as long as two of them."""
+    for blocks, stages in product((4, 6, 9, 11), (2, 3, 4)):
+        some = Model(model(blocks))
+        longest = [
+            max(part.blocks + 2 * part.ends for part in some.parts(stages, last)) for last in some.splits(stages)
+        ]
+        cuts = combinations(range(1, blocks), stages - 1)
+        every = [[b - a for a, b in pairwise((0, *cut, blocks))] for cut in cuts]
+        assert min(longest) == min(max(*counts[:-1], counts[-1] + 2) for counts in every)
+
+
+def priced(whole: Facts, on: Cluster, options: Options, sequences: int = 32) -> Answer:
+    return hybrid(known(whole), on, sequences, options, {size: share(whole, size, 1) for size in (1, 2)})
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e7])
+@pytest.mark.parametrize("device", [WIDE, 1_000_000, 800_000])
+def test_the_search_returns_what_pricing_everything_would(
+    device: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = priced(model(device=device), cluster(rate=rate), Options(SHAPE))
+    bounds, least = [], Pricing.least
+
+    def noted(self: Pricing, degrees: Degrees) -> float:
+        bounds.append(least(self, degrees) <= self.price(degrees).seconds * (1 + 1e-12))
+        return 0.0
+
+    monkeypatch.setattr(Pricing, "least", noted)
+    everything = priced(model(device=device), cluster(rate=rate), Options(SHAPE))
+    assert found.best == everything.best and found.priced < everything.priced == everything.fitting
+    assert all(bounds), "a bound is not more than the price"
+
+
+def test_it_is_never_slower_with_more_memory_or_a_faster_network() -> None:
+    """Exactly, along each ladder; and both matter."""
+    for rules in (HERE, SHAPE):
+        for ladder in (
+            [
+                priced(model(device=size), cluster(), Options(rules))
+                for size in (400_000, 600_000, 800_000, 1_000_000, WIDE)
+            ],
+            [priced(model(device=800_000), cluster(rate=rate), Options(rules)) for rate in (1e7, 1e8, 1e9, 1e11)],
+        ):
+            seconds = [answer.best[0].price.seconds for answer in ladder if answer.best]
+            assert len(seconds) >= 3 and seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+            offered = [bool(answer.best) for answer in ladder]
+            assert offered == sorted(offered)
+
+
+def test_nothing_fits() -> None:
+    answer = priced(model(device=1000), cluster(), Options())
+    assert not answer.best and 0 < len(answer.nearest) <= 3
+    lacks = [each.device for each in answer.nearest]
+    assert lacks == sorted(lacks)
+    account = Account(Models(known(model())))
+    assert account.of(answer.nearest[0].degrees).device == lacks[0] + 900
+    small = replace(model(), machine=replace(model().machine, host_bytes=1000))
+    (first, *_) = priced(small, cluster(), Options(offloads=(Stowed.STATE,))).nearest
+    assert first.device == 0 and account.of(first.degrees).host == first.host + 900
+
+
+def test_one_rank_has_one_stage() -> None:
+    found = priced(model(), Cluster(1, 1, Wire(1.0)), Options()).best[0]
+    degrees = found.degrees
+    assert (degrees.ranks, degrees.zero, degrees.recompute, degrees.offload) == (1, 0, "none", Stowed.NOTHING)
+    pricing = Pricing(Models(known(model())), Cluster(1, 1, Wire(1.0)), RATES)
+    (stage,) = pricing.stages(degrees)
+    alone = degrees.micro_batches * (stage.seconds.forward + stage.seconds.backward)
+    assert found.price.seconds == pytest.approx(alone + stage.after)
+    assert sum(found.price.parts.values()) == pytest.approx(found.price.seconds)
+
+
+def test_every_row_uses_all_ranks_and_the_whole_batch_and_breaks_no_rule() -> None:
+    limits = Limits(8, 4, 8, 8)
+    answer = priced(model(device=900_000), cluster(), Options())
+    assert len(answer.best) == 10 == len({each.degrees.unsplit for each in answer.best})
+    for found in answer.best:
+        degrees = found.degrees
+        assert degrees.ranks == 16 and degrees.data * degrees.micro_batch * degrees.micro_batches == 32
+        assert broken(degrees, limits, HERE) is None
+        assert found.bytes.device <= 0.9 * 900_000
+        assert sum(found.price.parts.values()) == pytest.approx(found.price.seconds)
+    # As little is recomputed and offloaded as fits: none of either for nothing.
+    for found, other in permutations([each.degrees for each in answer.best], 2):
+        if replace(found, recompute="", offload=Stowed.NOTHING) == replace(other, recompute="", offload=Stowed.NOTHING):
+            more = POLICIES.index(found.recompute) - POLICIES.index(other.recompute)
+            levels = list(Stowed)
+            assert more * (levels.index(found.offload) - levels.index(other.offload)) < 0
+    assert {each.rule.name for each in answer.left} >= {"tensor with pipeline", "tensor with ZeRO 3"}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "name"),
+    [
+        (Degrees(tensor=8), "heads"),
+        (Degrees(tensor=4, data=4), ""),
+        (Degrees(stages=9), "blocks"),
+        (Degrees(stages=2, zero=2), "pipeline with ZeRO 2, 3"),
+        (Degrees(stages=2, zero=1, micro_batches=2), "pipeline with ZeRO"),
+        (Degrees(stages=2, micro_batches=1), "1f1b with few micro-batches"),
+        (Degrees(stages=2, micro_batches=2), ""),
+        (Degrees(stages=2, tensor=2), "tensor with pipeline"),
+        (Degrees(tensor=2, zero=3), "tensor with ZeRO 3"),
+        (Degrees(tensor=2, offload=Stowed.STATE), "tensor with offload"),
+        (Degrees(zero=2, offload=Stowed.WEIGHTS), "offloaded weights with ZeRO 1, 2"),
+        (Degrees(zero=3, offload=Stowed.STATE), "offloaded state with ZeRO 3"),
+        (Degrees(stages=2, micro_batches=4, offload=Stowed.WEIGHTS), "pipeline with offload"),
+    ],
+)
+def test_what_can_be_run(degrees: Degrees, name: str) -> None:
+    rule = broken(degrees, Limits(heads=8, kv_heads=4, blocks=8, per_machine=8), HERE)
+    assert (rule.name if rule else "") == name
+
+
+def test_a_tensor_group_stays_in_a_machine() -> None:
+    limits = Limits(heads=8, kv_heads=8, blocks=8, per_machine=4)
+    assert broken(Degrees(tensor=4), limits, SHAPE) is None
+    found = broken(Degrees(tensor=8), limits, SHAPE)
+    assert found is not None and found.name == "machine"
+
+
+def test_the_volumes_of_zero_per_step() -> None:
+    """In units of the parameters: 2, 2, M + 1 and 3 M, hidden or not. Compute takes no time here, so nothing is."""
+    fast = replace(RATES, gemm_bf16_flops_per_s=1e30, device_bytes_per_s=1e30, launch_s=0.0)
+    whole, many = model(rates=fast), 4
+    on = Cluster(8, 8, Wire(1e6))
+    pricing = Pricing(Models({(1, 1): whole}), on, fast)
+    once = on.gather_seconds(2 * whole.num_params, 8)
+    seconds = [pricing.price(Degrees(data=8, zero=stage, micro_batches=many)).seconds / once for stage in range(4)]
+    # The last unit's gradients come after the others: a tenth of the units.
+    assert seconds == pytest.approx([2 * 1.0, 2.0, many + 1, 3 * many], rel=0.11)
+
+
+def test_the_closed_form_is_the_objective_of_the_chain() -> None:
+    """Without sums of gradients and updates: the same T as that of ``chain.py`` for the same stages."""
+    whole = model(rates=replace(RATES, device_bytes_per_s=1e30, launch_s=0.0))
+    on = Cluster(4, 4, Wire(1e9))
+    pricing = Pricing(Models({(1, 1): whole}), on, RATES)
+    degrees = Degrees(stages=4, micro_batches=5, last_blocks=1)
+    stages = pricing.stages(degrees)
+    layers = tuple(
+        Layer(stage.seconds.forward, stage.seconds.backward, 0.0, 0.0, 0.0, 0.0, float(boundary_bytes(whole)))
+        for stage in stages
+    )
+    chain = Chain(layers, on, 5)
+    total = chain.total([Stage(at, at + 1, 1) for at in range(4)])
+    assert pricing.closed_form(degrees) - max(stage.after for stage in stages) == pytest.approx(total)
+
+
+def test_offload_is_for_what_does_not_fit_otherwise() -> None:
+    small = model(device=1_200_000)
+    best = priced(small, cluster(2), Options(policies=("full",))).best
+    assert best and all(each.degrees.offload is not Stowed.NOTHING for each in best)
+    roomy = priced(model(), cluster(2), Options()).best
+    assert all(each.degrees.offload is Stowed.NOTHING for each in roomy)
+    assert best[0].bytes.host > roomy[0].bytes.host
+
+
+def test_rates_are_needed() -> None:
+    without = replace(model(), machine=replace(model().machine, rates=None))
+    with pytest.raises(ValueError, match="rates and counted operations"):
+        hybrid({(1, 1): without}, cluster(), 16)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategies"),
+    [
+        (Degrees(data=8), {"zero": {"stage": 0}}),
+        (Degrees(data=8, zero=3, recompute="full"), {"zero": {"stage": 3}, "recompute": {"policy": "full"}}),
+        (Degrees(stages=4), {"pipeline": {"stages": 4, "schedule": "1f1b"}}),
+        (Degrees(tensor=2, zero=1), {"zero": {"stage": 1}, "tensor": {"degree": 2}}),
+        (Degrees(offload=Stowed.STATE), {"offload": {"gpu_memory": "20GiB"}}),
+        (
+            Degrees(zero=3, offload=Stowed.WEIGHTS),
+            {"zero": {"stage": 3}, "offload": {"gpu_memory": "20GiB"}},
+        ),
+    ],
+)
+def test_degrees_are_written_as_strategies(degrees: Degrees, strategies: dict[str, Any]) -> None:
+    tree = {"training": {"gradient_checkpointing": True}, "strategies": {"zero": {"stage": 2}, "linear": {}}}
+    tree["strategies"]["offload"] = {"gpu_memory": "20GiB", "site": "device"}
+    found = keys.written(degrees, tree)
+    assert found["strategies"] == {"linear": {}} | strategies
+    assert found["training"] == {
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+    }
+
+
+def test_divisors() -> None:
+    assert search_module.divisors(12) == [1, 2, 3, 4, 6, 12]

@@ -1,0 +1,169 @@
+"""``launch/plan.py --search``: how to use all ranks of a job, by the search of ``strategies/planner/hybrid``.
+
+The global batch is what the config says: micro-batch x accumulation x ranks. Everything that the search decides is
+taken out of the config first; the rest stays, and so do budgets of memory.
+
+Refused: machines of unknown speed, a network of unknown speed, and jobs that nothing fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from strategies.core.facts import Facts, Rates, UnitKind
+from strategies.core.registry import available, find
+from strategies.core.sizes import human
+from strategies.planner.cuts import Schedule, cut
+from strategies.planner.hybrid import keys
+from strategies.planner.hybrid.account import Chunked
+from strategies.planner.hybrid.cluster import Cluster, Wire
+from strategies.planner.hybrid.degrees import HERE, Degrees, Rule, Stowed
+from strategies.planner.hybrid.parts import Model
+from strategies.planner.hybrid.search import Options, hybrid
+from strategies.planner.step_cost import step_flops
+from strategies.report import hybrid_table
+from trainer.config.load import build
+from trainer.errors import ConfigError
+from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
+from trainer.planning.facts import run_facts
+from trainer.planning.fit import changes
+from trainer.planning.tensor_parts import gather_parts, gather_stages
+
+if TYPE_CHECKING:
+    from trainer.config.sections import RunConfig
+    from trainer.dist.ranks import Ranks
+    from trainer.machine.probe import Machine
+
+Say = Callable[[str], None]
+
+
+def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | None, say: Say) -> Iterator[str]:
+    """The lines of the report.
+
+    Args:
+        gigabits: per second, of a rank's network to other machines; None: what is known of the machine.
+        say: told of each count before it is made, and of the CPU seconds at the end.
+
+    Raises:
+        ConfigError: the model cannot be described, rates are unknown, or nothing fits: with what is missing.
+    """
+    rates = _rates(machine)
+    cluster = cluster_of(rates, ranks, gigabits)
+    tree = config.tree()
+    counted = build(keys.without(tree)).like(config)
+    run = run_facts(config, ranks.world_size)
+    sequences = run.micro_batch * run.accumulation * run.replicas
+    began = time.process_time()
+    known, no_tensor = gather_parts(counted, ranks, machine, sequences, say)
+    in_stages = gather_stages(
+        build(keys.staged(tree)).like(config), ranks, machine, sorted({size for size, _ in known}), say
+    )
+    counted_at = time.process_time()
+    facts = next(iter(known.values()))
+    budgets = (strategy.budget(facts) for strategy in config.strategies.values())
+    options = Options(
+        rules=(*HERE, *_refused(counted, ranks)),
+        chunked=_chunked(config),
+        device_bytes=min((size for size in budgets if size is not None), default=None),
+    )
+    answer = hybrid(known, cluster, sequences, options, in_stages)
+    done = time.process_time()
+    say(f"CPU seconds: {done - counted_at:.2f} to search, {counted_at - began:.2f} to count the model before")
+    if not answer.best:
+        raise ConfigError(_nothing(machine, ranks, options.device_bytes, list(hybrid_table.nothing_fits(answer))))
+    peak = machine.peak_flops and machine.peak_flops.of(facts.run.precision.value)
+    flops = step_flops(facts) * sequences / facts.run.micro_batch
+    scale = hybrid_table.Scale(
+        tokens=sequences * facts.run.sequence,
+        ranks=ranks.world_size,
+        seconds_at_peak=flops / peak / ranks.world_size if peak else None,
+    )
+    yield from heading(config, ranks, machine, cluster, sequences)
+    yield ""
+    best = answer.best[0].degrees
+    write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
+    yield from hybrid_table.lines(answer, scale, write)
+    if no_tensor:
+        yield f"tensor degrees above 1 are not tried: {no_tensor}"
+
+
+def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster, sequences: int) -> Iterator[str]:
+    """Model, machine, network and batch: what all rows have in common."""
+    name = config.model.name_or_path or (config.model.config or {})["model_type"]
+    size = human(machine.device_total_bytes) if machine.device_kind != "cpu" else "no accelerator"
+    many = f"{ranks.world_size:,} rank{'s' * (ranks.world_size > 1)}, {ranks.local_world_size} per machine"
+    yield f"degrees for {name} on {many}, of {machine.name} ({size})"
+    net = f"exchanges {cluster.inside.bytes_per_s / 1e9:.3g} GB/s per rank inside a machine"
+    if cluster.across is not None and cluster.ranks > cluster.per_machine:
+        net += f", {cluster.across.bytes_per_s / 1e9:.3g} across"
+    tokens = config.data.max_length
+    yield f"{net}; {sequences:,} sequences of {tokens:,} tokens per step, as the config says; all seconds are simulated"
+
+
+def cluster_of(rates: Rates, ranks: Ranks, gigabits: float | None) -> Cluster:
+    """The ranks and their network.
+
+    Raises:
+        ConfigError: machines are not full, or nothing is known of the network across them.
+    """
+    rate = rates.net_across_bytes_per_s if gigabits is None else across(gigabits)
+    several = ranks.world_size > ranks.local_world_size
+    if ranks.world_size % ranks.local_world_size:
+        what = f"{ranks.world_size} ranks do not fill machines of {ranks.local_world_size}"
+        raise ConfigError(f"--ranks-per-machine {ranks.local_world_size}: {what}; give a number that divides them")
+    if several and rate is None:
+        raise ConfigError(
+            f"--search: nothing is known of the network across machines; give --network 200 (Gb/s of each rank), or "
+            f"write net_across_bytes_per_s into {stored_at()}, which is never measured"
+        )
+    inside = Wire(rates.exchange_bytes_per_s(), rates.net_latency_s)
+    outside = Wire(rate, rates.net_across_latency_s) if rate is not None else None
+    return Cluster(ranks.world_size, ranks.local_world_size, inside, outside)
+
+
+def _rates(machine: Machine) -> Rates:
+    rates = known_rates(machine).rates
+    if rates is None:
+        what = f"nothing is known of how fast {machine.name} is, and degrees are compared by seconds"
+        raise ConfigError(f"--search: {what}; give --profile, or measure this machine: {COMMAND}")
+    return rates
+
+
+def _blocks(degrees: Degrees, facts: Facts) -> list[int] | None:
+    """The blocks of each stage, where they are not those that the pipeline would choose."""
+    if degrees.stages == 1:
+        return None
+    model = Model(facts)
+    found = [part.blocks for part in model.parts(degrees.stages, degrees.last_blocks)]
+    kinds = {unit.name: unit.kind for unit in facts.units}
+    parts = cut(facts.units, Schedule.ONE_F_ONE_B, degrees.stages).parts
+    chosen = [sum(kinds[name] is UnitKind.BLOCK for name in part) for part in parts]
+    return None if found == chosen else found
+
+
+def _chunked(config: RunConfig) -> Chunked:
+    """What the config says about the loss by chunks."""
+    asked = config.strategies.get(keys.CHUNKS)
+    found: Chunked = asked.model_dump()["chunked"] if asked is not None else None
+    return found
+
+
+def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
+    """What strategies refuse in such a run, as with this optimizer or number format."""
+    run = replace(run_facts(config, ranks.world_size), accumulation=1 << 20)  # enough for every schedule
+    several = [*(Degrees(zero=stage) for stage in range(4)), Degrees(offload=Stowed.STATE), Degrees(stages=2)]
+    for degrees in [*several, Degrees(tensor=2)]:
+        for offer in keys.offers(degrees):
+            name, options, used = offer
+            if used(degrees) and name in available():
+                for refusal in find(name).model_validate(options).refusals(run, {}):
+                    yield keys.refused(offer, str(refusal))
+
+
+def _nothing(machine: Machine, ranks: Ranks, budget: int | None, nearest: list[str]) -> list[str]:
+    size = human(budget or machine.device_total_bytes or machine.host_available_bytes)
+    many = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
+    return [f"--search: nothing fits on {many} of {machine.name} with {size}; nearest:", *nearest]
