@@ -111,7 +111,7 @@ def made(ranks: Ranks, config: RunConfig, resume: str | None = None, some: Seque
     machine, rows = probe(), Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
     plan = plan_of(config, ranks, machine)
-    form = order.form_of_stages(config) if plan.facts.cut else None
+    form = order.form_of_stages(config)
     folder = Path(config.training.output_dir)
     return order.make_trainer(
         order.Run(
