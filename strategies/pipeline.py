@@ -23,16 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from strategies.core.facts import Choices, Facts, Param, Precision, RunFacts, Unit
 from strategies.core.plan import RUN, Decision, Plan, Reserve, When
 from strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.planner.cuts import MESSAGE_BYTES, Schedule, cut, work
+from strategies.planner.cuts import MESSAGE_BYTES, Schedule, complaint, cut, work
 
 KEY = "strategies.pipeline"
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # Hugging Face's keys
 _TIED = "a tied head has a copy at each end, and gradients of the two ends are added after all micro-batches"
 
 
@@ -97,14 +98,23 @@ class Pipeline(Strategy):
             fits = f"{self.stages * rounds} or {self.stages * (rounds + 1)}"
             yield Refusal(key, count, f"{self.schedule} on {self.stages} stages takes full rounds; write {fits}")
 
+    def refuses_model(self, model: Mapping[str, Any]) -> Iterator[Refusal]:
+        depth = next((model[key] for key in DEPTHS if isinstance(model.get(key), int)), None)
+        if depth is not None and (why := complaint(depth, self.order, self.stages, self.blocks)):
+            yield self._refusal(why)
+
+    def _refusal(self, why: str) -> Refusal:
+        """The model cannot be cut so."""
+        key = "stages" if self.blocks is None else "blocks"
+        return Refusal(f"{KEY}.{key}", getattr(self, key), why)
+
     def narrowed(self, facts: Facts, rank: int) -> Facts:
         """The units of this rank's parts, with what is saved for as many micro-batches as are under way at once."""
         run = facts.run
         try:
             whole = cut(facts.units, self.order, self.stages, self.blocks)
         except ValueError as error:
-            key = "stages" if self.blocks is None else "blocks"
-            raise Refusal(f"{KEY}.{key}", getattr(self, key), str(error)) from None
+            raise self._refusal(str(error)) from None
         stage = run.grid.cell(rank).stage
         times = {
             name: self.order.in_flight(part, self.stages, run.accumulation)

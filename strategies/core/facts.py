@@ -208,12 +208,6 @@ class RunFacts:
         return Grid(self.stages, self.replicas, self.tensor)
 
     @property
-    def ranks(self) -> str:
-        """Their number, and how they divide the model, in words."""
-        divided = "" if self.grid.is_plain else f" ({self.grid})"
-        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{divided}"
-
-    @property
     def replicas(self) -> int:
         """Copies of the model, each of which is given other data."""
         return self.world_size // (self.stages * self.tensor)

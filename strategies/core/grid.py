@@ -44,6 +44,12 @@ class Grid:
         """Whether every rank has a whole replica."""
         return self.stages == self.tensor == 1
 
+    @property
+    def words(self) -> str:
+        """The number of ranks, and how they divide the model."""
+        divided = "" if self.is_plain else f" ({self})"
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{divided}"
+
     def cell(self, rank: int) -> Cell:
         """Where ``rank`` is."""
         stage, rest = divmod(rank, self.replicas * self.tensor)

@@ -76,14 +76,9 @@ def cut(units: Sequence[Unit], schedule: Schedule, stages: int, blocks: Sequence
     """
     names = [unit.name for unit in units if unit.kind is UnitKind.BLOCK]
     count = stages * schedule.parts_per_stage
-    if len(names) < count:
-        raise ValueError(
-            f"the model has {len(names)} blocks, and {schedule.value} on {stages} stages takes {count} parts"
-        )
-    if blocks is None:
-        blocks = _balanced(_costs(units), count)
-    elif len(blocks) != count or sum(blocks) != len(names) or min(blocks) < 1:
-        raise ValueError(f"must be {count} numbers of at least 1 that add up to the model's {len(names)} blocks")
+    if why := complaint(len(names), schedule, stages, blocks):
+        raise ValueError(why)
+    blocks = blocks or _balanced(_costs(units), count)
     ends = {kind: tuple(unit.name for unit in units if unit.kind is kind) for kind in UnitKind}
     parts, done = [], 0
     for number in blocks:
@@ -93,6 +88,16 @@ def cut(units: Sequence[Unit], schedule: Schedule, stages: int, blocks: Sequence
     parts[-1] = (*parts[-1], *ends[UnitKind.HEAD])
     holders = tuple(schedule.stage_of(part, stages) for part in range(count))
     return Cut(tuple(parts), holders, schedule.value)
+
+
+def complaint(depth: int, schedule: Schedule, stages: int, blocks: Sequence[int] | None) -> str:
+    """Why a model of ``depth`` blocks cannot be cut so; empty if it can."""
+    count = stages * schedule.parts_per_stage
+    if depth < count:
+        return f"the model has {depth} blocks, and {schedule.value} on {stages} stages takes {count} parts"
+    if blocks is not None and (len(blocks) != count or sum(blocks) != depth or min(blocks) < 1):
+        return f"must be {count} numbers of at least 1 that add up to the model's {depth} blocks"
+    return ""
 
 
 def work(units: Sequence[Unit]) -> dict[str, int]:

@@ -104,7 +104,7 @@ def title(plan: Plan) -> str:
     return (
         f"plan: {plan.facts.num_params / 1e6:,.1f} M parameters{whole}, "
         f"{plan.facts.num_trainable / 1e6:,.1f} M trainable, "
-        f"{run.precision.value}, {run.ranks} on {machine.name}, "
+        f"{run.precision.value}, {run.grid.words} on {machine.name}, "
         f"{run.tokens_per_step:,} tokens per optimizer step"
     )
 

@@ -35,9 +35,8 @@ MAKE = {
     "gpu-rehearsal",
 }  # the first two are run here
 PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md", "configs/*.yaml"]
-COMMAND = re.compile(
-    r"(?:python |deepspeed (?:--num_gpus (\d) )?)?launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?"
-)
+STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)?"
+COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 FEW = {"num_hidden_layers": 2, "vocab_size": 512}  # where a command names them
 SMALL: dict[str, Any] = {

@@ -3,6 +3,7 @@
 State is read with each library's own access to it and not with the code that saves, so that both can be compared.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,8 @@ class Kind:
     @property
     def copies(self) -> int:
         """Of the model."""
-        return self.ranks // int(self.strategies.get("tensor", {}).get("degree", 1))
+        sizes = (("tensor", "degree"), ("pipeline", "stages"))
+        return self.ranks // math.prod(int(self.strategies.get(name, {}).get(key, 1)) for name, key in sizes)
 
     def config(self, folder: Path, steps: int) -> RunConfig:
         # Without clipping and accumulation all strategies compute the same in fp32; a step has 6 rows on any ranks.
@@ -86,6 +88,11 @@ def tensor(stage: int, ranks: int = 2, **training: Any) -> Kind:
     return Kind(ranks, {"tensor": {"degree": 2}, "zero": {"stage": stage}}, training)
 
 
+def pipeline(stages: int, ranks: int = 0, schedule: str = "gpipe", **training: Any) -> Kind:
+    """As many ranks for each copy of the model; by default one copy."""
+    return Kind(ranks or stages, {"pipeline": {"stages": stages, "schedule": schedule}}, training)
+
+
 def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
     """Train up to ``steps``. Returns the state at the beginning, at every save and at the end, and the losses."""
     return dict(run_world(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
@@ -97,15 +104,19 @@ def made(ranks: Ranks, config: RunConfig, resume: str | None = None, some: Seque
 
     from trainer.data.prepare import Prepared
     from trainer.machine.probe import probe
+    from trainer.planning.from_config import plan_of
     from trainer.run import order
     from trainer.verify.verify import _tokenizer
 
     machine, rows = probe(), Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
-    plan = order.plan_of(config, ranks, machine)
+    plan = plan_of(config, ranks, machine)
+    form = order.form_of_stages(config)
     folder = Path(config.training.output_dir)
     return order.make_trainer(
-        order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, Path(resume) if resume else None)
+        order.Run(
+            config, ranks, folder, _tokenizer(), prepared, machine, plan, Path(resume) if resume else None, form=form
+        )
     )
 
 
@@ -145,7 +156,16 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
         elif param.requires_grad:
             for kind, value in _state_of(trainer, param).items():
                 found[f"{name} {kind}"] = torch.as_tensor(value).detach().float().cpu().clone()
+    if trainer.pipeline is not None:
+        found = of_stages(trainer, found)
     return (joined(trainer.model, found) if trainer.accelerator.grid.tensor > 1 else found) | shared
+
+
+def of_stages(trainer: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``found`` on all stages of one copy of the model. A tied head is there under the embedding's name only."""
+    everyones: list[Any] = [None] * trainer.pipeline.stages
+    torch.distributed.all_gather_object(everyones, found, group=trainer.pipeline.group)
+    return {key: value for each in reversed(everyones) for key, value in each.items()}
 
 
 def joined(model: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from tests.helpers.moves import (
     different,
     made,
     offload,
+    pipeline,
     plain,
     run,
     shared,
@@ -99,10 +100,20 @@ def test_divided_layers(tmp_path: Path) -> None:
     moved(tmp_path / "bf16", tensor(1, **BF16), offload(1, **BF16))
 
 
+def test_stages(tmp_path: Path) -> None:
+    """Between cuts, schedules and whole copies, with the bits of one that never moved."""
+    four: Any = {"model": {"num_hidden_layers": 4}}
+    all_equal(moved(tmp_path, *(replace(each, **four) for each in (pipeline(2), plain(), pipeline(4), offload()))))
+    back = (plain(2), pipeline(2, 4), zero(1, 2))
+    all_equal(moved(tmp_path / "back", *(replace(each, **four) for each in back)))
+
+
 def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:
     """Mixtral's experts are one tensor in the model and many in the file, which the model could not read back."""
     experts = Kind(model=MIXTRAL)
-    all_equal(moved(tmp_path, experts, experts, replace(experts, strategies=OFFLOAD)))
+    stages = replace(pipeline(2), model=MIXTRAL)
+    all_equal(moved(tmp_path, experts, experts, replace(experts, strategies=OFFLOAD), stages))
+    all_equal(moved(tmp_path / "back", stages, experts))
 
 
 def test_adapters(tmp_path: Path) -> None:

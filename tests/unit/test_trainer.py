@@ -37,13 +37,14 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
 
     from trainer.data.prepare import Prepared
     from trainer.machine.probe import probe
+    from trainer.planning.from_config import plan_of
     from trainer.run import order
     from trainer.verify.verify import _tokenizer
 
     held_out = Dataset.from_list([dict(row) for row in evaluation]) if evaluation else None
     data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids")
     machine = probe()
-    plan = order.plan_of(config, ranks, machine)
+    plan = plan_of(config, ranks, machine)
     return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), data, machine, plan, None)
 
 

@@ -198,11 +198,9 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
     compute = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}.get(precision, torch.float32)
     model: Any = _meta_model(config, changed or {})
-    degree, whole = run_facts(config, 1).tensor, None
-    if degree > 1:
-        undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
-        whole = count_model(config.model_copy(update={"strategies": undivided}), changed)
-        tensor_share.divide(model, degree)
+    whole = _whole(config, changed)
+    if whole is not None:
+        tensor_share.divide(model, run_facts(config, 1).tensor)
     sizes = {False: 0, True: 0}  # the largest, if some of the trained ones have another dtype
     for param in model.parameters():
         sizes[param.requires_grad] = max(sizes[param.requires_grad], param.element_size())
@@ -248,6 +246,14 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
         model_flops=0 if whole is None else whole.forward_flops,
         tied=tensor_share.is_tied(model),
     )
+
+
+def _whole(config: RunConfig, changed: Mapping[str, int] | None) -> ModelCount | None:
+    """The count of the whole model, where tensor ranks divide its layers."""
+    undivided = {name: each for name, each in config.strategies.items() if Axis.TENSOR not in each.divides()}
+    if len(undivided) == len(config.strategies):
+        return None
+    return count_model(config.model_copy(update={"strategies": undivided}), changed)
 
 
 def _call(model: Any, inputs: Mapping[str, Any], smoothing: float | None) -> Callable[[], Any]:

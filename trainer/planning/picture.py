@@ -72,7 +72,7 @@ def draw(plan: Plan, cost: StepCost | None, path: Path, *, model: str, budget: i
 def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
     """Model, card and ranks; the step; what is busy in it."""
     run, facts = plan.facts.run, plan.facts
-    ranks = f"{run.ranks} on {facts.machine.name}"
+    ranks = f"{run.grid.words} on {facts.machine.name}"
     about = f"{model}, {(run.model_params or facts.num_params) / 1e9:.3g} B parameters, {run.precision.value}, {ranks}"
     about += f", {run.tokens_per_step:,} tokens per step"
     if cost is None:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from strategies.backends import deepspeed, stages
 from strategies.backends.stages import Form, Stage
 from strategies.core.commit import replace_file
-from strategies.core.compose import in_order
+from strategies.core.compose import degrees, in_order
 from strategies.core.facts import Precision
 from strategies.core.plan import Plan
+from strategies.core.protocol import Axis
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.dist.agreement import Agreement, agreement
@@ -77,8 +78,10 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
     """Prepare the data and plan: everything that can fail before a weight exists. ``resumed``: the checkpoint."""
     folder = Path(config.training.output_dir)
     refuse_folder(config)
+    form = None
     if config.model.config is not None:  # a saved model's is found by the first rank, with the data
         facts.check_model(config, build.load_config(config.model, facts.vocab_size_of(config)))
+        form = form_of_stages(config)
     tokenizer, prepared = first_then_all(
         ranks, lambda: read_data(config, folder, resumed, ranks, quiet=not ranks.is_first)
     )
@@ -87,7 +90,7 @@ def prepare(config: RunConfig, ranks: Ranks, resumed: Resumed | None = None) -> 
         plans = plans_of(config, ranks, machine, resumes=resumed is not None, tune=True, say=write_line)
     plan = plans[plans[0].facts.run.grid.cell(ranks.rank).stage]
     check_packing(config)
-    form = form_of_stages(config) if plan.facts.cut is not None else None
+    form = form or form_of_stages(config)
     optimizer_choice.refuse_under_zero(config, deepspeed.stage(plan))
     resume = resumed.path if resumed else None
     run = Run(config, ranks, folder, tokenizer, prepared, machine, plan, resume, resumed, form)
@@ -303,8 +306,8 @@ def about(run: Run, model: PreTrainedModel) -> About:
     return manifest.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
 
 
-def form_of_stages(config: RunConfig) -> Form:
-    """Try on a small copy of the architecture that its blocks can run apart.
+def form_of_stages(config: RunConfig) -> Form | None:
+    """Try on a small copy of the architecture that its blocks can run apart; None if it is not cut.
 
     Raises:
         ConfigError: they cannot.
@@ -314,6 +317,8 @@ def form_of_stages(config: RunConfig) -> Form:
 
     from trainer.model.shrink import VOCAB, shrink_model
 
+    if Axis.STAGES not in degrees(config.strategies):
+        return None
     small = shrink_model(build.load_config(config.model, VOCAB), layers=4)
     kind = small.pop("model_type")
     precision, dtype = facts.precision_of(config), getattr(torch, config.model.dtype)

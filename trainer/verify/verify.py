@@ -206,7 +206,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     prepared = Prepared(data, None, "random", "input_ids")
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
-    folder, form = Path(config.training.output_dir), order.form_of_stages(config) if plan.facts.cut else None
+    folder, form = Path(config.training.output_dir), order.form_of_stages(config)
     return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, None, form=form)
 
 
