@@ -25,7 +25,7 @@ from trainer.planning.from_config import plan_of, plans_of
 from trainer.planning.tensor_parts import Shares
 
 WIDE = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 16}
-WIDE |= {"num_key_value_heads": 4, "vocab_size": 16_000, "max_position_embeddings": 512}
+WIDE |= {"num_key_value_heads": 2, "vocab_size": 16_000, "max_position_embeddings": 512}
 DATA = {"path": "random tokens", "max_length": 512}
 RANKS = Ranks(world_size=8, local_world_size=8)
 CARD = profile("h100-sxm-pcie5")
@@ -37,8 +37,8 @@ COUNTED = run_config(WIDE, stage=0, data=DATA, bf16=True, per_device_train_batch
 def parts() -> dict[tuple[int, int], Facts]:
     found, why = Shares(COUNTED, RANKS, CARD, lambda line: None).by_tensor(16)
     assert [each.split(": ")[1] for each in why] == [
-        "must divide model.config.num_key_value_heads, which is 4; write 2 or 4"
-    ]
+        "must divide model.config.num_key_value_heads, which is 2; write 2"
+    ] * 2
     return found
 
 
@@ -56,7 +56,7 @@ def same(found: Facts, units: tuple[Unit, ...]) -> None:
 
 def test_other_micro_batches_are_counted_as_if_they_were_configured() -> None:
     """On three blocks that stand for six: the same units and operations as those of the whole model."""
-    assert set(parts()) == {(size, tensor) for size in (1, 2, 4) for tensor in (1, 2, 4)}  # of 4 heads, 8 has none
+    assert set(parts()) == {(size, tensor) for size in (1, 2, 4) for tensor in (1, 2)}  # of 2 heads
     tree = COUNTED.tree()
     tree["training"]["per_device_train_batch_size"] = 4
     whole = gather(build(tree), 8, 8, CARD)
@@ -66,11 +66,9 @@ def test_other_micro_batches_are_counted_as_if_they_were_configured() -> None:
 
 def test_a_tensor_rank_is_counted_as_its_strategy_divides_the_model() -> None:
     """Units and operations are those of a config that is written so."""
-    for degree in (2, 4):
-        tree = keys.without(COUNTED.tree(), degree)
-        divided = gather(build(tree), 8, 8, CARD)
-        same(parts()[2, degree], divided.units)
-        assert parts()[2, degree].run.forward_flops == divided.run.forward_flops
+    divided = gather(build(keys.without(COUNTED.tree(), 2)), 8, 8, CARD)
+    same(parts()[2, 2], divided.units)
+    assert parts()[2, 2].run.forward_flops == divided.run.forward_flops
 
 
 @pytest.mark.parametrize(("model", "why"), [(GPT2, "Conv1D"), (MIXTRAL, "experts")])
@@ -99,7 +97,13 @@ def write(folder: Path, **training: object) -> Path:
     tree = {
         "model": {"config": dict(WIDE), "tokenizer": "none"},
         "data": DATA,
-        "training": {"output_dir": str(folder / "run"), "bf16": True, "gradient_checkpointing": True} | training,
+        "training": {
+            "output_dir": str(folder / "run"),
+            "bf16": True,
+            "gradient_checkpointing": True,
+            "per_device_train_batch_size": 2,
+        }
+        | training,
         "strategies": {"zero": {"stage": 1}},
     }
     path.write_text(yaml.safe_dump(tree))
