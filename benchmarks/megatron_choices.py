@@ -127,7 +127,7 @@ def rank_facts(gpt: Gpt, machine: MachineFacts, micro_batch: int, tensor: int, *
     flops = gpt.layers * (linear + core) + 2 * b * s * words
     run = RunFacts(
         micro_batch=b, sequence=s, accumulation=1, max_grad_norm=1.0, precision=Precision.BF16, world_size=1,
-        hidden_size=h, forward_flops=flops, heads=a, kv_heads=a,
+        hidden_size=h, forward_flops=flops,
     )  # fmt: skip
     return Facts((embedding, *blocks, head), run, machine)
 

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import WORTH_BYTES, Facts, RunFacts
+from strategies.core.facts import Facts, RunFacts
 from strategies.core.plan import CHUNKS, Decision, Keep, Plan
 from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Strategy
 from strategies.core.sizes import human
+from strategies.planner.activation_policy import WORTH_BYTES
 
 if TYPE_CHECKING:
     from torch import nn

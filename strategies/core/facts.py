@@ -105,9 +105,6 @@ class Temporaries:
     landing: int
 
 
-WORTH_BYTES = 64 << 20  # of logits in fp32, from which chunks are faster by default (strategies/cross_entropy.py)
-
-
 @dataclass(frozen=True, slots=True)
 class InChunks:
     """A head whose cross-entropy is computed by chunks of rows.
@@ -198,8 +195,6 @@ class RunFacts:
     optim: str = "adamw_torch_fused"  # Hugging Face's name of the optimizer
     recomputes: bool = False  # blocks run forward once more in backward
     accelerated: bool = False  # the device has other kernels than the host
-    heads: int = 0  # of attention, for queries; 0: the model's config does not say
-    kv_heads: int = 0  # for keys and values; as many as ``heads`` where the config has no such number
     stages: int = 1
     stage: int = 0  # of this rank
     tensor: int = 1

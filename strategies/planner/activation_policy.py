@@ -30,6 +30,7 @@ from strategies.core.facts import NO_WORK, Facts, Operator, Temporaries, Unit, U
 from strategies.core.peak import Saved, host_room
 from strategies.core.plan import INPUT, NONE, Keep
 
+WORTH_BYTES = 64 << 20  # of logits in fp32, from which their loss is computed by chunks by default
 FULL, SELECTIVE, AUTO = "full", "selective", "auto"
 EXPENSIVE = ("linear", "attention")  # kinds of operators whose outputs are small for what they cost
 GPU_PROPORTION, CPU_PROPORTION = 100, 5  # floating-point operations in the time of one byte, if the rates are unknown

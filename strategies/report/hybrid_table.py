@@ -36,12 +36,13 @@ class Scale:
     seconds_at_peak: float | None
 
 
-def lines(answer: Answer, scale: Scale, write: Sequence[str]) -> Iterator[str]:
-    """The table, what to write for its first row, and what was left out."""
+def lines(answer: Answer, scale: Scale, write: Sequence[str], not_tried: Sequence[str] = ()) -> Iterator[str]:
+    """The table, what was left out or not tried, and what to write for its first row."""
     yield from table_of(answer.best, scale)
     yield ""
     yield f"{answer.tried:,} looked at; {answer.fitting:,} run here and fit; {answer.priced} of them simulated"
     yield from left_out(answer)
+    yield from (f"not tried: {why}" for why in not_tried)
     if any(each.degrees.offload is not Stowed.NOTHING for each in answer.best):
         yield "rows with offload are estimates: strategies.offload places the bytes itself, as its own plan shows"
     yield ""
@@ -99,5 +100,8 @@ def nothing_fits(answer: Answer) -> Iterator[str]:
         lacks = [
             (f"{human(size)} of {name} memory") for name, size in (("device", each.device), ("host", each.host)) if size
         ]
-        yield f"  {words(each.degrees)}: lacks {' and '.join(lacks)} per rank"
+        about = (
+            "" if each.degrees.offload is Stowed.NOTHING else " (estimated; the config without --search says exactly)"
+        )
+        yield f"  {words(each.degrees)}: lacks {' and '.join(lacks)} per rank{about}"
     yield from (f"  {line}" for line in left_out(answer))

@@ -53,7 +53,6 @@ class ModelCount:
         forward_flops: of one micro-batch; 0: not counted.
         largest_param: elements of the largest parameter tensor.
         trained_bytes: per trainable parameter, as plain training has them; ``frozen_bytes`` per frozen one.
-        heads: of attention; ``kv_heads`` for keys and values; 0: the model's config does not say.
         params, linears: if a strategy requires them.
         model_params, model_flops: of the whole model, if the count is of one rank's part; else 0.
     """
@@ -69,8 +68,6 @@ class ModelCount:
     model_params: int = 0
     model_flops: int = 0
     tied: bool = False
-    heads: int = 0
-    kv_heads: int = 0
 
     def facts(self, run: RunFacts, machine: MachineFacts, no_copies: str = "") -> Facts:
         """The facts of a ``run`` of this model."""
@@ -84,8 +81,6 @@ class ModelCount:
             model_params=self.model_params,
             model_flops=self.model_flops,
             tied=self.tied,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
         )
         return Facts(self.units, counted, machine, self.params, self.linears, no_copies=no_copies)
 
@@ -188,7 +183,7 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
     that any strategy may require.
 
     Args:
-        changed: of its config, where another model of the kind is meant: a share of its heads, or fewer layers.
+        changed: sizes in its config, where a model of the kind with fewer layers is meant.
 
     Raises:
         ConfigError: Transformers cannot build the model.
@@ -237,14 +232,12 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
         counted = temporaries.count(model, dict(model.named_parameters()), call, counter)
-    dtype, text = "bfloat16" if precision is Precision.BF16 else "float32", model.config.get_text_config()
+    dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=counter.units(counted.temporaries, counted.in_chunks),
         forward_flops=counter.flops,
         largest_param=max(parameter.numel() for parameter in model.parameters()),
-        hidden_size=getattr(text, "hidden_size", 0),
-        heads=getattr(text, "num_attention_heads", 0) or 0,
-        kv_heads=getattr(text, "num_key_value_heads", 0) or 0,
+        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
         params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found),

@@ -25,12 +25,11 @@ from strategies.planner.hybrid.parts import Model
 from strategies.planner.hybrid.search import Options, hybrid
 from strategies.planner.step_cost import step_flops
 from strategies.report import hybrid_table
-from trainer.config.load import build
 from trainer.errors import ConfigError
 from trainer.machine.profiles import COMMAND, across, known_rates, stored_at
 from trainer.planning.facts import run_facts
 from trainer.planning.fit import changes
-from trainer.planning.tensor_parts import gather_parts, gather_stages
+from trainer.planning.tensor_parts import Shares
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -53,19 +52,17 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
     rates = _rates(machine)
     cluster = cluster_of(rates, ranks, gigabits)
     tree = config.tree()
-    counted = build(keys.without(tree)).like(config)
     run = run_facts(config, ranks.world_size)
     sequences = run.micro_batch * run.accumulation * run.replicas
     began = time.process_time()
-    known, no_tensor = gather_parts(counted, ranks, machine, sequences, say)
-    in_stages = gather_stages(
-        build(keys.staged(tree)).like(config), ranks, machine, sorted({size for size, _ in known}), say
-    )
+    shares = Shares(config, ranks, machine, say)
+    known, no_tensor = shares.by_tensor(sequences)
+    in_stages = shares.in_stages(sorted({size for size, _ in known}))
     counted_at = time.process_time()
     facts = next(iter(known.values()))
     budgets = (strategy.budget(facts) for strategy in config.strategies.values())
     options = Options(
-        rules=(*HERE, *_refused(counted, ranks)),
+        rules=(*HERE, *_refused(config, ranks)),
         chunked=_chunked(config),
         device_bytes=min((size for size in budgets if size is not None), default=None),
     )
@@ -85,9 +82,7 @@ def search(config: RunConfig, ranks: Ranks, machine: Machine, gigabits: float | 
     yield ""
     best = answer.best[0].degrees
     write = changes(tree, keys.written(best, tree, _blocks(best, in_stages[best.micro_batch])))
-    yield from hybrid_table.lines(answer, scale, write)
-    if no_tensor:
-        yield f"tensor degrees above 1 are not tried: {no_tensor}"
+    yield from hybrid_table.lines(answer, scale, write, no_tensor)
 
 
 def heading(config: RunConfig, ranks: Ranks, machine: Machine, cluster: Cluster, sequences: int) -> Iterator[str]:
@@ -154,12 +149,14 @@ def _chunked(config: RunConfig) -> Chunked:
 def _refused(config: RunConfig, ranks: Ranks) -> Iterator[Rule]:
     """What strategies refuse in such a run, as with this optimizer or number format."""
     run = replace(run_facts(config, ranks.world_size), accumulation=1 << 20)  # enough for every schedule
+    kept = {name: each for name, each in config.strategies.items() if name not in keys.SEARCHED}
     several = [*(Degrees(zero=stage) for stage in range(4)), Degrees(offload=Stowed.STATE), Degrees(stages=2)]
     for degrees in [*several, Degrees(tensor=2)]:
         for offer in keys.offers(degrees):
             name, options, used = offer
             if used(degrees) and name in available():
-                for refusal in find(name).model_validate(options).refusals(run, {}):
+                strategy = find(name).model_validate(options)
+                for refusal in strategy.refusals(run, kept | {name: strategy}):
                     yield keys.refused(offer, str(refusal))
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal, TypeAlias
 
-from strategies.core.facts import WORTH_BYTES, Facts, Precision, RunFacts, Unit
+from strategies.core.facts import Facts, Precision, RunFacts, Unit
 from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.core.peak import Saved, backward_peak, forward_peak
 from strategies.core.plan import Kind, When
-from strategies.planner.activation_policy import by_policy
+from strategies.planner.activation_policy import WORTH_BYTES, by_policy
 from strategies.planner.cuts import MESSAGE_BYTES
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
@@ -60,6 +60,7 @@ class Account:
         self._passes_of: dict[object, _Passes] = {}
         self._states_of: dict[object, tuple[int, int, int]] = {}
         self._facts_of: dict[object, Facts] = {}
+        self._saved_of: dict[object, list[Saved]] = {}
 
     def of(self, degrees: Degrees) -> Bytes:
         """The most that any stage needs of each memory."""
@@ -115,18 +116,24 @@ class Account:
         plain = self._models.plain(degrees)
         key = (degrees.micro_batch, degrees.tensor, plain, degrees.recompute, chunked, shares, model.key(part))
         if key not in self._passes_of:
-            units = [unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.units(part)]
-            kept = [by_policy(unit, degrees.recompute).saved for unit in units]
-            run = model.facts.run
-            none, grads = (
-                [0] * len(units),
-                [state_bytes([unit], run, degrees, Kind.GRAD, plain=plain) for unit in units],
-            )
+            start, end = model.span(part)
+            kept = self._saved(degrees, model, chunked)[start:end]
             forward = forward_peak(kept)
-            landing = max(forward, backward_peak(kept, grads)) if shares is not None else 0
-            peak = max(forward, backward_peak(kept, none))
+            peak, landing = max(forward, backward_peak(kept, [0] * len(kept))), 0
+            if shares is not None:
+                run, units = model.facts.run, model.units(part)
+                grads = [state_bytes([unit], run, degrees, Kind.GRAD, plain=plain) for unit in units]
+                landing = max(forward, backward_peak(kept, grads))
             self._passes_of[key] = _Passes(peak, landing, _waiting(kept))
         return self._passes_of[key]
+
+    def _saved(self, degrees: Degrees, model: Model, chunked: Chunked) -> list[Saved]:
+        """What each unit of the whole model saves."""
+        key = (degrees.micro_batch, degrees.tensor, self._models.plain(degrees), degrees.recompute, chunked)
+        if key not in self._saved_of:
+            units = (unit.with_chunks() if in_chunks(unit, chunked) else unit for unit in model.facts.units)
+            self._saved_of[key] = [by_policy(unit, degrees.recompute).saved for unit in units]
+        return self._saved_of[key]
 
     def _received(self, degrees: Degrees, stage: int, flying: int) -> int:
         """Bytes of buffers for what the stages before and after send."""
@@ -138,17 +145,17 @@ class Account:
 
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
         facts = self._part(degrees, model, part)
-        size, precision = facts.run.precision.element_bytes, facts.run.precision
+        size, mixed = facts.run.precision.element_bytes, facts.run.precision is not Precision.FP32
         ways = degrees.data if degrees.zero else 1
         weights, trained = facts.num_params * size, facts.num_trainable
         share = ceil(trained / ways)
         largest = max((unit.num_trainable for unit in facts.units), default=0)
-        host = 4 * share * (facts.run.moments + (precision is not Precision.FP32 or degrees.zero > 0))
+        host = 4 * share * (facts.run.moments + (mixed or degrees.zero > 0))
         summed = (
             degrees.data > 1 and degrees.micro_batches > 1
         )  # over micro-batches, and then over ranks: on the device
         device = size * trained if summed else 2 * size * largest
-        device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest)
+        device += size * largest * (degrees.zero > 0) + 4 * min(SCRATCH_ELEMENTS, largest) * mixed
         if degrees.offload is Stowed.STATE or degrees.micro_batches > 1:
             host += (
                 size * share

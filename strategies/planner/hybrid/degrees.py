@@ -53,12 +53,11 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the machine allow. ``heads``, ``kv_heads``: 0 if the model's config does not say."""
+    """What the model and the machine allow."""
 
-    heads: int
-    kv_heads: int
     blocks: int
     per_machine: int
+    mixed: bool = True  # precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,6 @@ class Rule:
 
 
 SHAPE: tuple[Rule, ...] = (
-    Rule(
-        "heads",
-        "a tensor degree has to divide the heads of attention, for queries and for keys and values",
-        lambda d, has: d.tensor > 1 and (not has.heads or has.heads % d.tensor != 0 or has.kv_heads % d.tensor != 0),
-    ),
     Rule(
         "machine",
         "a tensor group stays inside a machine",
@@ -109,6 +103,16 @@ HERE: tuple[Rule, ...] = (
         "tensor with ZeRO 3",
         "DeepSpeed splits layers over tensor ranks with stages 0 to 2",
         lambda d, has: d.tensor > 1 and d.zero == 3,
+    ),
+    Rule(
+        "tensor with ZeRO 0 in mixed precision",
+        "DeepSpeed would clip by the norm of one rank's gradients",
+        lambda d, has: d.tensor > 1 and d.zero == 0 and has.mixed,
+    ),
+    Rule(
+        "tensor with selective recomputation",
+        "products are summed over the ranks in place, so they cannot be kept",
+        lambda d, has: d.tensor > 1 and d.recompute == "selective",
     ),
     Rule(
         "tensor with offload",

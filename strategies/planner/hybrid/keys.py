@@ -14,10 +14,11 @@ Tree = dict[str, Any]
 Offer = tuple[str, Tree, Callable[[Degrees], bool]]  # a strategy, options, and the degrees that are written with them
 
 
-def without(tree: Tree) -> Tree:
+def without(tree: Tree, tensor: int = 1) -> Tree:
     """A config as the model is counted: nothing recomputed, and weights in the dtype of compute."""
     others = {name: options for name, options in tree["strategies"].items() if name not in SEARCHED}
-    return _with(tree, others | {"zero": {"stage": 0}}, {})
+    divided = {"tensor": {"degree": tensor}} if tensor > 1 else {}
+    return _with(tree, others | divided | {"zero": {"stage": 1 if divided else 0}}, {})
 
 
 def staged(tree: Tree) -> Tree:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 
-from strategies.core.facts import Facts, Unit, UnitKind
-from strategies.planner.hybrid.degrees import Degrees
+from strategies.core.facts import Facts, Param, Unit, UnitKind
+from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.step_cost import unit_flops
 
 MOST_SPLITS = 6
@@ -53,7 +53,7 @@ class Model:
 
     def key(self, part: Part) -> Part:
         """The same for parts with the same numbers."""
-        return replace(part, first=1) if part.first and self.alike else part
+        return Part(1, part.blocks, part.begins, part.ends) if part.first and self.alike else part
 
     def span(self, part: Part) -> tuple[int, int]:
         """Indices of the part's units: from, and to before."""
@@ -66,13 +66,19 @@ class Model:
         """The units of ``part``, in order; a last stage has a copy of a tied table."""
         start, end = self.span(part)
         units = self.facts.units[start:end]
-        if part.begins or not part.ends:
+        if part.begins or not part.ends or not self._tied:
             return units
-        return tuple(self._with_copies(unit, start) for unit in units)
+        return tuple(self._with_copies(unit) for unit in units)
 
-    def _with_copies(self, unit: Unit, start: int) -> Unit:
-        before = {each.name for each in self.facts.units[:start]}
-        tied = [each for each in self.facts.params if each.unit in before and unit.name in each.users]
+    @cached_property
+    def _tied(self) -> list[Param]:
+        """Parameters of what is before the blocks that are used behind them, too."""
+        before = {unit.name for unit in self.facts.units[: self._at[0]]} if self._at else set[str]()
+        behind = {unit.name for unit in self.facts.units[self._at[-1] + 1 :]} if self._at else set[str]()
+        return [each for each in self.facts.params if each.unit in before and behind & {*each.users}]
+
+    def _with_copies(self, unit: Unit) -> Unit:
+        tied = [each for each in self._tied if unit.name in each.users]
         trained = sum(each.num_elements for each in tied if each.group is not None)
         size = sum(each.num_elements for each in tied)
         return replace(unit, num_params=unit.num_params + size, num_trainable=unit.num_trainable + trained)
@@ -92,6 +98,16 @@ class Model:
 
     def parts(self, stages: int, last_blocks: int) -> list[Part]:
         """The part of each stage."""
+        key = (stages, last_blocks)
+        if key not in self._parts:
+            self._parts[key] = self._cut(stages, last_blocks)
+        return self._parts[key]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], list[Part]]:
+        return {}
+
+    def _cut(self, stages: int, last_blocks: int) -> list[Part]:
         if stages == 1:
             return [Part(0, self.blocks, begins=True, ends=True)]
         rest, others = self.blocks - last_blocks, stages - 1
@@ -118,8 +134,9 @@ class Models:
         self._staged = {key: Model(facts) for key, facts in (in_stages or {}).items()}
 
     def plain(self, degrees: Degrees) -> bool:
-        """Whether these degrees are run by torch's pipeline."""
-        return degrees.stages > 1 and bool(self._staged)
+        """Whether these degrees are run by torch's pipeline; with what it cannot do they would be by another engine."""
+        alone = degrees.tensor == 1 and degrees.zero == 0 and degrees.offload is Stowed.NOTHING
+        return degrees.stages > 1 and alone and bool(self._staged)
 
     def of(self, degrees: Degrees) -> Model:
         """The model that these degrees divide."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import inf
 
-from strategies.core.facts import Facts
+from strategies.core.facts import Facts, Precision
 from strategies.core.sizes import SHARE
 from strategies.planner.budget import device_budget
 from strategies.planner.hybrid.account import Account, Bytes, Chunked
@@ -117,8 +117,8 @@ def hybrid(
 
     Args:
         in_stages: facts of stages in torch's pipeline, by micro-batch; None: another engine runs them (``parts.py``).
-        known: facts of one tensor rank's share of the model, for each micro-batch and tensor degree to try; with
-            rates. Those of micro-batches that do not divide the batch are not used.
+        known: facts of one tensor rank's share of the model, for each micro-batch and each tensor degree that the
+            model allows; with rates. Those of micro-batches that do not divide the batch are not used.
 
     Raises:
         ValueError: the machine's rates are unknown, or operations were not counted.
@@ -147,7 +147,7 @@ class _Search:
         self._pricing = Pricing(self._models, cluster, rates)
         self._whole = Model(facts)
         blocks = self._whole.blocks
-        self._limits = Limits(run.heads, run.kv_heads or run.heads, blocks, cluster.per_machine)
+        self._limits = Limits(blocks, cluster.per_machine, run.precision is not Precision.FP32)
 
     def answer(self) -> Answer:
         """All of it."""
@@ -157,7 +157,7 @@ class _Search:
         tried = 0
         for whole in self._grid():
             # Recomputing or offloading more is never faster: what fits with less of one needs less of the other.
-            offloads = list(self._options.offloads)
+            offloads, found = list(self._options.offloads), set[str]()
             for recompute in self._options.policies:
                 for index, offload in enumerate(offloads):
                     degrees = replace(whole, recompute=recompute, offload=offload)
@@ -165,11 +165,14 @@ class _Search:
                     if broken(degrees, self._limits, SHAPE):
                         continue  # no engine could run it
                     rule = broken(degrees, self._limits, self._options.rules)
+                    if rule is not None and rule.name in found:
+                        continue
                     need = self._account.of(degrees)
                     device, host = self._missing(need)
                     if max(device, host) > 0:
                         short += [] if rule else [Lacking(degrees, max(0, device), max(0, host))]
                     elif rule is not None:
+                        found.add(rule.name)
                         before = left.get(rule.name, Left(rule))
                         left[rule.name] = before.beside(degrees, self._pricing.least(degrees))
                     else:
@@ -197,7 +200,8 @@ class _Search:
                     continue
                 model = self._models.of(Degrees(stages=stages, tensor=tensor, micro_batch=micro_batch))
                 splits = list(model.splits(stages))
-                for zero, last in product(range(4) if data > 1 else (0,), splits):
+                levels = range(4) if data > 1 else range(2) if tensor > 1 else range(1)
+                for zero, last in product(levels, splits):
                     yield Degrees(
                         stages=stages,
                         tensor=tensor,
