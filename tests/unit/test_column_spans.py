@@ -1,7 +1,7 @@
 """Rows of some columns in files: written under one division of a matrix, read under another."""
 
-import itertools
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ NAME = "o_proj.weight"
 def cuts(size: int, parts: int, draw: random.Random) -> list[tuple[int, int]]:
     """``size`` elements in ``parts`` ranges that are not empty."""
     ends = [0, *sorted(draw.sample(range(1, size), parts - 1)), size]
-    return list(itertools.pairwise(ends))
+    return list(pairwise(ends))
 
 
 def places(tensor_ranks: int, data_ranks: int, draw: random.Random) -> list[Place]:

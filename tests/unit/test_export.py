@@ -37,6 +37,8 @@ def loop(model: Any, *, is_first: bool = True) -> Any:
     return SimpleNamespace(
         accelerator=accelerator,
         model_wrapped=model,
+        whole=model,
+        pipeline=None,
         stowed=None,
         args=SimpleNamespace(device="cpu", bf16=False, fp16=False),
         state=SimpleNamespace(global_step=3),

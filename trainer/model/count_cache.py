@@ -110,7 +110,7 @@ def _hash(config: RunConfig, model: dict[str, Any], what: str) -> str:
         "data": [config.data.max_length, config.data.packing],
         # Alone of what strategies require this changes the forward; the rest is chosen from one count for all.
         "compute dtype": Requirement.COMPUTE_DTYPE in requirements_of(config.strategies),
-        "tensor": degrees(config.strategies).get(Axis.TENSOR, 1),  # layers that ranks divide have other shapes
+        Axis.TENSOR.value: degrees(config.strategies).get(Axis.TENSOR, 1),  # layers that ranks divide have other shapes
         "versions": versions,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES],
     }

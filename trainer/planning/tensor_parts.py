@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from strategies.core.compose import degrees
 from strategies.core.facts import Facts, Param, Unit, UnitKind
+from strategies.core.protocol import Axis
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.parts import Model
 from trainer.config.load import build as build_config
@@ -94,12 +96,11 @@ class Shares:
         blocks = sum(unit.kind is UnitKind.BLOCK for unit in whole.units)
         if blocks <= FEW or not Model(whole).alike:
             return self._gathered(config)
-        degree = tree["strategies"].get("tensor", {}).get("degree", 1)
+        divided = degrees(config.strategies)
+        degree = divided.get(Axis.TENSOR, 1)
         changed = _fewer(config)
         what = ", ".join(f"{name}={size}" for name, size in changed.items())
-        where = (
-            "in stages" if "pipeline" in tree["strategies"] else f"on one of {degree} tensor rank{'s' * (degree > 1)}"
-        )
+        where = "in stages" if Axis.STAGES in divided else f"on one of {degree} tensor rank{'s' * (degree > 1)}"
         self._say(f"counting a micro-batch of {micro_batch} {where}")
         count = cached(config, ModelCount, lambda: count_model(config, changed), what=what)
         few = count.model_flops or count.forward_flops

@@ -184,7 +184,15 @@ def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
 
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
-    return probe, trainer.logits_of(probe)
+    if trainer.pipeline is not None:
+        return probe, trainer.logits_of(probe)
+    wrapped = trainer.model_wrapped
+    was_training = wrapped.training
+    wrapped.eval()
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        logits = wrapped(input_ids=probe.to(trainer.args.device)).logits
+    wrapped.train(was_training)
+    return probe, logits.float().cpu()
 
 
 def check(

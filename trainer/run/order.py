@@ -127,10 +127,10 @@ def read_data(
 
     section = config.model
     build.refuse_missing_folder(section)
-    texts = prepare.texts(config.data)
-    words = tokenizer.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     hf_config = build.load_config(section, facts.vocab_size_of(config))
     facts.check_model(config, hf_config)
+    texts = prepare.texts(config.data)
+    words = tokenizer.load(section.tokenizer, section.name_or_path, section.trust_remote_code, folder, texts)
     rows = hf_config.get_text_config().vocab_size
     if len(words) > rows:
         raise ConfigError(

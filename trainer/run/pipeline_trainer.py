@@ -120,18 +120,16 @@ class PipelineTrainer:
         return found[:, 0].sum() / found[:, 1].sum().clamp_min(1), found, labels
 
     def logits_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logits of a row of tokens on every rank, without gradients; a collective."""
-        wrapped: Any = self.model_wrapped  # type: ignore[attr-defined]
-        was_training = wrapped.training
-        wrapped.eval()
-        inputs = {"input_ids": ids.to(self.args.device)}
+        """The logits of a row of tokens on every stage, without gradients; a collective."""
+        assert self.pipeline is not None
+        was_training = self.model.training
+        self.model.eval()
+        rows = self.whole.get_output_embeddings().weight.shape[0]
         with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
-            if self.pipeline is None:
-                logits: torch.Tensor = wrapped(**inputs).logits
-            else:
-                rows = self.whole.get_output_embeddings().weight.shape[0]
-                logits = self.pipeline.forward(inputs, lambda each: self.model(**each).logits, (*ids.shape, rows))
-        wrapped.train(was_training)
+            logits = self.pipeline.forward(
+                {"input_ids": ids.to(self.args.device)}, lambda each: self.model(**each).logits, (*ids.shape, rows)
+            )
+        self.model.train(was_training)
         return logits.float().cpu()
 
     def whole_state(self) -> dict[str, torch.Tensor]:
