@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strategies.core.facts import Choices, Facts, Param, Precision, RunFacts, Unit
+from strategies.core.facts import Facts, Param, Precision, RunFacts, Unit
 from strategies.core.plan import RUN, Decision, Plan, Reserve, When
 from strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.planner.cuts import MESSAGE_BYTES, Schedule, complaint, cut, work
@@ -109,34 +109,33 @@ class Pipeline(Strategy):
         return Refusal(f"{KEY}.{key}", getattr(self, key), why)
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:
-        """The units of this rank's parts, with what is saved for as many micro-batches as are under way at once."""
+        """The units of this rank's parts, and how many micro-batches are under way at once."""
         run = facts.run
         try:
             whole = cut(facts.units, self.order, self.stages, self.blocks)
         except ValueError as error:
             raise self._refusal(str(error)) from None
         stage = run.grid.cell(rank).stage
-        times = {
-            name: self.order.in_flight(part, self.stages, run.accumulation)
-            for part in whole.of_stage(stage)
-            for name in whole.parts[part]
-        }
-        params = tuple(found for each in facts.params if (found := _at(each, times)) is not None)
-        mine = [_under_way(unit, times[unit.name], params) for unit in facts.units if unit.name in times]
+        mine = whole.of_stage(stage)
+        here = {name for part in mine for name in whole.parts[part]}
+        in_flight = max(self.order.in_flight(part, self.stages, run.accumulation) for part in mine)
+        params = tuple(found for each in facts.params if (found := _at(each, here)) is not None)
+        units = [_with_copies(unit, params) for unit in facts.units if unit.name in here]
         flops = work(facts.units)
-        share = sum(flops[name] for name in times) / max(1, sum(flops.values()))
+        share = sum(flops[name] for name in here) / max(1, sum(flops.values()))
         return replace(
             facts,
-            units=tuple(mine),
+            units=tuple(units),
             run=replace(
                 run,
                 stage=stage,
+                in_flight=in_flight,
                 forward_flops=int(run.forward_flops * share),
                 model_params=facts.num_params,
                 model_flops=run.forward_flops,
             ),
             params=params,
-            linears=tuple(each for each in facts.linears if each.unit in times),
+            linears=tuple(each for each in facts.linears if each.unit in here),
             cut=whole,
         )
 
@@ -170,20 +169,8 @@ def _at(param: Param, here: Collection[str]) -> Param | None:
     return None if owner is None else replace(param, unit=owner, users=users)
 
 
-def _under_way(unit: Unit, times: int, params: Sequence[Param]) -> Unit:
-    """``unit`` with what it saves for ``times`` micro-batches, and with its copy of a tied weight."""
+def _with_copies(unit: Unit, params: Sequence[Param]) -> Unit:
+    """``unit`` with its copy of a tied weight."""
     here = [each for each in params if each.unit == unit.name]
-    return replace(
-        unit,
-        num_params=sum(each.num_elements for each in here),
-        num_trainable=sum(each.num_elements for each in here if each.group is not None),
-        saved_bytes=unit.saved_bytes * times,
-        choices=unit.choices and _choices(unit.choices, times),
-    )
-
-
-def _choices(choices: Choices, times: int) -> Choices:
-    operators = tuple(replace(each, num_bytes=each.num_bytes * times) for each in choices.operators)
-    return replace(
-        choices, input_bytes=choices.input_bytes * times, stream_bytes=choices.stream_bytes * times, operators=operators
-    )
+    trained = sum(each.num_elements for each in here if each.group is not None)
+    return replace(unit, num_params=sum(each.num_elements for each in here), num_trainable=trained)

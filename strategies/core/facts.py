@@ -197,6 +197,7 @@ class RunFacts:
     accelerated: bool = False  # the device has other kernels than the host
     stages: int = 1
     stage: int = 0  # of this rank
+    in_flight: int = 1  # micro-batches that are between their forward and their backward at a time
     tensor: int = 1
     model_params: int = 0  # of the whole model where a rank has a part of it; 0: the same as the rank
     model_flops: int = 0  # of one micro-batch's forward through it

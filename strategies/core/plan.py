@@ -360,7 +360,8 @@ class Plan:
         landing = [0] * len(grads) if all_along else grads
 
         def peak(kept: Sequence[Saved]) -> int:
-            passes = max(forward_peak(kept), backward_peak(kept, landing))
+            others = (self.facts.run.in_flight - 1) * sum(unit.waiting for unit in kept)
+            passes = others + max(forward_peak(kept), backward_peak(kept, landing))
             return standing + max(sum(grads) + at_step, all_along + passes)
 
         return peak

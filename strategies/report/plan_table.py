@@ -151,7 +151,9 @@ def _saved_lines(plan: Plan) -> Iterator[str]:
                 parts.append(f"{_span(row.unit for row in of_kind)} {human(sum(row.num_bytes for row in of_kind))}")
         why = "; ".join(f"{by}: {reason}" for by, reason in dict.fromkeys((row.decided_by, row.reason) for row in some))
         total = human(sum(row.num_bytes for row in some))
-        yield f"saved for backward on the {home.value}: {total} ({', '.join(parts)}) [{why}]"
+        times = plan.facts.run.in_flight
+        each = f", for each of {times} micro-batches under way" if times > 1 else ""
+        yield f"saved for backward on the {home.value}{each}: {total} ({', '.join(parts)}) [{why}]"
 
 
 def _buffer_lines(plan: Plan) -> Iterator[str]:

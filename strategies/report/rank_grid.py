@@ -65,7 +65,7 @@ def stage_table(plans: Sequence[Plan]) -> list[str]:
         assert plan.facts.cut is not None
         parts = [plan.facts.cut.parts[part] for part in plan.facts.cut.of_stage(number)]
         units = ", ".join(part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
-        saved = sum(plan.keep(unit.name).saved_bytes for unit in plan.facts.units)
+        saved = plan.facts.run.in_flight * sum(plan.keep(unit.name).saved_bytes for unit in plan.facts.units)
         rows.append(
             (
                 str(number),

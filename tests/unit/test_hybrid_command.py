@@ -149,7 +149,7 @@ def test_a_budget_of_the_config_holds(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(("policy", "micro_batches"), [("none", 4), ("none", 8), ("selective", 8), ("full", 4)])
 def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int) -> None:
-    """But for scalars. In a block's backward, plans leave out what it and later ones keep of others in flight."""
+    """But for scalars, which the account leaves out."""
     config = run_config({**WIDE, "tie_word_embeddings": True}, data=DATA, bf16=True, per_device_train_batch_size=2)
     in_stages = Shares(config, RANKS, CARD, lambda line: None).in_stages([2])
     account, model = Account(Models({}, in_stages)), Model(in_stages[2])
@@ -159,9 +159,7 @@ def test_the_account_of_a_stage_is_its_plan(policy: str, micro_batches: int) -> 
     plans = plans_of(build(tree), RANKS, CARD)
     for stage, (part, plan) in enumerate(zip(cuts, plans, strict=True)):
         found = account.of_stage(degrees, stage, part)
-        kept = max(plan.keep(unit.name).saved_bytes // (4 - stage) for unit in plan.facts.units)
-        extra = (3 - stage) * kept if policy != "none" else plan.peak(Home.DEVICE) // 1000
-        assert -SCALARS <= found.device - plan.peak(Home.DEVICE) <= extra, (stage, policy)
+        assert -SCALARS <= found.device - plan.peak(Home.DEVICE) <= SCALARS, (stage, policy)
         assert found.host == plan.peak(Home.HOST)
 
 
