@@ -5,9 +5,9 @@ micro-batches are those of gradient accumulation, collated one by one: they diff
 in rows.
 
 So a schedule is given the numbers of the micro-batches, and each part looks its inputs up: every stage loads the same
-batches. What travels are the tokens' hidden states laid end to end, padded to the longest micro-batch of the step. The
-padding is cut off on arrival, and gets no gradient. A schedule is made again when that length or the number of
-micro-batches changes; it holds no weights.
+batches. What travels are the tokens' hidden states laid end to end, padded to the longest micro-batch. The padding is
+cut off on arrival, and gets no gradient. A schedule holds buffers of that length and no weights; it is made again when
+a micro-batch is longer, when all are less than half as long, or when there are more or fewer of them.
 
 The sums of one parameter's gradients are in the order of micro-batches in every schedule, as in one process that
 accumulates; ``scale_grads`` is off, since losses are divided already.
@@ -112,7 +112,9 @@ class Pipeline:
             The losses, on every stage. [micro-batches]
         """
         self._batches, self._loss_of = batches, loss_of
-        self._rows = max(batch["input_ids"].numel() for batch in batches)
+        longest = max(batch["input_ids"].numel() for batch in batches)
+        if not longest <= self._rows <= 2 * longest:
+            self._rows = longest
         schedule, losses = self._schedule(len(batches)), list[Tensor]()
         numbers = torch.arange(len(batches))
         first = (numbers,) if 0 in self.stage.mine else ()

@@ -29,8 +29,8 @@ from tests.helpers.tiny import MODELS
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
+from trainer.planning.from_config import plan_of as planned
 from trainer.planning.plan_for import plan_for
-from trainer.run.order import plan_of as planned
 from trainer.verify.differences import compare
 from trainer.verify.verify import shrink, train
 

@@ -53,7 +53,7 @@ def config_of(case: str, strategies: Mapping[str, Any], folder: Path) -> RunConf
             "model": {"config": model, "tokenizer": "none"},
             "data": {"path": "random tokens"},
             "training": {"output_dir": "unused", "learning_rate": 1e-2, **training},
-            "strategies": strategies,
+            "strategies": dict(strategies),
         }
     )
     return shrink(config, folder, STEPS)
