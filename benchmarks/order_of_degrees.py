@@ -1,12 +1,12 @@
 """Does the search order degrees as they are measured? Four ranks on four machines made of network namespaces.
 
-    sudo python -m benchmarks.order_of_degrees --megabits 200 --latency-ms 0.5 --rounds 3 --out FOLDER
+    sudo python -m benchmarks.order_of_degrees --megabits 200 --rounds 3 --out FOLDER
 
 Each rank has a namespace, an interface of its own, and a launcher (``torchrun --nnodes 4``). The kernel limits what
-each interface sends (``tc netem``) to the given rate and delay, so collectives and pipelines meet a real slow network.
+each interface sends (``tc tbf``) to the given rate, so collectives and pipelines meet a real slow network.
 Four candidates train the same model on the same global batch; the seconds of a step are the median of the last ones.
 
-The prediction is the search's price (``strategies/planner/hybrid``) for these degrees, with the same rate and delay.
+The prediction is the search's price (``strategies/planner/hybrid``) for these degrees, with the same rate.
 Its rate of matrix products is calibrated on four single ranks that train side by side without a network, since they
 share the cores. Needs root, ``ip`` and ``tc``. Namespaces are removed at the end.
 """
@@ -68,7 +68,7 @@ def run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def machines(megabits: float, latency_ms: float) -> Iterator[list[str]]:
+def machines(megabits: float) -> Iterator[list[str]]:
     """Names of the namespaces; each has the address 10.77.0.(number + 1), and a limited interface."""
     names = [f"stow{number}" for number in range(RANKS)]
     try:
@@ -82,9 +82,8 @@ def machines(megabits: float, latency_ms: float) -> Iterator[list[str]]:
             run(*inside, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", "stow")
             for link in ("lo", "stow"):
                 run(*inside, "ip", "link", "set", link, "up")
-            if megabits:
-                limits = ("rate", f"{megabits}mbit", "delay", f"{latency_ms}ms", "limit", "100000")
-                run(*inside, "tc", "qdisc", "add", "dev", "stow", "root", "netem", *limits)
+            limits = ("rate", f"{megabits}mbit", "burst", "256kb", "latency", "500ms")
+            run(*inside, "tc", "qdisc", "add", "dev", "stow", "root", "tbf", *limits)
         yield names
     finally:
         for name in names:
@@ -126,7 +125,7 @@ def seconds(run_folder: Path) -> float:
     return statistics.median(found[SKIPPED:])
 
 
-def predicted(out: Path, alone: float, megabits: float, latency_ms: float) -> dict[str, float]:
+def predicted(out: Path, alone: float, megabits: float) -> dict[str, float]:
     """Seconds by candidate, with compute as fast as four ranks alone were."""
     path = out / "model.yaml"
     path.write_text(CONFIG.format(folder=out / "x", steps=1, micro=MICRO, accumulation=4, strategies="{}"))
@@ -140,7 +139,7 @@ def predicted(out: Path, alone: float, megabits: float, latency_ms: float) -> di
         duplex_factor=1.0, link_latency_s=0.0, dram_bytes_per_s=1e10, update_fp32_params_per_s=1e9,
         update_bf16_params_per_s=1e9, device_bytes_per_s=1e10, origin="measured",
     )  # fmt: skip
-    wire = Wire(megabits * 1e6 / 8, latency_ms / 1e3)
+    wire = Wire(megabits * 1e6 / 8)
     pricing = Pricing(Models(known, staged), Cluster(RANKS, 1, wire, wire), rates)
     return {name: pricing.price(degrees).seconds for name, (degrees, _) in CANDIDATES.items()}
 
@@ -148,21 +147,20 @@ def predicted(out: Path, alone: float, megabits: float, latency_ms: float) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabits", type=float, default=200.0)
-    parser.add_argument("--latency-ms", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     measured: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    with machines(given.megabits, given.latency_ms) as names:
+    with machines(given.megabits) as names:
         alone = train(names, given.out / "alone", "{}", 4, together=False)
-        expected = predicted(given.out, alone, given.megabits, given.latency_ms)
+        expected = predicted(given.out, alone, given.megabits)
         for turn in range(given.rounds):
             for name, (degrees, strategies) in CANDIDATES.items():
                 folder = given.out / f"{turn}-{name.replace(' ', '-')}"
                 measured[name].append(train(names, folder, strategies, degrees.micro_batches))
                 show({"candidate": name, "round": turn, "seconds": round(measured[name][-1], 3)}, given.out)
     order = sorted(CANDIDATES, key=lambda name: statistics.median(measured[name]))
-    show({"alone": round(alone, 3), "megabits": given.megabits, "latency_ms": given.latency_ms}, given.out)
+    show({"alone": round(alone, 3), "megabits": given.megabits}, given.out)
     for name in order:
         rounds = [round(each, 3) for each in measured[name]]
         show({"candidate": name, "measured": rounds, "predicted": round(expected[name], 3)}, given.out)
