@@ -48,6 +48,7 @@ class Pipeline(Strategy):
     requires = frozenset([Requirement.PARAMETERS])
     excludes = {
         "model.lora": "strategies.pipeline cuts the model's own forward, and adapters wrap it",
+        "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         "training.torch_compile": "strategies.pipeline changes what stands in the model while it runs",
         "training.use_liger_kernel": "strategies.pipeline has not been compared with Liger's kernels",
         "training.neftune_noise_alpha": "strategies.pipeline has no embedding in most stages to add noise to",

@@ -66,6 +66,7 @@ class Tensor(Strategy):
     implies = {"zero": {"stage": 1}}
     requires = frozenset([Requirement.DEEPSPEED, Requirement.COMPUTE_DTYPE])
     excludes = {
+        "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         "model.lora": "strategies.tensor divides the layers that adapters are added to",
         **dict.fromkeys(
             ("training.torch_compile", "training.torch_compile_backend", "training.torch_compile_mode"),

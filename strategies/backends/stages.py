@@ -209,7 +209,8 @@ def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
     """
     model.eval()  # no dropout: the parts would draw other numbers
     blocks, called, given = list(find_blocks(model)), list[str](), list[Any]()
-    outside, params = _outside(model, blocks), dict(model.named_parameters())
+    outside = _outside(model, blocks)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     handles = [
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.append(path))
         for path in (*outside, *blocks)

@@ -84,7 +84,8 @@ class Strategy(BaseModel, ABC):
     # Strategies that this one depends on: switched on with these options if the config does not name them.
     implies: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     requires: ClassVar[frozenset[Requirement]] = frozenset()
-    # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason.
+    # Dotted keys of other sections that cannot be switched on together with this strategy, each with the reason; or one
+    # value of a key, as "training.optim = sgd".
     excludes: ClassVar[Mapping[str, str]] = {}
     # Options with which it makes training fit into less memory, for `launch/plan.py --fit`; None: it does not.
     to_fit: ClassVar[Mapping[str, Any] | None] = None

@@ -188,6 +188,13 @@ def test_what_a_strategy_excludes(strategy: str, key: str, file: Path) -> None:
     load(file, [f"{key}=true", "strategies.offload={}"])
 
 
+def test_one_value_that_a_strategy_excludes(file: Path) -> None:
+    pipeline, key = "strategies.pipeline={stages: 2}", "training.train_sampling_strategy"
+    with pytest.raises(ConfigError, match=r"batch_rebalance.*: it gives ranks of one copy of the model different rows"):
+        load(file, [f"{key}=batch_rebalance", pipeline])
+    load(file, [f"{key}=group_by_length", pipeline])
+
+
 def test_dump_quotes_what_older_yaml_would_misread(file: Path) -> None:
     text = load(file, ["training.run_name='1e-4'"]).dump()
     assert "eval_strategy: 'no'" in text

@@ -16,6 +16,7 @@ from trainer.errors import ExitCode
 
 pytestmark = pytest.mark.ranks
 OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
+PIPELINE = {"pipeline": {"stages": 2, "schedule": "gpipe"}}
 
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
@@ -29,7 +30,9 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
         return value * float("nan") if trainer.state.global_step + 1 >= bad_from else value
 
     block = trainer.model.model.layers[1]
-    if where == "output":
+    if not hasattr(block, "mlp"):
+        pass  # another stage has it
+    elif where == "output":
         block.mlp.register_forward_hook(lambda module, inputs, output: spoil(output))
     else:
         block.mlp.register_forward_hook(
@@ -49,8 +52,15 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
 
 @pytest.mark.parametrize(
     ("strategies", "ranks", "step", "checkpoint"),
-    [({}, 1, 3, 2), ({}, 2, 3, 2), ({"zero": {"stage": 2}}, 2, 3, 2), (OFFLOAD, 1, 3, 4), (OFFLOAD, 2, 3, 4)],
-    ids=["plain", "plain on two ranks", "stage 2 on two ranks", "offload", "offload on two ranks"],
+    [
+        ({}, 1, 3, 2),
+        ({}, 2, 3, 2),
+        ({"zero": {"stage": 2}}, 2, 3, 2),
+        (OFFLOAD, 1, 3, 4),
+        (OFFLOAD, 2, 3, 4),
+        (PIPELINE, 2, 3, 2),
+    ],
+    ids=["plain", "plain on two ranks", "stage 2 on two ranks", "offload", "offload on two ranks", "two stages"],
 )
 def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, step: int, checkpoint: int) -> None:
     """Plain training and ZeRO at once, the engine after three skipped steps; the newest checkpoint is finite."""
@@ -73,11 +83,11 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-@pytest.mark.parametrize("strategies", [{}, OFFLOAD], ids=["plain", "offload"])
+@pytest.mark.parametrize("strategies", [{}, OFFLOAD, PIPELINE], ids=["plain", "offload", "two stages"])
 def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any]) -> None:
     """Forward is finite: the first gradient of backward is named."""
     config = run_config(LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=9, per_device_train_batch_size=2)
-    found = run_world(1, train, config, 1, "gradient")
+    found = run_world(2 if strategies == PIPELINE else 1, train, config, 1, "gradient")
     assert "not finite first: the gradient of model.layers.1.mlp.down_proj.weight. " in found["said"]
     assert "there is no checkpoint yet" in found["said"]
 

@@ -45,7 +45,8 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
     data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids")
     machine = probe()
     plan = plan_of(config, ranks, machine)
-    return order.Run(config, ranks, Path(config.training.output_dir), _tokenizer(), data, machine, plan, None)
+    folder, form = Path(config.training.output_dir), order.form_of_stages(config)
+    return order.Run(config, ranks, folder, _tokenizer(), data, machine, plan, None, form=form)
 
 
 def logged(trainer: Any, key: str) -> list[float]:

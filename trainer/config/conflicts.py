@@ -199,8 +199,9 @@ def one_name_for_recompute(values: Values) -> Iterator[Fault]:
 def excluded_by_a_strategy(values: Values) -> Iterator[Fault]:
     for name in available():
         if name in values["strategies"]:
-            for key, why in find(name).excludes.items():
-                if values.get(key):
+            for said, why in find(name).excludes.items():
+                key, _, value = said.partition(" = ")
+                if values.get(key) and value in ("", values[key]):
                     yield _fault(values, key, f"{why}; {KEEP_ONE}")
 
 

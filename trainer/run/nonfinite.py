@@ -76,7 +76,8 @@ def described(trainer: Trainer, step: int, what: str, gradient: str | None = Non
     Args:
         gradient: the name of the parameter, if the engine knows it.
     """
-    first = next(_first(trainer, gradient), "nothing that could be found again")
+    found = next(_first(trainer, gradient), None) if trainer.pipeline is None else _first_of_stages(trainer)
+    first = found or "nothing that could be found again"
     trainer.settle()
     folder = Path(str(trainer.args.output_dir))
     newest = newest_complete(folder)
@@ -89,13 +90,34 @@ def described(trainer: Trainer, step: int, what: str, gradient: str | None = Non
 
 def _first(trainer: Trainer, gradient: str | None) -> Iterator[str]:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    weights = model.state_dict()
-    yield from (f"the weight {name}" for name, _ in model.named_parameters() if _is_bad(weights.get(name)))
+    yield from _bad_weights(model)
     yield from _bad_outputs(model, lambda: trainer.compute_loss(trainer.model_wrapped, trainer.last_inputs))
     if gradient is not None:
         yield f"the gradient of {gradient}"
     elif trainer.stowed is None and not trainer.is_deepspeed_enabled:
-        yield from _bad_gradients(model, lambda: trainer.compute_loss(model, trainer.last_inputs))
+        yield from _bad_gradients(model, lambda: trainer.compute_loss(model, trainer.last_inputs).backward())
+
+
+def _first_of_stages(trainer: Trainer) -> str | None:
+    """The same on the stages of a pipeline, all of which run. The last stage's backward is first."""
+    model, pipeline = trainer.model, trainer.pipeline
+    assert pipeline is not None
+    phases = (
+        (1, lambda: _bad_weights(model)),
+        (1, lambda: _bad_outputs(model, trainer.forward_again)),
+        (-1, lambda: _bad_gradients(model, trainer.backward_again)),
+    )
+    for order, phase in phases:
+        everyones: list[str | None] = [None] * pipeline.stages
+        torch.distributed.all_gather_object(everyones, next(phase(), None), group=pipeline.group)
+        if found := next(filter(None, everyones[::order]), None):
+            return found
+    return None
+
+
+def _bad_weights(model: nn.Module) -> Iterator[str]:
+    weights = model.state_dict()
+    yield from (f"the weight {name}" for name, _ in model.named_parameters() if _is_bad(weights.get(name)))
 
 
 def _bad_outputs(model: nn.Module, forward: Callable[[], object]) -> Iterator[str]:
@@ -116,7 +138,7 @@ def _bad_outputs(model: nn.Module, forward: Callable[[], object]) -> Iterator[st
     yield from found
 
 
-def _bad_gradients(model: nn.Module, forward: Callable[[], Tensor]) -> Iterator[str]:
+def _bad_gradients(model: nn.Module, backward: Callable[[], object]) -> Iterator[str]:
     """Parameters whose gradient is not finite, in the order of backward. Clipping has overwritten those of the step."""
     found: list[str] = []
 
@@ -129,7 +151,7 @@ def _bad_gradients(model: nn.Module, forward: Callable[[], Tensor]) -> Iterator[
     handles = [param.register_post_accumulate_grad_hook(partial(look, name)) for name, param in trained]
     try:
         with torch.random.fork_rng():
-            forward().backward()
+            backward()
     finally:
         for handle in handles:
             handle.remove()

@@ -319,8 +319,13 @@ def form_of_stages(config: RunConfig) -> Form | None:
 
     if Axis.STAGES not in degrees(config.strategies):
         return None
-    small = shrink_model(build.load_config(config.model, VOCAB), layers=4)
+    hf_config = build.load_config(config.model, VOCAB)
+    small = shrink_model(hf_config, layers=4)
     kind = small.pop("model_type")
+    drops = [key for key, value in hf_config.get_text_config().to_dict().items() if "layerdrop" in key and value]
+    if drops:
+        what = f"model.config.{drops[0]} is on, and a stage whose first block is left out would go on without its input"
+        raise ConfigError(f"strategies.pipeline: {kind} cannot be cut into stages: {what}; write {drops[0]}: 0.0")
     precision, dtype = facts.precision_of(config), getattr(torch, config.model.dtype)
     with torch.random.fork_rng(devices=[]):
         copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), dtype=dtype)

@@ -6,12 +6,13 @@ last stage has logits and losses.
 When the loop asks for the first micro-batch of a step, the schedule runs all of them, and the loop is given their
 losses one by one: sums, logs, callbacks and the order of the data are as without a pipeline.
 
-Random numbers. Every stage draws as many numbers from the generators as the others, so that samplers and checkpoints
-agree: where a model has dropout, one per forward of a part, which seeds what the part draws itself.
+Random numbers. What a part draws in training, as for dropout, comes from a sequence of its own that follows from seed,
+rank, step and forward. The generators themselves stay as they are, so that samplers and checkpoints of stages agree.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -40,6 +41,7 @@ class PipelineTrainer:
     accelerator: Any
     model: Any
     plan: Any
+    last_inputs: Any
 
     def start_pipeline(self, stage: Stage) -> None:
         """Make groups and schedules for ``stage``; a collective."""
@@ -53,10 +55,7 @@ class PipelineTrainer:
         self.preprocess_logits_for_metrics: Any = None  # the last stage sends losses of tokens, and no logits
         self._batches: list[Mapping[str, Any]] = []
         self._losses: list[torch.Tensor] = []
-        self._has_dropout = any(isinstance(each, nn.Dropout) and each.p > 0 for each in stage.whole.modules()) or any(
-            "drop" in key and isinstance(value, float) and value > 0
-            for key, value in self.model.config.to_dict().items()
-        )
+        self._drawn = 0  # sequences of random numbers in this step
 
     @property
     def whole(self) -> Any:
@@ -76,6 +75,7 @@ class PipelineTrainer:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
         if not self._losses:
             model.train()
+            self._drawn = 0
             batches = [self._prepare_inputs(batch) for batch in self._batches]  # type: ignore[attr-defined]
             self._losses = list(self.pipeline.step(batches, partial(self._loss_of, num_items_in_batch)).unbind())
             self.gradients.complete()
@@ -95,15 +95,15 @@ class PipelineTrainer:
 
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """Inside, dropout draws numbers of this stage's own; outside, all stages draw the same."""
-        if not (self._has_dropout and self.model.training):
+        """Inside, training draws from a sequence of this rank, this step and this forward; outside nothing is drawn."""
+        if not self.model.training:
             yield
             return
-        assert self.pipeline is not None
-        seed = int(torch.randint(2**62, ()))
-        devices = [] if self.args.device.type == "cpu" else [self.args.device]
-        with torch.random.fork_rng(devices, device_type=self.args.device.type):
-            torch.manual_seed(seed + self.pipeline.position)
+        self._drawn += 1
+        place = (self.args.seed, self.args.process_index, self.state.global_step, self._drawn)  # type: ignore[attr-defined]
+        kind = self.args.device.type
+        with torch.random.fork_rng([] if kind == "cpu" else [self.args.device], device_type=kind):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "little"))
             yield
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +131,16 @@ class PipelineTrainer:
             )
         self.model.train(was_training)
         return logits.float().cpu()
+
+    def forward_again(self) -> None:
+        """Forward of the last micro-batch on all stages; a collective."""
+        assert self.pipeline is not None
+        self.pipeline.forward(self.last_inputs, lambda each: self._loss_of(None, each).reshape(1), (1,))
+
+    def backward_again(self) -> None:
+        """Forward and backward of the last micro-batch on all stages; a collective."""
+        assert self.pipeline is not None
+        self.pipeline.step([self.last_inputs], partial(self._loss_of, None))
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """The state dict of the whole model on the first rank, on others nothing; a collective."""
