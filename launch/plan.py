@@ -123,10 +123,10 @@ def show(arguments: argparse.Namespace) -> None:
     cost = plan_cost(plan)
     print(full_report.text(plan, cost, advice(config, plan), plans))
     if arguments.explain:
-        units = [unit.name for unit in plan.facts.units]
-        if arguments.explain not in units:
-            raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(units)}")
-        print(f"\n{plan.explain(arguments.explain)}")
+        of_units = {unit.name: each for each in plans for unit in each.facts.units}
+        if arguments.explain not in of_units:
+            raise ConfigError(f"--explain {arguments.explain}: no such unit; the units are {', '.join(of_units)}")
+        print(f"\n{of_units[arguments.explain].explain(arguments.explain)}")
     if arguments.deepspeed:
         print(f"\n{json.dumps(deepspeed.ds_config(plan), indent=1)}")
     if arguments.json:

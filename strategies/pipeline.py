@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 from pydantic import Field
@@ -33,6 +34,7 @@ from strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, 
 from strategies.planner.cuts import MESSAGE_BYTES, Schedule, complaint, cut, work
 
 KEY = "strategies.pipeline"
+RETURNS_FROM = (2, 13)  # releases of torch
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # Hugging Face's keys
 _TIED = "a tied head has a copy at each end, and gradients of the two ends are added after all micro-batches"
 
@@ -108,6 +110,13 @@ class Pipeline(Strategy):
         """The model cannot be cut so."""
         key = "stages" if self.blocks is None else "blocks"
         return Refusal(f"{KEY}.{key}", getattr(self, key), why)
+
+    def check_installed(self) -> None:
+        """Releases of torch before 2.13 let a rank with two neighbouring parts send to itself as it sets up."""
+        release = version("torch")
+        if self.order.returns and tuple(int(part) for part in release.split(".")[:2]) < RETURNS_FROM:
+            cure = f"torch {release} cannot set it up; install 2.13, or write interleaved_zero_bubble"
+            raise Refusal(f"{KEY}.schedule", self.schedule, cure)
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:
         """The units of this rank's parts, and how many micro-batches are under way at once."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,17 @@ from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipelining import Pipeline
 from strategies.backends.stages import CannotCut, Stage, form_of
 from strategies.planner.cuts import Schedule
+from tests.helpers.releases import needs_to_return
+from tests.helpers.tiny import run_config
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
+from trainer.errors import ConfigError
+from trainer.run.order import form_of_stages
+from trainer.run.trainer import Trainer
 
 STEPS = (4, 4, 3, 1, 6)  # micro-batches of each step
 NORM = 0.05
+STAGES: dict[str, Any] = {"pipeline": {"stages": 2}}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -122,8 +129,12 @@ def under_way(pipeline: Pipeline, kind: Schedule, count: int) -> Iterator[tuple[
         yield seen, kind.in_flight(part, 2, count)
 
 
+def marked(*schedules: Schedule) -> list[Any]:
+    return [pytest.param(each.value, marks=[needs_to_return] if each.returns else []) for each in schedules]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", [each.value for each in Schedule])
+@pytest.mark.parametrize("schedule", marked(*Schedule))
 def test_bits_of_one_process(schedule: str) -> None:
     found = run_world(2, pipelined, schedule, False, deepspeed=False)
     assert [each["same"] for each in found["ranks"]] == [True, True], "losses and norms"
@@ -135,7 +146,7 @@ def test_bits_of_one_process(schedule: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", marked(Schedule.ONE_F_ONE_B, Schedule.ZBV))
 def test_a_tied_head(schedule: str) -> None:
     """At two ends its gradients are added in another order (1f1b), and torch computes one of them apart (zbv)."""
     found = run_world(2, pipelined, schedule, True, deepspeed=False)
@@ -159,6 +170,22 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_blocks_of_this_architecture_run_apart(kind: str) -> None:
     """``form_of`` itself compares loss and gradients of parts with those of the whole, by bits."""
     assert form_of(model_of(kind, **KINDS[kind]), next(micro_batches(0, 2))).width == 64
+
+
+def test_layers_that_are_left_out_at_random_are_refused() -> None:
+    """A stage whose first block is left out would go on with zeros, and a trial without dropout does not see it."""
+    opt = {**SMALL, "model_type": "opt", "ffn_dim": 128, "layerdrop": 0.1}
+    config = run_config({key: value for key, value in opt.items() if key != "intermediate_size"}, strategies=STAGES)
+    with pytest.raises(ConfigError, match=r"opt cannot be cut into stages: model.config.layerdrop is on"):
+        form_of_stages(config)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_tokens_are_divided_by_the_ranks_that_they_were_gathered_from(average: bool) -> None:
+    """Hugging Face divides the number of tokens by this; where it gathers none, it is this rank's already."""
+    args = SimpleNamespace(world_size=4, average_tokens_across_devices=average)
+    run = SimpleNamespace(facts=SimpleNamespace(run=SimpleNamespace(replicas=2)))
+    assert Trainer.get_tp_size(SimpleNamespace(args=args, plan=run)) == (2 if average else 1)  # type: ignore[arg-type]
 
 
 def test_blocks_that_need_more_than_hidden_states_are_refused() -> None:

@@ -118,6 +118,14 @@ def test_what_the_config_has_is_taken_back() -> None:
     assert adapters.write == ("training: {gradient_checkpointing: false}",)
 
 
+def test_a_config_in_stages_is_compared_with_whole_copies() -> None:
+    more = ["strategies.pipeline={stages: 2}", "training.gradient_accumulation_steps=2"]
+    config = config_of(None, [*OVERRIDES, *SMALL, *more], accelerated=True)
+    given, *others = Fit(config, Ranks(world_size=2, local_world_size=2), card(1 << 36)).rows(as_given=True)
+    assert given.given and given.needed[Home.DEVICE] < others[0].needed[Home.DEVICE]
+    assert others and not any(row.refused for row in others)
+
+
 def test_a_refusal_ends_with_the_table_and_a_broken_table_hides_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ from trainer.dist.ranks import Ranks
 from trainer.errors import ConfigError, TooLargeError
 from trainer.machine.profiles import known_rates
 from trainer.planning.facts import gather, precision_of
-from trainer.planning.from_config import plan_of
+from trainer.planning.from_config import plans_of
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
@@ -216,9 +216,10 @@ class Fit:
         return replace(row, needed={Home.HOST: needed}, missing={Home.HOST: needed - host}, at_least=True)
 
     def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine) -> FitRow:
-        """``row`` with what ``plan_of`` finds."""
+        """``row`` with what ``plans_of`` finds; of stages, that which needs most."""
         try:
-            plan = plan_of(build(way.tree).like(self._config), ranks, machine, say=lambda line: None)
+            plans = plans_of(build(way.tree).like(self._config), ranks, machine, say=lambda line: None)
+            plan = max(plans, key=lambda each: each.peak(Home.DEVICE))
         except TooLargeError as short:
             home = Home(short.home)
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
@@ -247,9 +248,13 @@ def _saving() -> list[str]:
 
 
 def _plain(config: RunConfig) -> tuple[_Way, _Way]:
-    """Training of all weights, and of adapters, without strategies that save memory and without what they exclude."""
+    """Training of all weights, and of adapters, without strategies that save memory and without what they exclude.
+
+    Nor with those that divide one copy of the model over ranks, which ``launch/plan.py --search`` compares.
+    """
     tree = config.tree()
-    tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in _saving()}
+    dropped = {*_saving(), *(name for name, strategy in config.strategies.items() if strategy.divides())}
+    tree["strategies"] = {name: options for name, options in tree["strategies"].items() if name not in dropped}
     for key in chain.from_iterable(find(name).excludes for name in _saving()):
         section, name = key.split(".")
         if tree[section].get(name):

@@ -82,7 +82,12 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         self.accelerator.grid = self.plan.facts.run.grid
 
     def get_tp_size(self) -> int:
-        """How many ranks are given the same rows: all that hold one copy of the model together."""
+        """How many ranks are given the same rows: all that hold one copy of the model together.
+
+        Hugging Face divides by it the number of tokens that it has gathered from all ranks; one if it gathers none.
+        """
+        if not self.args.average_tokens_across_devices:
+            return 1
         return int(self.args.world_size) // self.plan.facts.run.replicas
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
