@@ -78,11 +78,13 @@ class Form:
 
     Args:
         front: paths of the modules with weights that it uses in front of the blocks.
+        outside: paths of all modules with weights that are in no block.
         in_tuple: blocks give hidden states as the first element of a tuple.
         width, dtype: of the hidden states.
     """
 
     front: tuple[str, ...]
+    outside: frozenset[str]
     in_tuple: bool
     width: int
     dtype: torch.dtype
@@ -98,13 +100,19 @@ class Stage:
 
     Attributes:
         whole: the model as it was, on the device ``meta``: names, shapes and ties, without values.
+
+    Raises:
+        CannotCut: the model has other modules around its blocks than what ``form`` was found out on.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[Sequence[str]], mine: Sequence[int], form: Form) -> None:
         self.model, self.form, self.front = model, form, list(form.front)
         self.whole = without_values(model)
         self.blocks = list(find_blocks(model))
-        self.back = [path for path in _outside(model, self.blocks) if path not in self.front]
+        outside = _outside(model, self.blocks)
+        if other := form.outside ^ set(outside):
+            raise CannotCut(f"{min(other)} is not both in the model and in the small copy on which cutting was tried")
+        self.back = [path for path in outside if path not in self.front]
         self.parts = [[name for name in part if name in self.blocks] for part in parts]
         self.mine = list(mine)
         for path in set.intersection(*(self._absent(part) for part in self.mine)):
@@ -226,7 +234,7 @@ def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
     hidden = given[0][0] if in_tuple else given[0]
     if not isinstance(hidden, Tensor) or hidden.shape[:2] != inputs["input_ids"].shape:
         raise CannotCut("its blocks do not give one tensor of hidden states")
-    form = Form(front, in_tuple, hidden.shape[-1], hidden.dtype)
+    form = Form(front, frozenset(outside), in_tuple, hidden.shape[-1], hidden.dtype)
     stage = Stage(model, [[block] for block in blocks], range(len(blocks)), form)
     try:
         hidden = None

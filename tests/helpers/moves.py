@@ -106,12 +106,13 @@ def made(ranks: Ranks, config: RunConfig, resume: str | None = None, some: Seque
     from trainer.machine.probe import probe
     from trainer.planning.from_config import plan_of
     from trainer.run import order
+    from trainer.run.stage_trial import form_of_stages
     from trainer.verify.verify import _tokenizer
 
     machine, rows = probe(), Dataset.from_list([dict(row) for row in some])
     prepared = Prepared(rows, rows if config.training.eval_strategy != "no" else None, "test", "input_ids")
     plan = plan_of(config, ranks, machine)
-    form = order.form_of_stages(config)
+    form = form_of_stages(config)
     folder = Path(config.training.output_dir)
     return order.make_trainer(
         order.Run(

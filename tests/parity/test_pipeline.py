@@ -24,7 +24,7 @@ from tests.helpers.tiny import run_config
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
-from trainer.run.order import form_of_stages
+from trainer.run.stage_trial import form_of_stages
 from trainer.run.trainer import Trainer
 
 STEPS = (4, 4, 3, 1, 6)  # micro-batches of each step

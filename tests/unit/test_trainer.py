@@ -39,13 +39,14 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
     from trainer.machine.probe import probe
     from trainer.planning.from_config import plan_of
     from trainer.run import order
+    from trainer.run.stage_trial import form_of_stages
     from trainer.verify.verify import _tokenizer
 
     held_out = Dataset.from_list([dict(row) for row in evaluation]) if evaluation else None
     data = Prepared(Dataset.from_list([dict(row) for row in train]), held_out, "test", "input_ids")
     machine = probe()
     plan = plan_of(config, ranks, machine)
-    folder, form = Path(config.training.output_dir), order.form_of_stages(config)
+    folder, form = Path(config.training.output_dir), form_of_stages(config)
     return order.Run(config, ranks, folder, _tokenizer(), data, machine, plan, None, form=form)
 
 

@@ -74,6 +74,8 @@ def shrink_model(config: PretrainedConfig, layers: int = LAYERS) -> dict[str, An
     for name in (*WIDTHS, "word_embed_proj_dim"):
         if isinstance(heads, int) and isinstance(small.get(name), int) and small[name] % min(heads, HEADS):
             small[name] = min(heads, HEADS) * HEAD_DIM
+    if small.get("word_embed_proj_dim") and text.word_embed_proj_dim != text.hidden_size:
+        small["word_embed_proj_dim"] = small["hidden_size"] // 2  # with projections, as the real one
     for name in PER_LAYER:
         if small.get(name):
             small[name] = small[name][:layers]

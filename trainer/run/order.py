@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from strategies.backends import deepspeed, stages
 from strategies.backends.stages import Form, Stage
 from strategies.core.commit import replace_file
-from strategies.core.compose import degrees, in_order
-from strategies.core.facts import Precision
+from strategies.core.compose import in_order
 from strategies.core.plan import Plan
-from strategies.core.protocol import Axis
 from strategies.planner.step_cost import plan_cost, step_flops
 from strategies.report import full_report
 from trainer.dist.agreement import Agreement, agreement
@@ -37,6 +35,7 @@ from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_folder, refuse_impossible
 from trainer.run import manifest, optimizer_choice, resuming, taken_over
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen, write_line
+from trainer.run.stage_trial import form_of_stages
 
 if TYPE_CHECKING:
     import torch
@@ -222,7 +221,10 @@ def make_model(run: Run) -> PreTrainedModel:
         known = run.plan.facts
         assert known.cut is not None
         form = replace(run.form, width=known.run.hidden_size)
-        run.stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form)
+        try:
+            run.stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form)
+        except stages.CannotCut as error:
+            raise ConfigError(f"strategies.pipeline: {error}") from None
     apply_strategies(weights, run)
     if run.plan.layout is not None:
         optimizer_choice.to_compute_dtype(weights, run.plan)
@@ -304,42 +306,6 @@ def about(run: Run, model: PreTrainedModel) -> About:
         run.resumed.compare_shapes(shapes)
     hf_config = build.load_config(run.config.model, facts.vocab_size_of(run.config))
     return manifest.about(run.config, run.prepared, hf_config, shapes, run.ranks.world_size)
-
-
-def form_of_stages(config: RunConfig) -> Form | None:
-    """Try on a small copy of the architecture that its blocks can run apart; None if it is not cut.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trainer.model.shrink import VOCAB, shrink_model
-
-    if Axis.STAGES not in degrees(config.strategies):
-        return None
-    hf_config = build.load_config(config.model, VOCAB)
-    small = shrink_model(hf_config, layers=4)
-    kind = small.pop("model_type")
-    drops = [key for key, value in hf_config.get_text_config().to_dict().items() if "layerdrop" in key and value]
-    if drops:
-        what = f"model.config.{drops[0]} is on, and a stage whose first block is left out would go on without its input"
-        raise ConfigError(f"strategies.pipeline: {kind} cannot be cut into stages: {what}; write {drops[0]}: 0.0")
-    precision, dtype = facts.precision_of(config), getattr(torch, config.model.dtype)
-    with torch.random.fork_rng(devices=[]):
-        copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), dtype=dtype)
-        copy.config.use_cache = False
-        ids = torch.arange(1, 25).view(2, 12)
-        mask = torch.ones_like(ids)
-        mask[1, 8:] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision is not Precision.FP32):
-                found = stages.form_of(copy, inputs)
-        except stages.CannotCut as error:
-            raise ConfigError(f"strategies.pipeline: {kind} cannot be cut into stages: {error}") from None
-    return found
 
 
 def check_packing(config: RunConfig) -> None:

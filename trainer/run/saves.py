@@ -50,15 +50,17 @@ class Saves:
 def estimated_bytes(plan: Plan, *, adapters: bool) -> int:
     """What a checkpoint of this plan takes: weights (of adapters alone, if there are), and the optimizer's state.
 
-    Where layers are divided over ranks, what is not divided counts for each of them, so it is rather too much.
+    Where layers are divided over ranks, what is not divided counts for each of them, so it is rather too much. A stage
+    stands for as much of the model as it has parameters of it.
     """
+    facts = plan.facts
+    times = facts.run.tensor if facts.cut is None else facts.run.model_params / facts.num_params
 
     def over_ranks(kind: Kind) -> int:
-        return plan.facts.run.tensor * sum(
-            plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in plan.facts.units
-        )
+        mine = sum(plan.num_bytes(unit.name, kind) * plan.share(unit.name, kind).ways for unit in facts.units)
+        return int(times * mine)
 
-    weights = plan.facts.num_trainable * 4 if adapters else over_ranks(Kind.PARAM)
+    weights = facts.num_trainable * 4 if adapters else over_ranks(Kind.PARAM)
     return weights + over_ranks(Kind.MASTER) + over_ranks(Kind.MOMENT)
 
 

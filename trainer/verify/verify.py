@@ -198,6 +198,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     from trainer.model.build import load_config
     from trainer.planning.from_config import plan_of
     from trainer.run import order
+    from trainer.run.stage_trial import form_of_stages
 
     rows = load_config(config.model).get_text_config().vocab_size  # may be smaller than VOCAB
     generator = torch.Generator().manual_seed(0)
@@ -206,7 +207,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     prepared = Prepared(data, None, "random", "input_ids")
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
-    folder, form = Path(config.training.output_dir), order.form_of_stages(config)
+    folder, form = Path(config.training.output_dir), form_of_stages(config)
     return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, None, form=form)
 
 

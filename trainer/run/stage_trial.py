@@ -1,0 +1,70 @@
+"""Whether the blocks of an architecture can run apart, as a pipeline needs it: tried on a small copy, before any data.
+
+The copy has four blocks, and the dtype and autocast of the run. ``strategies/backends/stages.py`` compares its parts
+with the whole by bits. What the copy cannot show is refused by its key: layers that training leaves out at random.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from strategies.backends import stages
+from strategies.core.compose import degrees
+from strategies.core.facts import Precision
+from strategies.core.protocol import Axis
+from trainer.errors import ConfigError, first_line
+from trainer.model import build
+from trainer.model.shrink import VOCAB, shrink_model
+from trainer.planning.facts import precision_of
+
+if TYPE_CHECKING:
+    from strategies.backends.stages import Form
+    from trainer.config.sections import RunConfig
+
+BLOCKS = 4
+
+
+def form_of_stages(config: RunConfig) -> Form | None:
+    """What the forward of the configured architecture is like; None if the model is not cut.
+
+    Raises:
+        ConfigError: its blocks cannot run apart, or that cannot be tried.
+    """
+    if Axis.STAGES not in degrees(config.strategies):
+        return None
+    hf_config = build.load_config(config.model, VOCAB)
+    text = hf_config.get_text_config()
+    drops = [key for key, value in text.to_dict().items() if "layerdrop" in key and value]
+    if drops:
+        what = f"model.config.{drops[0]} is on, and a stage whose first block is left out would go on without its input"
+        raise _cannot(text.model_type, f"{what}; write {drops[0]}: 0.0")
+    small = shrink_model(hf_config, layers=BLOCKS)
+    kind = small.pop("model_type")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _tried(kind, small, config)
+    except stages.CannotCut as error:
+        raise _cannot(kind, str(error)) from None
+    except Exception as error:  # a model's code can raise anything
+        what = f"a small copy, on which that would be tried, cannot be built or run: {first_line(error)}"
+        raise _cannot(kind, what) from None
+
+
+def _cannot(kind: str, why: str) -> ConfigError:
+    return ConfigError(f"strategies.pipeline: {kind} cannot be cut into stages: {why}")
+
+
+def _tried(kind: str, small: dict[str, Any], config: RunConfig) -> Form:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = getattr(torch, config.model.dtype)
+    copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), dtype=dtype)
+    copy.config.use_cache = False
+    ids = torch.arange(1, 25).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision_of(config) is not Precision.FP32):
+        return stages.form_of(copy, inputs)
