@@ -27,7 +27,7 @@ from strategies.core.applied import log_applied
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.linears import NATIVE, Routes
 from strategies.core.plan import RUN, Decision, Impl, Plan, Reserve
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Requirement, Strategy
+from strategies.core.protocol import BITWISE, COMPILING, Idle, Parity, Phase, Requirement, Strategy
 from strategies.planner import gemm_routes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Linear(Strategy):
 
     phase = Phase.HOW
     requires = frozenset([Requirement.LINEARS])
-    excludes = {"training.torch_compile": "strategies.linear already decides how matrix products are taken"}
+    excludes = dict.fromkeys(COMPILING, "strategies.linear already decides how matrix products are taken")
     examples = ({"transpose": "minimal"},)
 
     transpose: Literal["native", "minimal", "adaptive"] = Field(

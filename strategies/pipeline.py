@@ -30,12 +30,12 @@ from pydantic import Field
 
 from strategies.core.facts import Facts, Param, Precision, RunFacts, Unit
 from strategies.core.plan import RUN, Decision, Plan, Reserve, When
-from strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy
-from strategies.planner.cuts import MESSAGE_BYTES, Schedule, complaint, cut, work
+from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.planner.cuts import DEPTHS, Schedule, complaint, cut, work
+from strategies.planner.pipeline_bytes import message_bytes, received_bytes
 
 KEY = "strategies.pipeline"
 RETURNS_FROM = (2, 13)  # releases of torch
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # Hugging Face's keys
 _TIED = "a tied head has a copy at each end, and gradients of the two ends are added after all micro-batches"
 
 
@@ -51,7 +51,7 @@ class Pipeline(Strategy):
     excludes = {
         "model.lora": "strategies.pipeline cuts the model's own forward, and adapters wrap it",
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
-        "training.torch_compile": "strategies.pipeline changes what stands in the model while it runs",
+        **dict.fromkeys(COMPILING, "strategies.pipeline changes what stands in the model while it runs"),
         "training.use_liger_kernel": "strategies.pipeline has not been compared with Liger's kernels",
         "training.neftune_noise_alpha": "strategies.pipeline has no embedding in most stages to add noise to",
         "training.include_num_input_tokens_seen": "strategies.pipeline gives every stage the same tokens",
@@ -94,10 +94,10 @@ class Pipeline(Strategy):
         if run.precision is Precision.FP16:
             yield Refusal("training.fp16", True, f"cannot go with {KEY}, which scales no loss; write training.bf16")
         count, key = run.accumulation, "training.gradient_accumulation_steps"
-        least, rounds = self.order.least_micro_batches(self.stages), max(1, count // self.stages)
+        least, rounds = self.order.least_micro_batches(self.stages), count // self.stages
         if count < least:
             yield Refusal(key, count, f"{self.schedule} on {self.stages} stages takes at least {least} micro-batches")
-        elif self.order in (Schedule.INTERLEAVED, Schedule.INTERLEAVED_ZERO_BUBBLE) and count % rounds:
+        elif not self.order.in_rounds(count, self.stages):
             fits = f"{self.stages * rounds} or {self.stages * (rounds + 1)}"
             yield Refusal(key, count, f"{self.schedule} on {self.stages} stages takes full rounds; write {fits}")
 
@@ -152,22 +152,20 @@ class Pipeline(Strategy):
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         run = facts.run
         assert facts.cut is not None, "facts are of one stage"
-        hidden = run.micro_batch * run.sequence * run.hidden_size * run.precision.element_bytes
         first, last = 0, len(facts.cut.parts) - 1
         ends = sum((part != first) + (part != last) for part in facts.cut.of_stage(run.stage))
         yield Reserve(
             unit=RUN,
             reason=f"hidden states and their gradients of {run.accumulation} micro-batches, from the next stages",
             owner="pipeline: received tensors",
-            num_bytes=ends * run.accumulation * hidden,
+            num_bytes=received_bytes(run, ends, run.accumulation),
         )
-        if run.replicas > 1:
-            grads = sum(run.trained_bytes * unit.num_trainable for unit in facts.units)
+        if messages := message_bytes(run, facts.num_trainable, run.replicas):
             yield Reserve(
                 unit=RUN,
                 reason="gradients are copied into messages to the other copies",
                 owner="pipeline: messages",
-                num_bytes=min(grads, MESSAGE_BYTES + run.trained_bytes * run.largest_param),
+                num_bytes=messages,
                 when=When.STEP,
             )
 

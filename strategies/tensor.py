@@ -35,7 +35,7 @@ from pydantic import Field
 from strategies.backends import autotp, deepspeed
 from strategies.core.facts import Facts, Precision, RunFacts
 from strategies.core.plan import RUN, Decision, EngineSet, Plan
-from strategies.core.protocol import Axis, Parity, Phase, Refusal, Requirement, Strategy
+from strategies.core.protocol import COMPILING, Axis, Parity, Phase, Refusal, Requirement, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,10 +68,7 @@ class Tensor(Strategy):
     excludes = {
         "training.train_sampling_strategy = batch_rebalance": "it gives ranks of one copy of the model different rows",
         "model.lora": "strategies.tensor divides the layers that adapters are added to",
-        **dict.fromkeys(
-            ("training.torch_compile", "training.torch_compile_backend", "training.torch_compile_mode"),
-            "strategies.tensor exchanges inside every layer, which is not compiled",
-        ),
+        **dict.fromkeys(COMPILING, "strategies.tensor exchanges inside every layer, which is not compiled"),
     }
     examples = ({"degree": 2},)
 

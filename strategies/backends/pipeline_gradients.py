@@ -4,7 +4,7 @@ Invariant. The norm is that of ``torch.nn.utils.clip_grad_norm_`` on the whole m
 is taken by the stage that has it, and the norm of norms in the order of ``model.parameters()``.
 
 Over copies gradients are averaged as torch's DistributedDataParallel does, each divided by the number of copies before
-they are added.
+they are added. A weight that one copy used and another did not has zeros there; one that none used has no gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.utils import clip_grads_with_norm_
 
 from strategies.backends.pipelining import Pipeline
-from strategies.planner.cuts import MESSAGE_BYTES
+from strategies.planner.pipeline_bytes import MESSAGE_BYTES
 
 
 class StageGradients:
@@ -35,6 +35,7 @@ class StageGradients:
         held_by = {name: [place for place, held in enumerate(holders) if name in held] for name in self._order}
         self._tied = {name: places for name, places in held_by.items() if len(places) > 1}
         self._place = pipeline.position
+        self._places = {name: place for place, name in enumerate(self._order)}
         self.own = [name for name in self._params if held_by[name][0] == self._place]
 
     def complete(self) -> None:
@@ -43,13 +44,24 @@ class StageGradients:
             if self._place in ends:
                 self._add_ends(self._params[name], *ends)
         if self._copies is not None:
-            grads = [param.grad for param in self._params.values() if param.grad is not None]
-            for grad in grads:
-                grad.div_(dist.get_world_size(self._copies))
+            grads = self._used_by_any(self._copies)
+            torch._foreach_div_(grads, dist.get_world_size(self._copies))
             for part in _messages(grads):
                 flat = _flatten_dense_tensors(part)
                 dist.all_reduce(flat, group=self._copies)
                 torch._foreach_copy_(part, list(_unflatten_dense_tensors(flat, part)))
+
+    def _used_by_any(self, copies: dist.ProcessGroup) -> list[Tensor]:
+        """The gradients of weights that any of the ``copies`` used: the same ones on each, for messages to fit."""
+        params = list(self._params.values())
+        used = torch.tensor([param.grad is not None for param in params], dtype=torch.int32, device=params[0].device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=copies)
+        found = []
+        for param, is_used in zip(params, used.tolist(), strict=True):
+            if is_used:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                found.append(param.grad)
+        return found
 
     def _add_ends(self, param: nn.Parameter, front: int, back: int) -> None:
         """Both ends get the sum of the two gradients, added in the same order."""
@@ -69,7 +81,7 @@ class StageGradients:
         known = torch.zeros(2, len(self._order), dtype=torch.float64, device=device)
         present = {name: grad for name, grad in grads.items() if grad is not None}
         dtype = next((grad.dtype for grad in present.values()), torch.float32)
-        places = [self._order.index(name) for name in present]
+        places = [self._places[name] for name in present]
         if places:
             known[0, places] = torch.stack(torch._foreach_norm(list(present.values()), 2.0)).double()
             known[1, places] = 1

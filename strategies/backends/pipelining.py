@@ -187,15 +187,10 @@ class Pipeline:
 
     def _schedule(self, count: int) -> Any:
         """The schedule for ``count`` micro-batches of the present size."""
-        key = (count, self._rows, self._fits(count))
+        key = (count, self._rows, self._kind.takes(count, self.stages))
         if self._made is None or self._made[0] != key:
             self._made = (key, self._make(count, CLASSES[self._kind] if key[2] else FEWER[self._kind]))
         return self._made[1]
-
-    def _fits(self, count: int) -> bool:
-        rounds = max(1, count // self.stages)
-        in_rounds = self._kind in (Schedule.INTERLEAVED, Schedule.INTERLEAVED_ZERO_BUBBLE)
-        return count >= self._kind.least_micro_batches(self.stages) and not (in_rounds and count % rounds)
 
     def _make(self, count: int, name: str) -> Any:
         parts = len(self.stage.parts)

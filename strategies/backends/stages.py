@@ -50,11 +50,10 @@ class Through(nn.Module):
 class Received(Through):
     """Stands for the block in front of a part: gives the hidden states that have come from there."""
 
-    def __init__(self, original: nn.Module, hidden: Tensor, *, in_tuple: bool) -> None:
-        super().__init__(original, in_tuple=in_tuple)
-        self.hidden = hidden
+    hidden: Tensor | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        assert self.hidden is not None, "every part but the first is given hidden states"
         return super().forward(self.hidden)
 
 
@@ -115,7 +114,9 @@ class Stage:
         self.back = [path for path in outside if path not in self.front]
         self.parts = [[name for name in part if name in self.blocks] for part in parts]
         self.mine = list(mine)
-        for path in set.intersection(*(self._absent(part) for part in self.mine)):
+        gone = set.intersection(*(self._absent(part) for part in self.mine))
+        self._swaps = {part: self._swaps_of(part, gone) for part in self.mine}
+        for path in gone:
             replace(model, path, self._stand_in(path))
 
     def names(self) -> dict[str, nn.Parameter]:
@@ -130,25 +131,27 @@ class Stage:
     @contextmanager
     def only(self, part: int, hidden: Tensor | None) -> Iterator[None]:
         """Run the model inside as ``part`` alone, which is given the ``hidden`` states of the part before it."""
-        found = {path: self._stand_in(path) for path in self._absent(part)}
-        if part > 0:
-            assert hidden is not None, "every part but the first is given hidden states"
-            before = self.blocks[self.blocks.index(self.parts[part][0]) - 1]
-            found[before] = Received(self.model.get_submodule(before), hidden, in_tuple=self.form.in_tuple)
-        kept = {path: self.model.get_submodule(path) for path in found}
-        for path, module in found.items():
+        swaps = self._swaps[part]
+        received = [module for module in swaps.values() if isinstance(module, Received)]
+        kept = {path: self.model.get_submodule(path) for path in swaps}
+        for path, module in swaps.items():
             replace(self.model, path, module)
+        for module in received:
+            module.hidden = hidden
         try:
             yield
         finally:
             for path, module in kept.items():
                 replace(self.model, path, module)
+            for module in received:
+                module.hidden = None
 
     def hidden_states(self, part: int, hidden: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
         """What ``part`` makes of ``hidden``, or the first one of the tokens; for all parts but the last."""
         rest = {key: value for key, value in inputs.items() if key != "labels"}
         with self.only(part, hidden):
-            output: Tensor = self.model.base_model(**rest)[0]  # type: ignore[operator]
+            base_model: Any = self.model.base_model
+            output: Tensor = base_model(**rest)[0]
         return output
 
     def parameters(self, part: int) -> Iterator[nn.Parameter]:
@@ -164,16 +167,20 @@ class Stage:
         absent |= set(self.front) if part > 0 else set()
         return absent | (set() if self.is_last(part) else set(self.back))
 
+    def _swaps_of(self, part: int, gone: set[str]) -> dict[str, nn.Module]:
+        """What stands in the model, by path, while ``part`` runs and no longer: in place of the rank's other parts."""
+        found = {path: self._stand_in(path) for path in self._absent(part) - gone}
+        if part > 0:
+            before = self.blocks[self.blocks.index(self.parts[part][0]) - 1]
+            found[before] = Received(self.model.get_submodule(before), in_tuple=self.form.in_tuple)
+        return found
+
     def _stand_in(self, path: str) -> nn.Module:
         """A norm keeps the shape that it is given; an embedding or a projection in front has one of its own."""
         module = self.model.get_submodule(path)
         if path in self.front and isinstance(module, nn.Embedding | nn.Linear):
             return Zeros(module)
-        return (
-            module
-            if isinstance(module, Zeros)
-            else Through(module, in_tuple=path in self.blocks and self.form.in_tuple)
-        )
+        return Through(module, in_tuple=path in self.blocks and self.form.in_tuple)
 
 
 def _outside(model: nn.Module, blocks: Sequence[str]) -> list[str]:

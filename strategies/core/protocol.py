@@ -46,6 +46,9 @@ class Axis(Enum):
     TENSOR = "strategies.tensor.degree"
 
 
+COMPILING = ("training.torch_compile", "training.torch_compile_backend", "training.torch_compile_mode")  # each alone
+
+
 class Requirement(Enum):
     """Something that the trainer prepares only for strategies that declare it in ``requires``."""
 

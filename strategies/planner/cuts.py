@@ -21,7 +21,7 @@ from enum import Enum
 from strategies.core.facts import Unit, UnitKind
 from strategies.core.grid import Cut
 
-MESSAGE_BYTES = 25 << 20  # of gradients to the other copies, as torch's data parallelism sends them
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # Hugging Face's keys for the number of blocks
 
 
 class Schedule(Enum):
@@ -56,6 +56,15 @@ class Schedule(Enum):
     def least_micro_batches(self, stages: int) -> int:
         """How many micro-batches a step must have, at least."""
         return {Schedule.ONE_F_ONE_B: stages, Schedule.DUALPIPEV: 2 * stages}.get(self, 1)
+
+    def in_rounds(self, micro_batches: int, stages: int) -> bool:
+        """Whether so many micro-batches fill all rounds of a schedule whose stages take their parts in turn."""
+        takes_turns = self in (Schedule.INTERLEAVED, Schedule.INTERLEAVED_ZERO_BUBBLE)
+        return not takes_turns or micro_batches % max(1, micro_batches // stages) == 0
+
+    def takes(self, micro_batches: int, stages: int) -> bool:
+        """Whether a step can have so many micro-batches."""
+        return micro_batches >= self.least_micro_batches(stages) and self.in_rounds(micro_batches, stages)
 
     def in_flight(self, part: int, stages: int, micro_batches: int) -> int:
         """At most so many micro-batches have been through the forward of ``part`` and not yet through its backward."""

@@ -139,6 +139,10 @@ def _run(ranks: Ranks, config: RunConfig, resume: str | None) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=resume)
         found["end"] = state_of(trainer)
         found["loss"] = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+        found["seen"] = [
+            {key: record[key] for key in ("tokens", "eval_loss") if key in record}
+            for record in trainer.state.log_history
+        ]
         return found
     finally:
         trainer.accelerator.free_memory()

@@ -104,8 +104,11 @@ def test_stages(tmp_path: Path) -> None:
     """Between cuts, schedules and whole copies, with the bits of one that never moved."""
     four: Any = {"model": {"num_hidden_layers": 4}}
     all_equal(moved(tmp_path, *(replace(each, **four) for each in (pipeline(2), plain(), pipeline(4), offload()))))
-    back = (plain(2), pipeline(2, 4), zero(1, 2))
-    all_equal(moved(tmp_path / "back", *(replace(each, **four) for each in back)))
+    looks = {"eval_strategy": "steps", "eval_steps": 1}
+    back = (plain(2, **looks), pipeline(2, 4, **looks), zero(1, 2, **looks))
+    runs = moved(tmp_path / "back", *(replace(each, **four) for each in back))
+    all_equal(runs)
+    assert runs[0]["seen"][-3:] == runs[1]["seen"][-3:] == runs[2]["seen"][-3:]
 
 
 def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:

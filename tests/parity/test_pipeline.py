@@ -24,6 +24,7 @@ from tests.helpers.tiny import run_config
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
+from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.stage_trial import form_of_stages
 from trainer.run.trainer import Trainer
 
@@ -117,7 +118,7 @@ def under_way(pipeline: Pipeline, kind: Schedule, count: int) -> Iterator[tuple[
     """Of each part here: micro-batches between forward and backward in torch's schedule, and as planned."""
     assert pipeline._made is not None
     order = getattr(pipeline._made[1], "pipeline_order", None)
-    if order is None or not pipeline._fits(count):
+    if order is None or not kind.takes(count, pipeline.stages):
         return
     now, most = Counter[int](), Counter[int]()
     for action in filter(None, order[pipeline.position]):
@@ -169,7 +170,62 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_this_architecture_run_apart(kind: str) -> None:
     """``form_of`` itself compares loss and gradients of parts with those of the whole, by bits."""
-    assert form_of(model_of(kind, **KINDS[kind]), next(micro_batches(0, 2))).width == 64
+    form = form_of(model_of(kind, **KINDS[kind]), next(micro_batches(0, 2)))
+    assert form.width == 64
+    assert ("model.decoder.project_in" in form.front) == (kind == "opt"), (
+        "called in front of the blocks, defined behind"
+    )
+
+
+def test_a_model_with_another_module_than_its_small_copy_is_refused() -> None:
+    form = form_of(model_of("llama"), next(micro_batches(0, 2)))
+    other = model_of("llama")
+    other.model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(CannotCut, match=r"model.extra is not both in the model and in the small copy"):
+        Stage(other, [[f"model.layers.{index}"] for index in range(4)], [0], form)
+
+
+def used_apart(ranks: Ranks) -> list[Any]:
+    """Gradients on two copies of a model, each of which has used a weight of its own, and neither the third."""
+    model = torch.nn.ParameterDict({name: torch.ones(2) for name in "abc"})
+    alone = [dist.new_group([rank]) for rank in range(2)][ranks.rank]
+    stage = SimpleNamespace(names=lambda: dict(model.named_parameters()), whole=model)
+    pipeline: Any = SimpleNamespace(group=alone, stage=stage, stages=1, position=0)
+    name = "ab"[ranks.rank]
+    model[name].grad = torch.full((2,), 2.0 + ranks.rank)
+    StageGradients(pipeline, dist.group.WORLD).complete()
+    everyones: list[Any] = [None, None]
+    grads = {name: None if param.grad is None else param.grad.tolist() for name, param in model.named_parameters()}
+    dist.all_gather_object(everyones, grads)
+    return everyones
+
+
+@pytest.mark.ranks
+def test_copies_that_used_other_weights_agree() -> None:
+    assert run_world(2, used_apart, deepspeed=False) == [{"a": [1.0, 1.0], "b": [1.5, 1.5], "c": None}] * 2
+
+
+def test_parts_draw_numbers_of_their_own() -> None:
+    """Others on each rank, at each step and in each forward; the generator that samplers use is as it was."""
+
+    def drawn(rank: int, step: int, forwards: int) -> list[float]:
+        run: Any = SimpleNamespace(
+            model=SimpleNamespace(training=True),
+            args=SimpleNamespace(seed=1, process_index=rank, device=torch.device("cpu")),
+            state=SimpleNamespace(global_step=step),
+            _drawn=0,
+        )
+        found = []
+        for _ in range(forwards):
+            with PipelineTrainer._own_numbers(run):
+                found.append(torch.rand(()).item())
+        return found
+
+    before = torch.get_rng_state()
+    seen = [number for rank in range(2) for step in range(2) for number in drawn(rank, step, 2)]
+    assert len({*seen}) == 8
+    assert seen[:2] == drawn(0, 0, 2), "the same in a run that is resumed"
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_layers_that_are_left_out_at_random_are_refused() -> None:
@@ -185,7 +241,8 @@ def test_tokens_are_divided_by_the_ranks_that_they_were_gathered_from(average: b
     """Hugging Face divides the number of tokens by this; where it gathers none, it is this rank's already."""
     args = SimpleNamespace(world_size=4, average_tokens_across_devices=average)
     run = SimpleNamespace(facts=SimpleNamespace(run=SimpleNamespace(replicas=2)))
-    assert Trainer.get_tp_size(SimpleNamespace(args=args, plan=run)) == (2 if average else 1)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(args=args, plan=run)
+    assert Trainer.get_tp_size(trainer) == (2 if average else 1)
 
 
 def test_blocks_that_need_more_than_hidden_states_are_refused() -> None:

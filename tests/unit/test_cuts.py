@@ -16,6 +16,7 @@ from strategies.core.registry import find
 from strategies.planner.cuts import Schedule, cut, work
 from strategies.report.rank_grid import picture
 from tests.helpers.fakes import block, facts
+from trainer.run.saves import estimated_bytes
 
 
 def model(*sizes: int, table: int = 7) -> tuple[Unit, ...]:
@@ -93,6 +94,13 @@ def test_the_facts_of_a_stage() -> None:
     assert last.units[-1].num_params == 1 + 7, "the head has a copy of the tied table"
     assert pipeline(schedule="gpipe").narrowed(known(8), 1).run.in_flight == 8
     assert first.loaded_bytes == known(8).loaded_bytes, "each rank loads the whole model and cuts it"
+
+
+def test_a_checkpoint_of_stages_takes_as_much_as_one_of_the_whole_model() -> None:
+    whole = estimated_bytes(Plan.baseline(known(8)), adapters=False)
+    for rank in (0, 1):
+        stage = estimated_bytes(Plan.baseline(pipeline().narrowed(known(8), rank)), adapters=False)
+        assert abs(stage - whole) <= 8, "rounded per kind of tensor"
 
 
 def refused(strategy: Strategy, made: Facts, **others: Strategy) -> list[str]:

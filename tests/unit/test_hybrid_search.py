@@ -12,13 +12,14 @@ from strategies.core.plan import Home, Kind
 from strategies.core.registry import find
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid import search as search_module
-from strategies.planner.hybrid.account import Account, Bytes, boundary_bytes, state_bytes
+from strategies.planner.hybrid.account import Account, Bytes, state_bytes
 from strategies.planner.hybrid.chain import Chain, Layer, Stage
 from strategies.planner.hybrid.cluster import Cluster, Wire
 from strategies.planner.hybrid.degrees import HERE, SHAPE, Degrees, Limits, Stowed, broken
 from strategies.planner.hybrid.parts import Model, Models
 from strategies.planner.hybrid.search import POLICIES, Answer, Options, hybrid
 from strategies.planner.hybrid.step_seconds import Pricing
+from strategies.planner.pipeline_bytes import boundary_bytes
 from tests.helpers.fakes import block, choosing, embedding, facts, head
 
 RATES = Rates(
@@ -115,10 +116,10 @@ def test_a_stage_has_what_is_in_flight_and_what_it_receives() -> None:
         for plain in (True, False)
     ]
     assert middle[0] - lean.of_stage(four, 1, parts[1]).device == sizes[0] - sizes[1] + 2 * (6 - 3) * boundary_bytes(
-        whole
+        whole.run
     )
     assert account.of(four).device == max(account.of_stage(four, at, part).device for at, part in enumerate(parts))
-    assert boundary_bytes(whole) == 1 * 8 * 64 * 2
+    assert boundary_bytes(whole.run) == 1 * 8 * 64 * 2
 
 
 def test_splits_have_every_block_once_and_a_lighter_last_stage() -> None:
@@ -278,7 +279,7 @@ def test_the_closed_form_is_the_objective_of_the_chain() -> None:
     degrees = Degrees(stages=4, micro_batches=5, last_blocks=1)
     stages = pricing.stages(degrees)
     layers = tuple(
-        Layer(stage.seconds.forward, stage.seconds.backward, 0.0, 0.0, 0.0, 0.0, float(boundary_bytes(whole)))
+        Layer(stage.seconds.forward, stage.seconds.backward, 0.0, 0.0, 0.0, 0.0, float(boundary_bytes(whole.run)))
         for stage in stages
     )
     chain = Chain(layers, on, 5)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from strategies.planner.cuts import DEPTHS
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from trainer.config.sections import RunConfig
 
-DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS, GROUPS = ("num_attention_heads", "n_head"), "num_key_value_heads"
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 POSITIVE = {

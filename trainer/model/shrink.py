@@ -25,8 +25,9 @@ from strategies.core.plan import RUN, Stow
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.sizes import AUTO, parse_bytes, written
 from strategies.planner.buckets import block_bytes
+from strategies.planner.cuts import DEPTHS
 from strategies.planner.memory_rows import UPDATES
-from trainer.model.config_keys import DEPTHS, WIDTHS, keys_of
+from trainer.model.config_keys import WIDTHS, keys_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.compose import compose, in_order, refusals, requirements_of
 from strategies.core.grid import Cell
 from strategies.core.plan import Conflict, Home, Plan
-from strategies.core.protocol import MemoryRefusal, Refusal, Requirement
+from strategies.core.protocol import COMPILING, MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
 from trainer.errors import ConfigError, TooLargeError
 from trainer.machine import block_timing, gemm_timing
@@ -110,8 +110,8 @@ def _refuse_compiled(config: RunConfig, plan: Plan) -> None:
 
     A compiled graph is specialised on the shapes and strides of weights, which change while a weight is off the device.
     """
-    keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-    key = next((key for key in keys if getattr(config.training, key)), None)
+    names = (key.removeprefix("training.") for key in COMPILING)
+    key = next((name for name in names if getattr(config.training, name)), None)
     travels = plan.layout is not None and not all(bucket.resident for bucket in plan.layout.buckets)
     if key is not None and travels:
         what = (

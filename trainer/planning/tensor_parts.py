@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from strategies.core.compose import degrees
 from strategies.core.facts import Facts, Param, Unit, UnitKind
 from strategies.core.protocol import Axis
+from strategies.planner.cuts import DEPTHS
 from strategies.planner.hybrid import keys
 from strategies.planner.hybrid.parts import Model
 from trainer.config.load import build as build_config
 from trainer.errors import ConfigError, first_line
 from trainer.model.build import load_config
-from trainer.model.config_keys import DEPTHS
 from trainer.model.count_cache import cached
 from trainer.model.shrink import PER_LAYER
 from trainer.planning.facts import ModelCount, count_model, gather, vocab_size_of

@@ -29,10 +29,14 @@ from strategies.planner.cuts import Schedule
 from trainer.data.packing import MASKED
 
 if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+
     from strategies.backends.stages import Stage
+else:
+    _Trainer = object
 
 
-class PipelineTrainer:
+class PipelineTrainer(_Trainer):
     """The mixin of ``Trainer`` for a model of which this rank has a stage. Without one it changes nothing."""
 
     stage: Stage | None = None
@@ -64,7 +68,7 @@ class PipelineTrainer:
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's; the micro-batches are kept for the schedule."""
-        batches, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        batches, count = super().get_batch_samples(*args, **kwargs)
         if self.pipeline is not None:
             self._batches = list(batches)
         return batches, count
@@ -72,21 +76,22 @@ class PipelineTrainer:
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """As Hugging Face's. With a pipeline the first micro-batch of a step runs all of them."""
         if self.pipeline is None:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc, no-any-return]
+            return super().training_step(model, inputs, num_items_in_batch)
         if not self._losses:
             model.train()
             self._drawn = 0
-            batches = [self._prepare_inputs(batch) for batch in self._batches]  # type: ignore[attr-defined]
+            batches = [self._prepare_inputs(dict(batch)) for batch in self._batches]
             self._losses = list(self.pipeline.step(batches, partial(self._loss_of, num_items_in_batch)).unbind())
             self.gradients.complete()
         return self._losses.pop(0)
 
     def _loss_of(self, num_items: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """The loss of a micro-batch as Hugging Face's training step takes it."""
-        with self.compute_loss_context_manager(), self._own_numbers():  # type: ignore[attr-defined]
-            loss: torch.Tensor = self.compute_loss(self.model, dict(inputs), num_items_in_batch=num_items)  # type: ignore[attr-defined]
-        is_mean = num_items is None or not self.model_accepts_loss_kwargs  # type: ignore[attr-defined]
-        return loss / len(self._batches) if is_mean and self.compute_loss_func is None else loss  # type: ignore[attr-defined]
+        with self.compute_loss_context_manager(), self._own_numbers():
+            loss: Any = self.compute_loss(self.model, dict(inputs), num_items_in_batch=num_items)
+        is_mean = num_items is None or not self.model_accepts_loss_kwargs
+        found: torch.Tensor = loss / len(self._batches) if is_mean and self.compute_loss_func is None else loss
+        return found
 
     @contextmanager
     def _around_part(self) -> Iterator[None]:
@@ -100,7 +105,7 @@ class PipelineTrainer:
             yield
             return
         self._drawn += 1
-        place = (self.args.seed, self.args.process_index, self.state.global_step, self._drawn)  # type: ignore[attr-defined]
+        place = (self.args.seed, self.args.process_index, self.state.global_step, self._drawn)
         kind = self.args.device.type
         with torch.random.fork_rng([] if kind == "cpu" else [self.args.device], device_type=kind):
             torch.manual_seed(int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:7], "little"))
@@ -109,11 +114,11 @@ class PipelineTrainer:
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's; of a pipeline every stage gets the losses of tokens instead of logits."""
         if self.pipeline is None:
-            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        inputs = self._prepare_inputs(inputs)
         labels = inputs["labels"]
         rest = {key: value for key, value in inputs.items() if key != "labels"}
-        with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
+        with torch.no_grad(), self.compute_loss_context_manager():
             found = self.pipeline.forward(
                 rest, lambda each: token_losses(self.model(**each).logits, labels), (len(labels), 2)
             )
@@ -125,7 +130,7 @@ class PipelineTrainer:
         was_training = self.model.training
         self.model.eval()
         rows = self.whole.get_output_embeddings().weight.shape[0]
-        with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
+        with torch.no_grad(), self.compute_loss_context_manager():
             logits = self.pipeline.forward(
                 {"input_ids": ids.to(self.args.device)}, lambda each: self.model(**each).logits, (*ids.shape, rows)
             )
@@ -151,13 +156,13 @@ class PipelineTrainer:
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As Hugging Face's, but of a pipeline the whole model is written."""
         if self.pipeline is None:
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict)
             return
         state, folder = self.whole_state(), Path(output_dir or str(self.args.output_dir))
         if self.args.should_save:
             self.whole.save_pretrained(folder, state_dict=state)
-            if self.processing_class is not None:  # type: ignore[attr-defined]
-                self.processing_class.save_pretrained(folder)  # type: ignore[attr-defined]
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
 
 
 def token_losses(logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor) -> torch.Tensor:

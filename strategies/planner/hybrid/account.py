@@ -22,10 +22,10 @@ from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.core.peak import Saved, backward_peak, forward_peak
 from strategies.core.plan import Kind, When
 from strategies.planner.activation_policy import WORTH_BYTES, by_policy
-from strategies.planner.cuts import MESSAGE_BYTES
+from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
-from strategies.planner.hybrid.pipeline_clock import in_flight
+from strategies.planner.pipeline_bytes import message_bytes, received_bytes
 from strategies.planner.zero_bytes import SPLIT_FROM, Buffer, buffers, element_bytes, live_elements
 
 Chunked: TypeAlias = bool | Literal["auto"] | None
@@ -75,7 +75,7 @@ class Account:
     def of_stage(self, degrees: Degrees, stage: int, part: Part) -> Bytes:
         """The bytes of a rank of one ``stage``, which holds ``part``."""
         model = self._models.of(degrees)
-        flying = in_flight(stage, degrees.stages, degrees.micro_batches)
+        flying = Schedule.ONE_F_ONE_B.in_flight(stage, degrees.stages, degrees.micro_batches)
         passes = self._passes(degrees, model, part)
         besides = (flying - 1) * passes.waiting + self._received(degrees, stage, flying)
         runtime = model.facts.machine.runtime_host_bytes
@@ -141,7 +141,7 @@ class Account:
             return 0
         sides = (stage > 0) + (stage < degrees.stages - 1)
         count = degrees.micro_batches if self._models.plain(degrees) else flying
-        return sides * count * boundary_bytes(self._models.of(degrees).facts)
+        return received_bytes(self._models.of(degrees).facts.run, sides, count)
 
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:
         facts = self._part(degrees, model, part)
@@ -176,12 +176,6 @@ def in_chunks(unit: Unit, chunked: Chunked) -> bool:
     return chunked is True or 4 * unit.in_chunks.logits >= WORTH_BYTES
 
 
-def boundary_bytes(facts: Facts) -> int:
-    """Bytes of one micro-batch's hidden states, which stages send to each other."""
-    run = facts.run
-    return run.micro_batch * run.sequence * run.hidden_size * run.precision.element_bytes
-
-
 def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Kind, *, plain: bool = False) -> int:
     """Bytes of one kind of tensor, each unit's rounded up to whole elements per rank.
 
@@ -200,10 +194,7 @@ def state_bytes(units: Sequence[Unit], run: RunFacts, degrees: Degrees, kind: Ki
 
 def _messages(facts: Facts, degrees: Degrees) -> Iterator[Buffer]:
     """What a stage of torch's pipeline sets aside to sum gradients over the copies of the model."""
-    run = facts.run
-    if degrees.data > 1:
-        grads = run.trained_bytes * facts.num_trainable
-        size = min(grads, MESSAGE_BYTES + run.trained_bytes * run.largest_param)
+    if size := message_bytes(facts.run, facts.num_trainable, degrees.data):
         yield Buffer("pipeline: messages", "gradients to the other copies", size, When.STEP)
 
 

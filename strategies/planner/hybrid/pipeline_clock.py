@@ -13,15 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 
-
-class Schedule(Enum):
-    """The order of a stage's tasks."""
-
-    ONE_F_ONE_B = "1f1b"
-    GPIPE = "gpipe"
+from strategies.planner.cuts import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +27,10 @@ class StageSeconds:
     send: float = 0.0  # to the next stage; the last one sends nothing
 
 
-def in_flight(stage: int, stages: int, micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> int:
-    """Micro-batches whose forward is done in ``stage`` (0 is the first) and whose backward is not, at most."""
-    return micro_batches if schedule is Schedule.GPIPE else min(micro_batches, stages - stage)
-
-
 def order(stage: int, stages: int, micro_batches: int, schedule: Schedule) -> Iterator[tuple[bool, int]]:
-    """The tasks of a stage: whether it is a backward, and the micro-batch."""
-    ahead = in_flight(stage, stages, micro_batches, schedule)
+    """The tasks of a stage with one part: whether it is a backward, and the micro-batch."""
+    assert schedule.parts_per_stage == 1, f"the order of {schedule.value} is not known here"
+    ahead = schedule.in_flight(stage, stages, micro_batches)
     for number in range(ahead - 1):
         yield False, number
     for number in range(ahead - 1, micro_batches):

@@ -28,17 +28,12 @@ from itertools import accumulate
 from strategies.core.facts import HOST_UPDATE_BYTES, Rates, UnitKind, Work
 from strategies.core.layout import SCRATCH_ELEMENTS
 from strategies.planner.activation_policy import FULL, by_policy
-from strategies.planner.hybrid.account import boundary_bytes
+from strategies.planner.cuts import Schedule
 from strategies.planner.hybrid.cluster import Cluster
 from strategies.planner.hybrid.degrees import Degrees, Stowed
 from strategies.planner.hybrid.parts import Model, Models, Part
-from strategies.planner.hybrid.pipeline_clock import (
-    Schedule,
-    StageSeconds,
-    last_backwards,
-    least_seconds,
-    total_seconds,
-)
+from strategies.planner.hybrid.pipeline_clock import StageSeconds, last_backwards, least_seconds, total_seconds
+from strategies.planner.pipeline_bytes import boundary_bytes
 from strategies.planner.step_cost import LAUNCHES, TOUCHED_BYTES, unit_seconds
 
 
@@ -114,7 +109,7 @@ class Pricing:
         model = self._models.of(degrees)
         parts = model.parts(degrees.stages, degrees.last_blocks)
         found, ranks = [], degrees.tensor * degrees.data
-        size = boundary_bytes(model.facts)
+        size = boundary_bytes(model.facts.run)
         for index, part in enumerate(parts):
             key = (degrees.unsplit, model.key(part))
             if key not in self._stages_of:
@@ -215,7 +210,7 @@ class Pricing:
             replace(facts, units=tuple(replace(unit, again=Work()) for unit in facts.units)), self._rates
         )
         again = [self._rates.seconds(by_policy(unit, degrees.recompute).again, precision) for unit in facts.units]
-        once = 2 * self._cluster.all_reduce_seconds(boundary_bytes(facts), degrees.tensor)
+        once = 2 * self._cluster.all_reduce_seconds(boundary_bytes(facts.run), degrees.tensor)
         reduced = [once * (unit.kind is UnitKind.BLOCK) for unit in facts.units]
         times = 2 if degrees.recompute == FULL else 1
         columns = (
