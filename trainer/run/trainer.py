@@ -171,6 +171,13 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         with _as_config_error():
             training_state.load_weights(self, best)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Hugging Face's. Where ranks have parts of the weights, all come to ``_save``, in every release."""
+        if self.pipeline is not None or (self.stowed is not None and self.stowed.shares_weights):
+            self._save(output_dir)
+        else:
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As Hugging Face's, without the pickle of the arguments; ``config.yaml`` has them."""
         if self.stowed is not None and self.stowed.shares_weights and state_dict is None:
