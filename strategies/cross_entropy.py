@@ -57,6 +57,8 @@ class CrossEntropy(Strategy):
         if self.chunked is False:
             raise Idle("chunked: false leaves the loss to the model")
         head = next((unit for unit in facts.units if unit.in_chunks is not None), None)
+        if facts.cut is not None and facts.run.stage != facts.cut.stages[-1]:
+            raise Idle("the head is in another stage")
         if head is None or head.in_chunks is None:
             raise Idle("the model does not compute its loss by Transformers' loss of causal language models")
         size = 4 * head.in_chunks.logits

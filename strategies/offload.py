@@ -135,8 +135,8 @@ class Offload(Strategy):
         if self._stage in (1, 2) and self.weights == "streamed":
             cure = f"strategies.zero.stage {self._stage} keeps all weights on each device; write auto, or stage 3"
             yield Refusal("strategies.offload.weights", "streamed", cure)
-        if self.update_in_backward is True and self._ways(run) > 1:
-            cure = "ranks that share the state agree on a step first; write auto"
+        if self.update_in_backward is True and (self._ways(run) > 1 or run.stages > 1):
+            cure = "ranks that share the state, or the model, agree on a step first; write auto"
             yield Refusal("strategies.offload.update_in_backward", True, cure)
         elif self.update_in_backward is True and run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
@@ -176,6 +176,9 @@ class Offload(Strategy):
         engine = [by for decision, by in plan.answers.values() if isinstance(decision, EngineSet)]
         if engine:
             raise Conflict(("Share", "all units"), engine[0], "offload")
+        if facts.cut is not None and facts.run.tied:
+            cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
+            raise Refusal("strategies.pipeline.stages", facts.run.stages, f"cannot go with strategies.offload: {cure}")
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
@@ -199,7 +202,7 @@ class Offload(Strategy):
             host_memory=self.host_memory,
             bucket_bytes=None if self.bucket_size == AUTO else parse_bytes(self.bucket_size),
             prefetch=None if self.prefetch == "auto" else self.prefetch,
-            in_backward=self._ways(facts.run) == 1 and facts.run.max_grad_norm == 0
+            in_backward=self._ways(facts.run) == facts.run.stages == 1 and facts.run.max_grad_norm == 0
             if self.update_in_backward == "auto"
             else self.update_in_backward,
             site=self.site,

@@ -15,8 +15,11 @@ another order of sums.
 The schedules are those of ``torch.distributed.pipelining``, run by ``strategies/backends/pipelining.py``. Every
 strategy decides about the part of the model that its rank has.
 
-Refused: DeepSpeed's engine and the memory engine inside a stage, adapters, fp16, schedules that come back to the first
-rank with a tied head, and blocks that cannot run apart (tried on a small copy, ``strategies/backends/stages.py``).
+With ``offload`` beside it, the memory engine trains each stage: it is told when the backward of another micro-batch
+begins, and stages combine the norms of their gradients before any of them updates.
+
+Refused: DeepSpeed's engine inside a stage, and the memory engine with two parts in one or with a tied head; adapters,
+fp16, and blocks that cannot run apart (tried on a small copy, ``strategies/backends/stages.py``).
 """
 
 from __future__ import annotations
@@ -81,16 +84,18 @@ class Pipeline(Strategy):
         return sum(self.blocks) if self.blocks else self.stages * self.order.parts_per_stage
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
-        for name, why in (
-            (
-                "zero",
-                "stages hold different weights, and replicas of a stage the same: leave zero out, which is stage 0",
-            ),
-            ("offload", "the memory engine runs each backward before the next forward: leave one of the two out"),
-            ("tensor", "DeepSpeed's engine, which divides the weights, drives no schedule: leave one of the two out"),
-        ):
-            if name in others:
-                yield Refusal(f"strategies.{name}", "on", f"cannot go with {KEY}; {why}")
+        zero, offload = others.get("zero"), "offload" in others
+        if zero is not None and (not offload or zero.model_dump()["stage"] > 1):
+            cure = (
+                "leave zero out, or write stage 1 and strategies.offload, whose engine then shares the state of a stage"
+            )
+            yield Refusal("strategies.zero", "on", f"cannot go with {KEY}; {cure} among its copies")
+        if "tensor" in others:
+            why = "DeepSpeed's engine, which divides the weights, drives no schedule: leave one of the two out"
+            yield Refusal("strategies.tensor", "on", f"cannot go with {KEY}; {why}")
+        if offload and self.order.parts_per_stage > 1:
+            cure = "gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe"
+            yield Refusal(f"{KEY}.schedule", self.schedule, f"cannot go with strategies.offload: it {cure}")
         if run.precision is Precision.FP16:
             yield Refusal("training.fp16", True, f"cannot go with {KEY}, which scales no loss; write training.bf16")
         count, key = run.accumulation, "training.gradient_accumulation_steps"
@@ -159,6 +164,7 @@ class Pipeline(Strategy):
             reason=f"hidden states and their gradients of {run.accumulation} micro-batches, from the next stages",
             owner="pipeline: received tensors",
             num_bytes=received_bytes(run, ends, run.accumulation),
+            in_passes=True,
         )
         if messages := message_bytes(run, facts.num_trainable, run.replicas):
             yield Reserve(

@@ -103,6 +103,9 @@ class Recompute(Strategy):
                 "it weighs that itself; write auto" if self.policy == AUTO else "it keeps all; write selective or full"
             )
             yield Refusal(f"{KEY}.activation_offloading", True, f"policy is {self.policy}: {cure}")
+        elif self.activation_offloading is True and run.stages > 1:
+            cure = "the host has room for one micro-batch, and stages of a pipeline have several; leave it out"
+            yield Refusal(f"{KEY}.activation_offloading", True, cure)
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
         if self.policy == "none":
@@ -120,7 +123,7 @@ class Recompute(Strategy):
         for unit, option in zip(facts.units, options, strict=True):
             if unit.kind is UnitKind.BLOCK:
                 reason = WHY[option.policy] + (", what is kept waits on the host" if option.hosted else "")
-                may_host = is_open and self.activation_offloading is not False
+                may_host = is_open and self._may_host(facts)
                 yield option.keep(unit.name, reason, is_open=is_open, may_host=may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
@@ -131,6 +134,10 @@ class Recompute(Strategy):
 
     def repeats_products(self) -> bool:
         return self.policy == "full" and self.every == 1
+
+    def _may_host(self, facts: Facts) -> bool:
+        """Stages of a pipeline have several micro-batches under way, and the host's room is for one."""
+        return self.activation_offloading is not False and facts.run.stages == 1
 
     def _fixed(self, facts: Facts) -> Sequence[KeepOption]:
         blocks = [unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK]
@@ -161,7 +168,7 @@ class Recompute(Strategy):
             return cost_of(kept, empty(kept), rates).seconds
 
         spare = machine.host_bytes - plan.peak(Home.HOST)
-        costs = keep_costs(facts, rates, may_host=self.activation_offloading is not False)
+        costs = keep_costs(facts, rates, may_host=self._may_host(facts))
         units = plan.units()
         tried = [cheapest(units, within_host(units, each, spare), peak, budget) for each in costs]
         fitting = [options for options in tried if peak(options) <= budget]

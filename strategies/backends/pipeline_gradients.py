@@ -9,6 +9,8 @@ they are added. A weight that one copy used and another did not has zeros there;
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,10 +25,10 @@ class StageGradients:
     """The gradients of one stage.
 
     Args:
-        copies: the ranks with the same stage in other copies of the model; None: there are none.
+        copies: the ranks with the same stage in all copies of the model.
     """
 
-    def __init__(self, pipeline: Pipeline, copies: dist.ProcessGroup | None) -> None:
+    def __init__(self, pipeline: Pipeline, copies: dist.ProcessGroup) -> None:
         self._group, self._copies = pipeline.group, copies
         self._params = pipeline.stage.names()
         self._order = [name for name, _ in pipeline.stage.whole.named_parameters()]
@@ -43,19 +45,19 @@ class StageGradients:
         for name, ends in self._tied.items():
             if self._place in ends:
                 self._add_ends(self._params[name], *ends)
-        if self._copies is not None:
-            grads = self._used_by_any(self._copies)
+        if dist.get_world_size(self._copies) > 1:
+            grads = self._used_by_any()
             torch._foreach_div_(grads, dist.get_world_size(self._copies))
             for part in _messages(grads):
                 flat = _flatten_dense_tensors(part)
                 dist.all_reduce(flat, group=self._copies)
                 torch._foreach_copy_(part, list(_unflatten_dense_tensors(flat, part)))
 
-    def _used_by_any(self, copies: dist.ProcessGroup) -> list[Tensor]:
-        """The gradients of weights that any of the ``copies`` used: the same ones on each, for messages to fit."""
+    def _used_by_any(self) -> list[Tensor]:
+        """The gradients of weights that any of the copies used: the same ones on each, for messages to fit."""
         params = list(self._params.values())
         used = torch.tensor([param.grad is not None for param in params], dtype=torch.int32, device=params[0].device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=copies)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._copies)
         found = []
         for param, is_used in zip(params, used.tolist(), strict=True):
             if is_used:
@@ -76,19 +78,24 @@ class StageGradients:
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip all gradients of the copy to a norm of ``max_norm`` and return the norm before; a collective."""
-        grads = {name: self._params[name].grad for name in self.own}
-        device = next(iter(self._params.values())).device
-        known = torch.zeros(2, len(self._order), dtype=torch.float64, device=device)
-        present = {name: grad for name, grad in grads.items() if grad is not None}
-        dtype = next((grad.dtype for grad in present.values()), torch.float32)
-        places = [self._places[name] for name in present]
-        if places:
-            known[0, places] = torch.stack(torch._foreach_norm(list(present.values()), 2.0)).double()
-            known[1, places] = 1
-        dist.all_reduce(known, group=self._group)
-        norm: Tensor = torch.linalg.vector_norm(known[0][known[1] > 0].to(dtype), 2.0)
+        grads = {name: grad for name, param in self._params.items() if (grad := param.grad) is not None}
+        norms = dict(zip(grads, torch._foreach_norm(list(grads.values()), 2.0), strict=True)) if grads else {}
+        norm = self.total_norm(norms, next(iter(self._params.values())).device)
         clip_grads_with_norm_(self._params.values(), max_norm, norm)
         return norm
+
+    def total_norm(self, norms: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """The norm of all gradients of the copy, from those of this stage by parameter; a collective."""
+        own = [name for name in self.own if name in norms]
+        known = torch.zeros(2, len(self._order), dtype=torch.float64, device=device)
+        places = [self._places[name] for name in own]
+        if places:
+            known[0, places] = torch.stack([norms[name] for name in own]).double()
+            known[1, places] = 1
+        dist.all_reduce(known, group=self._group)
+        dtype = next((norms[name].dtype for name in own), torch.float32)
+        total: Tensor = torch.linalg.vector_norm(known[0][known[1] > 0].to(dtype), 2.0)
+        return total
 
 
 def _messages(grads: list[Tensor]) -> list[list[Tensor]]:

@@ -7,16 +7,20 @@ groups and shapes are those of the whole model, so that a checkpoint can be load
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipelining import Pipeline
+from strategies.engine.state_file import EngineState
 from strategies.state.saved_state import Described
 from strategies.state.spans import Span
 from strategies.state.torch_state import Held, Piece, Place, TorchState
+
+if TYPE_CHECKING:
+    from strategies.engine import StowOptimizer
 
 
 class PipelineState(TorchState):
@@ -34,16 +38,9 @@ class PipelineState(TorchState):
         params = pipeline.stage.names()
         name_of = {id(param): name for name, param in params.items()}
         mine = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-        everyones: list[Any] = [None] * pipeline.stages
-        dist.all_gather_object(everyones, mine, group=pipeline.group)
-        whole = {name: tuple(param.shape) for name, param in pipeline.stage.whole.named_parameters()}
-        groups = [
-            [name for name in whole if any(name in groups[index] for groups in everyones)] for index in range(len(mine))
-        ]
+        groups, shapes = _of_all_stages(pipeline, mine)
         held = [_held(params[name], name) for group in mine for name in group]
-        trained = {name for group in groups for name in group}
         places = [Place(name, tuple(param.shape), 0, param) for name, param in params.items()]
-        shapes = {name: shape for name, shape in whole.items() if name in trained}
         super().__init__(optimizer, held, groups, shapes, places, writes=writes)
         own = set(gradients.own)
         self._own = TorchState(
@@ -65,6 +62,34 @@ class PipelineState(TorchState):
         return self._own.weight_spans(names)
 
 
+class EnginesStage(EngineState):
+    """The same where the memory engine trains the stage; no weight is tied then. Making it is a collective."""
+
+    def __init__(self, optimizer: StowOptimizer, pipeline: Pipeline, *, writes: bool) -> None:
+        super().__init__(optimizer, pipeline.stage.model, writes=writes)
+        self.divides_weights = True
+        mine = [group["params"] for group in super().groups()]
+        self._groups, self._shapes = _of_all_stages(pipeline, mine)
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{**group, "params": names} for group, names in zip(super().groups(), self._groups, strict=True)]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+
+def _of_all_stages(pipeline: Pipeline, mine: list[list[str]]) -> tuple[list[list[str]], dict[str, tuple[int, ...]]]:
+    """Names in each group, and shapes, of all trained parameters, from the names that each stage has; a collective."""
+    everyones: list[Any] = [None] * pipeline.stages
+    dist.all_gather_object(everyones, mine, group=pipeline.group)
+    whole = {name: tuple(param.shape) for name, param in pipeline.stage.whole.named_parameters()}
+    groups = [
+        [name for name in whole if any(name in groups[index] for groups in everyones)] for index in range(len(mine))
+    ]
+    trained = {name for group in groups for name in group}
+    return groups, {name: shape for name, shape in whole.items() if name in trained}
+
+
 def _held(param: torch.nn.Parameter, name: str) -> Held:
     piece = Piece(name, tuple(param.shape), 0, 0, param.numel())
     return Held(param, (piece,), str(param.dtype).removeprefix("torch."))
@@ -76,7 +101,9 @@ def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     A collective of one copy's stages. Tensors come one at a time.
     """
     stage, group, device = pipeline.stage, pipeline.group, pipeline.device
-    mine = {**stage.model.state_dict(), **stage.names()}
+    whole = stage.whole.state_dict(keep_vars=True)
+    first = {id(value): name for name, value in reversed(list(whole.items()))}
+    mine = {first[id(whole[name])]: value for name, value in stage.model.state_dict().items()}
     found: dict[str, torch.Tensor] = {}
     for place in range(pipeline.stages):
         about = [
@@ -96,6 +123,4 @@ def gathered(pipeline: Pipeline) -> dict[str, torch.Tensor]:
                 dist.send(mine[name].detach().contiguous(), dist.get_global_rank(group, 0), group=group)
     if pipeline.position != 0:
         return {}
-    whole = stage.whole.state_dict(keep_vars=True)
-    first = {id(value): name for name, value in reversed(list(whole.items()))}
     return {name: found[first[id(value)]] for name, value in whole.items()}

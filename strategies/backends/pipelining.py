@@ -59,8 +59,9 @@ class _Part(nn.Module):
         super().__init__()
         self._run = pipeline.run
         self._part = part
-        for number, weight in enumerate(pipeline.stage.parameters(part)):
-            self.register_parameter(str(number), weight)
+        if pipeline.kind.splits_backward:
+            for number, weight in enumerate(pipeline.stage.parameters(part)):
+                self.register_parameter(str(number), weight)
 
     def forward(self, given: Tensor, number: Tensor) -> Tensor:
         return self._run(self._part, None if self._part == 0 else given, int(number))
@@ -72,7 +73,12 @@ class Pipeline:
     Args:
         group: of the ranks that this copy's micro-batches go through, in their order.
         context: entered around the forward of every part but the last, which the loss has around it: autocast.
+
+    Attributes:
+        before_backward: called when the backward of a micro-batch begins.
     """
+
+    before_backward: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class Pipeline:
         self.stage, self.group, self.device = stage, group, device
         self._context, self._width, self._dtype = context, stage.form.width, stage.form.dtype
         self.position, self.stages = dist.get_rank(group), dist.get_world_size(group)
-        self._kind = schedule
+        self.kind = schedule
         self._made: tuple[tuple[int, int, bool], Any] | None = None
         self._batches: Sequence[Inputs] = ()
         self._loss_of: LossOf | None = None
@@ -99,7 +105,7 @@ class Pipeline:
     @property
     def last(self) -> int:
         """The place in the group of the rank that has the last part."""
-        return self._kind.stage_of(len(self.stage.parts) - 1, self.stages)
+        return self.kind.stage_of(len(self.stage.parts) - 1, self.stages)
 
     def step(self, batches: Sequence[Inputs], loss_of: LossOf) -> Tensor:
         """Forward and backward of all micro-batches. Gradients are added to ``grad`` of the weights.
@@ -139,7 +145,7 @@ class Pipeline:
         """
         rows, hidden = inputs["input_ids"].numel(), None
         for part in range(len(self.stage.parts) - 1):
-            here, there = (self._kind.stage_of(each, self.stages) for each in (part, part + 1))
+            here, there = (self.kind.stage_of(each, self.stages) for each in (part, part + 1))
             if here == self.position:
                 hidden = self._flat(self._hidden_states(part, hidden, inputs), rows)
             if here != there and self.position in (here, there):
@@ -165,10 +171,18 @@ class Pipeline:
         ids = inputs["input_ids"]
         hidden = None if given is None else given[: ids.numel()].view(*ids.shape, self._width)
         if not self.stage.is_last(part):
-            return self._flat(self._hidden_states(part, hidden, inputs), self._rows)
-        assert self._loss_of is not None
-        with self.stage.only(part, hidden):
-            return self._loss_of(inputs).reshape(1)
+            found = self._flat(self._hidden_states(part, hidden, inputs), self._rows)
+        else:
+            assert self._loss_of is not None
+            with self.stage.only(part, hidden):
+                found = self._loss_of(inputs).reshape(1)
+        if self.before_backward is not None and found.requires_grad:
+            found.register_hook(self._begin_backward)  # runs before the first node of its backward
+        return found
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        assert self.before_backward is not None
+        self.before_backward()
 
     def _hidden_states(self, part: int, hidden: Tensor | None, inputs: Inputs) -> Tensor:
         with self._context():
@@ -183,13 +197,13 @@ class Pipeline:
         flat = hidden.reshape(-1, self._width)
         if len(flat) < rows:
             return nn.functional.pad(flat, (0, 0, 0, rows - len(flat)))
-        return flat.clone() if self._kind.splits_backward else flat.contiguous()
+        return flat.clone() if self.kind.splits_backward else flat.contiguous()
 
     def _schedule(self, count: int) -> Any:
         """The schedule for ``count`` micro-batches of the present size."""
-        key = (count, self._rows, self._kind.takes(count, self.stages))
+        key = (count, self._rows, self.kind.takes(count, self.stages))
         if self._made is None or self._made[0] != key:
-            self._made = (key, self._make(count, CLASSES[self._kind] if key[2] else FEWER[self._kind]))
+            self._made = (key, self._make(count, CLASSES[self.kind] if key[2] else FEWER[self.kind]))
         return self._made[1]
 
     def _make(self, count: int, name: str) -> Any:
@@ -207,7 +221,7 @@ class Pipeline:
             for part in self.stage.mine
         ]
         kind = getattr(pipelining, name, None) or getattr(pipelining.schedules, name)
-        single = self._kind.parts_per_stage == 1
+        single = self.kind.parts_per_stage == 1
         return kind(made[0] if single else made, count, loss_fn=_only, scale_grads=False)
 
     def _example(self, border: int) -> Tensor:
@@ -224,14 +238,9 @@ def _only(losses: Tensor, numbers: Tensor) -> Tensor:
     return losses.sum()
 
 
-def groups(grid: Grid, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The group of this rank's pipeline, and that of the ranks with the same stage in other copies; a collective.
-
-    None if there is one copy.
-    """
+def groups(grid: Grid, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The group of this rank's pipeline, and that of the ranks with the same stage in all copies; a collective."""
     pipelines = [(ranks, dist.new_group(ranks)) for ranks in grid.pipelines()]
     mine = next(group for ranks, group in pipelines if rank in ranks)
-    if grid.replicas == 1:
-        return mine, None
     copies = [(ranks, dist.new_group(ranks)) for ranks in grid.data_groups()]
     return mine, next(group for ranks, group in copies if rank in ranks)

@@ -80,6 +80,12 @@ def forward_peak(units: Sequence[Saved]) -> int:
     return highest
 
 
+def passes_peak(units: Sequence[Saved], grads: Sequence[int], in_flight: int) -> int:
+    """The peak of forward and backward, with what other micro-batches keep where several are ``in_flight``."""
+    others = (in_flight - 1) * sum(unit.waiting for unit in units)
+    return others + max(forward_peak(units), backward_peak(units, grads))
+
+
 def host_room(num_bytes: int, num_operators: int) -> int:
     """Bytes to reserve on the host for outputs of so many operators, in whole pages.
 

@@ -25,7 +25,7 @@ from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
 from strategies.core.layout import Addresses, Layout
 from strategies.core.linears import Routes
-from strategies.core.peak import Saved, backward_peak, forward_peak, host_room
+from strategies.core.peak import Saved, host_room, passes_peak
 
 BASELINE = "baseline"
 NONE = "none"  # the policy that keeps all
@@ -148,6 +148,7 @@ class Reserve(Decision):
     num_bytes: int
     home: Home = Home.DEVICE
     when: When = When.ALWAYS
+    in_passes: bool = False  # used by forward and backward, as saved tensors are: in no arena
 
     @property
     def slot(self) -> Slot:
@@ -304,9 +305,10 @@ class Plan:
         return self.keep(unit).saved_bytes
 
     def saved_peak(self) -> int:
-        """The most that is kept, recomputed or temporary at a time; without weights, and gradients that have landed."""
+        """The most that micro-batches under way keep, recompute, receive and need at a time, besides the states."""
         kept = self.kept()
-        return max(forward_peak(kept), backward_peak(kept, [0] * len(kept)))
+        received = sum(reserve.num_bytes for reserve in self.reserves(Home.DEVICE) if reserve.in_passes)
+        return received + passes_peak(kept, [0] * len(kept), self.facts.run.in_flight)
 
     def units(self) -> list[Unit]:
         """The units of the facts, the head with what its loss keeps in this plan."""
@@ -360,8 +362,7 @@ class Plan:
         landing = [0] * len(grads) if all_along else grads
 
         def peak(kept: Sequence[Saved]) -> int:
-            others = (self.facts.run.in_flight - 1) * sum(unit.waiting for unit in kept)
-            passes = others + max(forward_peak(kept), backward_peak(kept, landing))
+            passes = passes_peak(kept, landing, self.facts.run.in_flight)
             return standing + max(sum(grads) + at_step, all_along + passes)
 
         return peak

@@ -26,6 +26,7 @@ from strategies.engine.gradients import Gradients
 from strategies.engine.jobs import Job, Scale
 from strategies.engine.memory.arena import Arena
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes
+from strategies.engine.norms import TotalNorm, norm_of_all
 from strategies.engine.optim import UpdateRule
 from strategies.engine.outside_modes import unseen
 from strategies.engine.prefetch import Prefetch
@@ -50,6 +51,7 @@ class Engine(Copied):
         groups: returns the optimizer's parameter groups; called when a job is made.
         transfer: makes the copies; tests pass one that delays or checks them.
         group: ranks to take the mean of gradients over; None for one rank.
+        total_norm: the norm of all gradients; of a part of a model, with those that other ranks have.
         debug: check at each use that a home holds the right bucket, and guard all scopes.
         beside: run host updates in a worker thread, else in the caller's.
     """
@@ -65,6 +67,7 @@ class Engine(Copied):
         device: torch.device,
         *,
         group: ProcessGroup | None = None,
+        total_norm: TotalNorm = norm_of_all,
         debug: bool = False,
         beside: bool = True,
     ) -> None:
@@ -100,7 +103,7 @@ class Engine(Copied):
         self.trained = {id(bucket.params[index]) for bucket, index in order}
         self.gradients = Gradients(
             layout, order, transfer, self.worker, self.updates, self._completed, self._settle_after_backward, group,
-            self.shares,
+            self.shares, total_norm,
         )  # fmt: skip
         self.prefetch = Prefetch(scopes, self.residency, self.updates)
         self._used: dict[int, dict[str, Any]] = {}  # copies of the groups that this step's jobs have, by number
@@ -109,7 +112,7 @@ class Engine(Copied):
         self.skipped_steps = SkippedSteps(transfer)
         self.unannounced = 0  # reads in backward that no hook announced and that had to fetch their weights
         self._in_forward = False
-        self._handles = [model.register_forward_pre_hook(self._begin_forward)]
+        self._handles = [model.register_forward_pre_hook(lambda *_: self.begin_forward())]
         self._handles += [model.register_forward_hook(self._end_forward, always_call=True)]
         self._handles += [*self.hooks.attach(), *self.gradients.attach()]
 
@@ -127,7 +130,8 @@ class Engine(Copied):
 
     # --- scopes ------------------------------------------------------------------------------------------------------
 
-    def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
+    def begin_forward(self) -> None:
+        """Before every forward; of a part that does not run the model itself, its caller says so."""
         if self._offloads:
             refuse_transforms()
         self.refuse_partly_updated()
@@ -141,6 +145,13 @@ class Engine(Copied):
             if self._buffers is not None:
                 self._buffers.forward(is_last=self.gradients.passes + 1 >= self.layout.accumulation)
             self.gradients.new_pass()
+
+    @unseen
+    def begin_backward(self) -> None:
+        """Before every backward of a pipeline, which may follow another one: prefetch and exchanges begin anew."""
+        self.hooks.close_all()
+        self.gradients.new_pass()
+        self.prefetch.begin_backward()
 
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._in_forward = False

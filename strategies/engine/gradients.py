@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.bucket_state import BucketState
-from strategies.engine.norms import norms_of, together
+from strategies.engine.norms import TotalNorm, norm_of_all, norms_of, together
 from strategies.engine.rank_sync import average, on_any_rank
 from strategies.engine.shares import Shares
 from strategies.engine.tensors.parameters import on_gradient, take_grad
@@ -66,8 +66,9 @@ class Gradients:
         settle: Callable[[BucketState], None],
         group: ProcessGroup | None,
         shares: Shares | None = None,
+        total_norm: TotalNorm = norm_of_all,
     ) -> None:
-        self._shares = shares
+        self._shares, self._total_norm = shares, total_norm
         self._layout, self._order = layout, order
         self._transfer, self._worker, self._updates = transfer, worker, updates
         self._complete, self._settle, self._group = complete, settle, group
@@ -97,7 +98,7 @@ class Gradients:
         return self.passes >= self._layout.accumulation
 
     def new_pass(self) -> None:
-        """A forward with gradients has begun: the next gradient that lands is of another micro-batch."""
+        """A forward with gradients has begun, or a backward: the next gradient is of another micro-batch."""
         self._fresh = True
 
     @torch.no_grad()
@@ -341,10 +342,8 @@ class Gradients:
         if self._shares is not None and not self._combined:
             self._shares.tell_norms([(b, index) for b, index in self._order if index in b.grads.touched], device)
             self._combined = True
-        in_order = [bucket.grads.norms[index] for bucket, index in self._order if index in bucket.grads.norms]
-        none = torch.zeros((), device=device)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), 2.0) if in_order else none
-        return total
+        measured = [(b.spec.params[index], b.grads.norms.get(index)) for b, index in self._order]
+        return self._total_norm({name: norm for name, norm in measured if norm is not None}, device)
 
     def norms(self) -> dict[str, Tensor]:
         """The norms that were computed, by parameter, in the order in which backward made the gradients."""

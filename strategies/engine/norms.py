@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+# The norm of a step's gradients on a device, from that of each, by parameter and in the order of the model.
+TotalNorm: TypeAlias = Callable[[Mapping[str, Tensor], torch.device], Tensor]
 
 
 def together(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -21,3 +25,10 @@ def norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
     if not grads:
         return []
     return list(torch._foreach_norm(list(grads), 2.0, torch.float32))
+
+
+def norm_of_all(norms: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The ``TotalNorm`` of a whole model."""
+    none = torch.zeros((), device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms.values())), 2.0) if norms else none
+    return total

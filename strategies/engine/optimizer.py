@@ -38,6 +38,7 @@ from strategies.engine.checkpointing import room_of
 from strategies.engine.engine import Engine
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, unlike
+from strategies.engine.norms import TotalNorm, norm_of_all
 from strategies.engine.optim import AdamW, UpdateRule
 from strategies.engine.optimizer_state import State
 from strategies.engine.rank_sync import move_buffers
@@ -62,6 +63,7 @@ def stow(
     *,
     device: torch.device | str | None = None,
     process_group: ProcessGroup | None = None,
+    total_norm: TotalNorm = norm_of_all,
     transfer: Transfer | None = None,
     beside: bool | None = None,
 ) -> StowOptimizer:
@@ -75,6 +77,7 @@ def stow(
         device: the one to train on; by default the accelerator, if there is one.
         process_group: ranks that train together, each with the whole model; by default all. They start with the
             weights of the first.
+        total_norm: the norm of all gradients from that of each; where ``model`` is a part, also of the other parts'.
         transfer: makes the copies; for tests.
         beside: run host updates in a worker thread; None: unless the device is the CPU.
 
@@ -82,8 +85,7 @@ def stow(
         ValueError: the plan does not fit the model or the ranks, or the model is stowed already.
         OutOfMemoryError: the machine has less memory than the plan needs.
     """
-    where = device_of(device)
-    rule = rule or AdamW()
+    where, rule = device_of(device), rule or AdamW()
     if stowed_by(model) is not None:
         raise ValueError("this model is stowed already; close() its optimizer first")
     if process_group is None and dist.is_available() and dist.is_initialized():
@@ -96,7 +98,8 @@ def stow(
         )
     group = process_group if ranks > 1 else None
     beside = where.type != "cpu" if beside is None else beside
-    optimizer = StowOptimizer(model, plan, params, rule, where, group, transfer or transfer_for(where), beside)
+    how = transfer or transfer_for(where)
+    optimizer = StowOptimizer(model, plan, params, rule, where, group, total_norm, how, beside)
     model.__dict__[STOWED] = optimizer
     chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()
@@ -135,6 +138,7 @@ class StowOptimizer(torch.optim.Optimizer):
         rule: UpdateRule,
         device: torch.device,
         process_group: ProcessGroup | None,
+        total_norm: TotalNorm,
         transfer: Transfer,
         beside: bool,
     ) -> None:
@@ -154,7 +158,7 @@ class StowOptimizer(torch.optim.Optimizer):
         move_buffers(model, device)
         self.engine = Engine(
             model, layout, place.addresses, rule, lambda: self.param_groups, transfer, device,
-            group=process_group, debug=place.debug, beside=beside,
+            group=process_group, total_norm=total_norm, debug=place.debug, beside=beside,
         )  # fmt: skip
         self._room = room_of(model) if plan.hosted_bytes() else None
         if self._room is not None:

@@ -43,10 +43,15 @@ class Prefetch:
         self._at = next((i for i in later if self._order[i] is scope), self._at)
         self._start(self._order[self._at + 1 :], self._here)
 
+    def begin_backward(self) -> None:
+        """A backward begins, perhaps not the first since the last forward."""
+        self._order, self._entered = self._entered or self._order, []
+        self._at = len(self._order)
+
     def come_back_to(self, scope: Scope) -> None:
         """Backward has come to ``scope``."""
         if self._entered:
-            self._order, self._entered, self._at = self._entered, [], len(self._entered)
+            self.begin_backward()
         earlier = range(min(self._at, len(self._order)) - 1, -1, -1)
         self._at = next((i for i in earlier if self._order[i] is scope), self._at)
 

@@ -43,7 +43,7 @@ class EngineState:
 
     def __init__(self, optimizer: StowOptimizer, model: nn.Module, *, writes: bool = True) -> None:
         self._shared = optimizer.is_shared
-        self.divides_weights = optimizer.shares_weights
+        self.divides_weights = self._shares_weights = optimizer.shares_weights
         self._optimizer, self._model, self._writes = optimizer, model, writes or self._shared
         self._params = dict(model.named_parameters())
         self.rule = type(optimizer.engine.rule).__name__
@@ -78,9 +78,11 @@ class EngineState:
         if self._shared:
             self._optimizer.drain()  # a collective: on all ranks now, whatever they write
         for name in names if self._writes else ():
-            param = self._params[name]
+            param = self._params.get(name)
+            if param is None:  # in another stage of a pipeline
+                continue
             bucket, index = self._optimizer.engine.bucket_of[id(param)]
-            if not self.divides_weights:
+            if not self._shares_weights:
                 yield Span(name, WEIGHT, tuple(param.shape), 0, self._optimizer.access.newest_of(param))
                 continue
             resting = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
@@ -111,20 +113,24 @@ class EngineState:
     def misfits(self, saved: Saved) -> Iterator[str]:
         """Why ``saved`` cannot be filled in, one line each."""
         rule = self._optimizer.engine.rule
-        trained = [name for group in self.groups() for name in group["params"]]
-        complaints = list(other_model(saved, {name: tuple(self._params[name].shape) for name in trained}, self.rule))
+        shapes = self.shapes()
+        complaints = list(other_model(saved, shapes, self.rule))
         yield from complaints
-        for name in trained if not complaints else ():
+        for name in shapes.keys() & self._params.keys() if not complaints else ():
             known = saved.parameters[name]
             kinds = [kind for kind in known.tensors if kind not in (MASTER, WEIGHT)]
             if known.numbers.get("step") and sorted(kinds) != sorted(rule.names):
                 yield f"{name}: saved with {kinds}, {self.rule} has {list(rule.names)}: train on as the run that saved"
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole model's trained parameters."""
+        return {name: tuple(self._params[name].shape) for group in self.groups() for name in group["params"]}
+
     def fill(self, saved: Saved) -> None:
         """Take over counts and moments; gradients that wait for a step are discarded."""
         self._optimizer.drain()
         self._optimizer.zero_grad()
-        for name in saved.trained():
+        for name in saved.trained() & self._params.keys():
             param, known, access = self._params[name], saved.parameters[name], self._optimizer.access
             access.forget_state(param)
             access.count_of(param).fill_(known.numbers.get("step", 0))

@@ -20,7 +20,7 @@ def text(plan: Plan, cost: StepCost | None, advice: Sequence[str] = (), stages: 
     """What the run needs, its simulated step and ``advice``; then the grid of ranks and what each of the ``stages``
     holds, the state, routes of linear layers, recomputation, the buckets, and what is busy in the step.
     """
-    lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(cost)] if cost else [])]
+    lines = [plan_table.title(plan), *plan_table.summary(plan), *([headline(plan, cost)] if cost else [])]
     lines += ["what would change it most, estimated:", *advice] if advice else []
     grid = [*rank_grid.picture(plan.facts.run.grid), *rank_grid.stage_table(stages)]
     tables = (plan_table.lines(plan), gemm_routes.lines(plan), recompute_table.lines(plan), bucket_table.lines(plan))
@@ -40,11 +40,15 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
     }
 
 
-def headline(cost: StepCost) -> str:
-    """The simulated step on one line."""
+def headline(plan: Plan, cost: StepCost) -> str:
+    """The simulated step on one line; in a pipeline that of one stage."""
+    run = plan.facts.run
+    waits = (run.stages - 1) / run.accumulation * cost.compute_seconds  # in gpipe and 1f1b, for as many equal stages
+    others = f" alone, {cost.seconds + waits:.3g} s with {run.stages - 1} more that take as long" if waits else ""
     return (
-        f"simulated step: {cost.seconds:.3g} s, of which forward and backward {cost.compute_seconds:.3g} s "
-        f"({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; rates: {cost.origin}"
+        f"simulated step{' of this stage' * bool(waits)}: {cost.seconds:.3g} s{others}, of which forward and backward "
+        f"{cost.compute_seconds:.3g} s ({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; "
+        f"rates: {cost.origin}"
     )
 
 

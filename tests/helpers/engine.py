@@ -144,8 +144,13 @@ def stowed(
     schedule: Schedule | None = None,
     transfer: Transfer | None = None,
     device: str = "cpu",
+    tasks: Sequence[tuple[bool, int]] | None = None,
 ) -> Result:
-    """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards."""
+    """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards.
+
+    Args:
+        tasks: of a step, as a pipeline's stage has them: whether it is a backward, and the micro-batch.
+    """
     result, losses, norms = Result(), list[Tensor](), list[Tensor]()
     rule = rule or AdamW(lr=LR, weight_decay=DECAY)
     transfer = transfer or Transfer()
@@ -156,10 +161,15 @@ def stowed(
     scheduler = schedule(optimizer) if schedule else None
     torch.manual_seed(5)
     for window in _windows(batches, accumulation):
-        for batch in window:
-            loss = model(**batch).loss / accumulation
-            loss.backward()
-            losses.append(loss.detach())
+        waiting: dict[int, Tensor] = {}
+        for backward, number in tasks or [(each, number) for number in range(accumulation) for each in (False, True)]:
+            if not backward:
+                waiting[number] = model(**window[number]).loss / accumulation
+                losses.append(waiting[number].detach())
+                continue
+            if tasks is not None:
+                optimizer.engine.begin_backward()
+            waiting.pop(number).backward()
         if max_norm:
             norms.append(optimizer.clip_grad_norm_(max_norm).clone())
         optimizer.step()
@@ -193,6 +203,8 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
     """Counts, moments and masters of which each rank has a span, whole, by parameter and torch's name. A collective."""
     optimizer.drain()
     engine, found = optimizer.engine, dict[str, Tensor]()
+    assert engine.shares is not None
+    group = engine.shares._group
     for bucket in engine.buckets:
         if bucket.spec.group is None:
             continue
@@ -201,10 +213,10 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
         spans |= {"master": bucket.master} if bucket.master is not None and bucket.spec.mixed else {}
         mine = torch.tensor([index in {piece.index for piece in bucket.pieces} for index in range(len(bucket.params))])
         counts = torch.where(mine, bucket.steps.cpu(), torch.zeros(len(mine)))
-        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX, group=group)
         whole = {key: torch.empty(bucket.spec.num_elements, dtype=span.dtype) for key, span in spans.items()}
         for key, span in spans.items():
-            torch.distributed.all_gather_into_tensor(whole[key], span.cpu())
+            torch.distributed.all_gather_into_tensor(whole[key], span.cpu(), group=group)
         for index, name in enumerate(bucket.spec.params):
             found |= {f"{name} {key}": bucket.shaped(flat, index).clone() for key, flat in whole.items()}
             found[f"{name} step"] = counts[index]

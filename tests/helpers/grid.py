@@ -10,12 +10,20 @@ import torch
 
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Transfer
+from strategies.planner.cuts import Schedule
+from strategies.planner.hybrid import pipeline_clock
+from tests.helpers.doubles import Vacant
 from tests.helpers.engine import STEPS, Result, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
 
 NORMS: Mapping[str, float] = {"in-backward": 0.0, "off": 0.0, "tight": 0.05, "loose": 1e6}
-TRANSFERS: Mapping[str, type[Transfer]] = {"at-once": Transfer, "delayed": Delayed, "watched": RaceDetector}
+TRANSFERS: Mapping[str, type[Transfer]] = {
+    "at-once": Transfer,
+    "delayed": Delayed,
+    "watched": RaceDetector,
+    "vacant": Vacant,
+}
 
 # Gradients of what is updated on the device have no reason to go down; nothing is ahead where nothing travels.
 FORBIDDEN = [
@@ -53,6 +61,23 @@ BF16 = Table(
         "recompute": ("none", "later"),
         "prefetch": (2, 0, 5),
         "transfer": ("delayed", "watched", "at-once"),
+    },
+    FORBIDDEN,
+)
+
+
+IN_STAGES = Table(
+    {
+        "model": ("llama", "gpt2", "experts"),
+        **ENGINE,
+        "clip": ("off", "tight"),
+        "accumulation": (4,),
+        "order": ("1f1b", "gpipe"),
+        "tied": (False, True),
+        "groups": (1, 2),
+        "recompute": ("none", "later"),
+        "prefetch": (2, 0, 5),
+        "transfer": ("delayed", "watched", "vacant"),
     },
     FORBIDDEN,
 )
@@ -116,7 +141,10 @@ def both(
     plan = plan_of(model, in_backward=case["clip"] == "in-backward", **where, **loop)
     batches = batches_on(device, case["model"], STEPS * case["accumulation"])
     moves = transfer or TRANSFERS[case["transfer"]]()
-    return wanted, stowed(model, plan, batches, transfer=moves, device=device, **loop)
+    tasks = None
+    if "order" in case:  # of the first of three stages, which has most micro-batches under way
+        tasks = list(pipeline_clock.order(0, 3, case["accumulation"], Schedule(case["order"])))
+    return wanted, stowed(model, plan, batches, transfer=moves, device=device, tasks=tasks, **loop)
 
 
 def run(row: Row, dtype: torch.dtype = torch.float32) -> list[str]:

@@ -93,6 +93,12 @@ def pipeline(stages: int, ranks: int = 0, schedule: str = "gpipe", **training: A
     return Kind(ranks or stages, {"pipeline": {"stages": stages, "schedule": schedule}}, training)
 
 
+def staged(ranks: int, schedule: str = "gpipe", **training: Any) -> Kind:
+    """The memory engine in two stages; on more ranks copies of a stage share its state."""
+    options = OFFLOAD if ranks == 2 else {"offload": {"site": "host"}, "zero": {"stage": 1}}
+    return Kind(ranks, {**options, "pipeline": {"stages": 2, "schedule": schedule}}, training)
+
+
 def run(kind: Kind, folder: Path, steps: int, resume: Path | None = None) -> dict[str, Any]:
     """Train up to ``steps``. Returns the state at the beginning, at every save and at the end, and the losses."""
     return dict(run_world(kind.ranks, _run, kind.config(folder, steps), str(resume) if resume else None))
@@ -161,9 +167,10 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
         elif param.requires_grad:
             for kind, value in _state_of(trainer, param).items():
                 found[f"{name} {kind}"] = torch.as_tensor(value).detach().float().cpu().clone()
+    found |= shared
     if trainer.pipeline is not None:
         found = of_stages(trainer, found)
-    return (joined(trainer.model, found) if trainer.accelerator.grid.tensor > 1 else found) | shared
+    return joined(trainer.model, found) if trainer.accelerator.grid.tensor > 1 else found
 
 
 def of_stages(trainer: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
 from strategies.planner.addresses import place, slot_pools
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
-from tests.helpers.grid import BF16, FP32, expected, run, title
+from tests.helpers.grid import BF16, FP32, IN_STAGES, expected, run, title
 from tests.helpers.models import build, tokens
 from tests.helpers.pairwise import Row, Table
 
@@ -55,6 +55,12 @@ def test_fp32(row: Row) -> None:
 def test_bf16(row: Row) -> None:
     """Against a loop that keeps fp32 masters and sums gradients in bf16."""
     assert run(row, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("row", rows(IN_STAGES))
+def test_several_micro_batches_under_way(row: Row) -> None:
+    """As in a stage of a pipeline: forwards of later micro-batches run before the backward of an earlier one."""
+    assert run(row) == []
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -24,6 +24,7 @@ from tests.helpers.moves import (
     plain,
     run,
     shared,
+    staged,
     tensor,
     zero,
 )
@@ -103,12 +104,29 @@ def test_divided_layers(tmp_path: Path) -> None:
 def test_stages(tmp_path: Path) -> None:
     """Between cuts, schedules and whole copies, with the bits of one that never moved."""
     four: Any = {"model": {"num_hidden_layers": 4}}
-    all_equal(moved(tmp_path, *(replace(each, **four) for each in (pipeline(2), plain(), pipeline(4), offload()))))
+    there = (pipeline(2), plain(), pipeline(4), offload(), staged(2))
+    all_equal(moved(tmp_path, *(replace(each, **four) for each in there)))
     looks = {"eval_strategy": "steps", "eval_steps": 1}
-    back = (plain(2, **looks), pipeline(2, 4, **looks), zero(1, 2, **looks))
+    back = (staged(4, **looks), plain(2, **looks), pipeline(2, 4, **looks), staged(4, **looks), zero(1, 2, **looks))
     runs = moved(tmp_path / "back", *(replace(each, **four) for each in back))
     all_equal(runs)
-    assert runs[0]["seen"][-3:] == runs[1]["seen"][-3:] == runs[2]["seen"][-3:]
+    assert all(each["seen"][-3:] == runs[0]["seen"][-3:] for each in runs)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_memory_engine_in_stages(tmp_path: Path, schedule: str) -> None:
+    """The bits of the engine on the whole model: clipped, accumulated, with fewer micro-batches in the last step."""
+    common: dict[str, Any] = {"gradient_accumulation_steps": 5, "per_device_train_batch_size": 1, "max_grad_norm": 0.05}
+    four: Any = {"model": {"num_hidden_layers": 4}}
+    for ranks, bits, more in ((1, BF16, RECOMPUTE), (2, {}, {})):
+        alone = replace(offload(ranks, **common, **bits), **four)
+        apart = staged(2 * ranks, schedule, **common, **bits)
+        runs = [
+            run(kind, tmp_path / f"{ranks} {name}", 5)
+            for name, kind in (("alone", alone), ("apart", replace(apart, strategies=apart.strategies | more, **four)))
+        ]
+        assert max(len(each["loss"]) for each in runs) == 5
+        all_equal(runs)
 
 
 def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:

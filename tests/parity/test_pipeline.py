@@ -95,7 +95,7 @@ def pipelined(ranks: Ranks, schedule: str, tied: bool) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     pipeline = Pipeline(stage, kind, group, torch.device("cpu"))
-    gradients = StageGradients(pipeline, None)
+    gradients = StageGradients(pipeline, alone(ranks))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen, waiting = [], list[tuple[int, int]]()
     for step, count in enumerate(STEPS):
@@ -112,6 +112,12 @@ def pipelined(ranks: Ranks, schedule: str, tied: bool) -> dict[str, Any]:
     about = {"same": seen == wanted, "names": list(there), "far": max(far.values()), "waiting": waiting}
     dist.all_gather_object(everyones, about)
     return {"ranks": everyones, "whole": list(weights)}
+
+
+def alone(ranks: Ranks) -> dist.ProcessGroup:
+    """A group of this rank."""
+    made: list[dist.ProcessGroup] = [dist.new_group([rank]) for rank in range(2)]
+    return made[ranks.rank]
 
 
 def under_way(pipeline: Pipeline, kind: Schedule, count: int) -> Iterator[tuple[int, int]]:
@@ -188,11 +194,11 @@ def test_a_model_with_another_module_than_its_small_copy_is_refused() -> None:
 def used_apart(ranks: Ranks) -> list[Any]:
     """Gradients on two copies of a model, each of which has used a weight of its own, and neither the third."""
     model = torch.nn.ParameterDict({name: torch.ones(2) for name in "abc"})
-    alone = [dist.new_group([rank]) for rank in range(2)][ranks.rank]
     stage = SimpleNamespace(names=lambda: dict(model.named_parameters()), whole=model)
-    pipeline: Any = SimpleNamespace(group=alone, stage=stage, stages=1, position=0)
+    pipeline: Any = SimpleNamespace(group=alone(ranks), stage=stage, stages=1, position=0)
     name = "ab"[ranks.rank]
     model[name].grad = torch.full((2,), 2.0 + ranks.rank)
+    assert dist.group.WORLD is not None
     StageGradients(pipeline, dist.group.WORLD).complete()
     everyones: list[Any] = [None, None]
     grads = {name: None if param.grad is None else param.grad.tolist() for name, param in model.named_parameters()}

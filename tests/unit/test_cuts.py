@@ -10,7 +10,7 @@ import pytest
 
 from strategies.core.facts import Facts, Home, Param, Unit, UnitKind
 from strategies.core.grid import Grid
-from strategies.core.plan import Plan
+from strategies.core.plan import Plan, Reserve
 from strategies.core.protocol import Refusal, Strategy
 from strategies.core.registry import find
 from strategies.planner.cuts import Schedule, cut, work
@@ -96,6 +96,17 @@ def test_the_facts_of_a_stage() -> None:
     assert first.loaded_bytes == known(8).loaded_bytes, "each rank loads the whole model and cuts it"
 
 
+def test_a_stowed_stage_has_what_all_micro_batches_under_way_keep() -> None:
+    first = pipeline().narrowed(known(8), 0)
+    first = replace(first, run=replace(first.run, micro_batch=1, sequence=2, hidden_size=4))
+    plan = Plan.baseline(first)
+    received = [each for each in pipeline().decide(first, plan) if isinstance(each, Reserve)]
+    alone = Plan.baseline(replace(first, run=replace(first.run, in_flight=1))).saved_peak()
+    kept = sum(unit.waiting for unit in plan.kept())
+    assert received[0].num_bytes > 0 < kept
+    assert plan.amend(received, by="pipeline").saved_peak() == received[0].num_bytes + kept + alone
+
+
 def test_a_checkpoint_of_stages_takes_as_much_as_one_of_the_whole_model() -> None:
     whole = estimated_bytes(Plan.baseline(known(8)), adapters=False)
     for rank in (0, 1):
@@ -110,7 +121,14 @@ def refused(strategy: Strategy, made: Facts, **others: Strategy) -> list[str]:
 def test_refusals() -> None:
     zero = find("zero").model_validate({"stage": 2})
     (line,) = refused(pipeline(), known(8), zero=zero)
-    assert line.startswith("strategies.zero = 'on': cannot go with strategies.pipeline; stages hold different weights")
+    assert line.startswith(
+        "strategies.zero = 'on': cannot go with strategies.pipeline; leave zero out, or write stage 1"
+    )
+    offload = find("offload").model_validate({})
+    assert refused(pipeline(), known(8), zero=zero, offload=offload) == [line]
+    assert not refused(pipeline(), known(8), zero=find("zero").model_validate({"stage": 1}), offload=offload)
+    (line,) = refused(pipeline(schedule="zbv"), known(8), offload=offload)
+    assert line.endswith("it gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe")
     (line,) = refused(pipeline(), known(1))
     assert line == "training.gradient_accumulation_steps = 1: 1f1b on 2 stages takes at least 2 micro-batches"
     (line,) = refused(pipeline(schedule="interleaved"), known(5))

@@ -236,7 +236,8 @@ def test_every_row_uses_all_ranks_and_the_whole_batch_and_breaks_no_rule() -> No
         (Degrees(tensor=2, zero=2, recompute="selective"), "tensor with selective recomputation"),
         (Degrees(stages=9), "blocks"),
         (Degrees(stages=2, zero=2), "pipeline with ZeRO 2, 3"),
-        (Degrees(stages=2, zero=1, micro_batches=2), "pipeline with ZeRO"),
+        (Degrees(stages=2, zero=1, micro_batches=2), "pipeline with ZeRO 1 without offload"),
+        (Degrees(stages=2, zero=1, micro_batches=2, offload=Stowed.STATE), ""),
         (Degrees(stages=2, micro_batches=1), "1f1b with few micro-batches"),
         (Degrees(stages=2, micro_batches=2), ""),
         (Degrees(stages=2, tensor=2), "tensor with pipeline"),
@@ -244,12 +245,18 @@ def test_every_row_uses_all_ranks_and_the_whole_batch_and_breaks_no_rule() -> No
         (Degrees(tensor=2, zero=1, offload=Stowed.STATE), "tensor with offload"),
         (Degrees(zero=2, offload=Stowed.WEIGHTS), "offloaded weights with ZeRO 1, 2"),
         (Degrees(zero=3, offload=Stowed.STATE), "offloaded state with ZeRO 3"),
-        (Degrees(stages=2, micro_batches=4, offload=Stowed.WEIGHTS), "pipeline with offload"),
+        (Degrees(stages=2, micro_batches=4, offload=Stowed.WEIGHTS), ""),
     ],
 )
 def test_what_can_be_run(degrees: Degrees, name: str) -> None:
-    rule = broken(degrees, Limits(blocks=8, per_machine=8), HERE)
+    limits = Limits(blocks=8, per_machine=8)
+    rule = broken(degrees, limits, HERE)
     assert (rule.name if rule else "") == name
+    tied = broken(degrees, replace(limits, tied=True), HERE)
+    if degrees.stages > 1 and degrees.offload is not Stowed.NOTHING:
+        assert tied is not None and tied.name == "pipeline with offload and a tied head"
+    else:
+        assert tied is rule
 
 
 def test_a_tensor_group_stays_in_a_machine() -> None:

@@ -17,6 +17,7 @@ from trainer.errors import ExitCode
 pytestmark = pytest.mark.ranks
 OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
 PIPELINE = {"pipeline": {"stages": 2, "schedule": "gpipe"}}
+BOTH = {**PIPELINE, **OFFLOAD}
 
 
 def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[str, Any]:
@@ -59,8 +60,17 @@ def train(ranks: Ranks, config: RunConfig, bad_from: int, where: str) -> dict[st
         (OFFLOAD, 1, 3, 4),
         (OFFLOAD, 2, 3, 4),
         (PIPELINE, 2, 3, 2),
+        (BOTH, 2, 3, 4),
     ],
-    ids=["plain", "plain on two ranks", "stage 2 on two ranks", "offload", "offload on two ranks", "two stages"],
+    ids=[
+        "plain",
+        "plain on two ranks",
+        "stage 2 on two ranks",
+        "offload",
+        "offload on two ranks",
+        "two stages",
+        "offload in two stages",
+    ],
 )
 def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, step: int, checkpoint: int) -> None:
     """Plain training and ZeRO at once, the engine after three skipped steps; the newest checkpoint is finite."""
@@ -76,18 +86,20 @@ def test_the_run_ends(tmp_path: Path, strategies: dict[str, Any], ranks: int, st
     assert (
         found["checkpoints"]
         == [f"checkpoint-{number}" for number in range(min(2, checkpoint - 1), checkpoint + 1)][
-            -3 if strategies == OFFLOAD else -2 :
+            -3 if "offload" in strategies else -2 :
         ]
     )
     weights = load_file(tmp_path / f"checkpoint-{checkpoint}" / "model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-@pytest.mark.parametrize("strategies", [{}, OFFLOAD, PIPELINE], ids=["plain", "offload", "two stages"])
+@pytest.mark.parametrize(
+    "strategies", [{}, OFFLOAD, PIPELINE, BOTH], ids=["plain", "offload", "two stages", "offload in two stages"]
+)
 def test_a_gradient_alone(tmp_path: Path, strategies: dict[str, Any]) -> None:
     """Forward is finite: the first gradient of backward is named."""
     config = run_config(LLAMA, output_dir=tmp_path, strategies=strategies, max_steps=9, per_device_train_batch_size=2)
-    found = run_world(2 if strategies == PIPELINE else 1, train, config, 1, "gradient")
+    found = run_world(2 if "pipeline" in strategies else 1, train, config, 1, "gradient")
     assert "not finite first: the gradient of model.layers.1.mlp.down_proj.weight. " in found["said"]
     assert "there is no checkpoint yet" in found["said"]
 

@@ -158,7 +158,7 @@ def test_zero_beside_offload_shares_its_buckets(precision: Precision) -> None:
     assert added_first.total(Kind.GRAD) == gradients[0]
     with pytest.raises(Refusal, match=r"offload.weights = 'streamed': strategies.zero.stage 2 keeps all weights"):
         shared(2, weights="streamed")
-    with pytest.raises(Refusal, match="ranks that share the state agree on a step first"):
+    with pytest.raises(Refusal, match="ranks that share the state, or the model, agree on a step first"):
         shared(3, update_in_backward=True)
 
 

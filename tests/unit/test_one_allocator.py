@@ -39,9 +39,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ones_like": "one number: no clipping",
     },
     "engine.py": {"full": "one NaN per dtype, which absent weights show"},
-    "gradients.py": {"zeros": "one number: the norm of no gradients"},
     "norms.py": {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
+        "zeros": "one number: the norm of no gradients",
     },
     "rank_sync.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
     "shares.py": {

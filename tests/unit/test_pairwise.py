@@ -4,11 +4,11 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.helpers.grid import BF16, FP32, title
+from tests.helpers.grid import BF16, FP32, IN_STAGES, title
 from tests.helpers.pairwise import Table
 
 
-@pytest.mark.parametrize("table", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("table", [FP32, BF16, IN_STAGES], ids=["fp32", "bf16", "in stages"])
 def test_the_grids_cover_what_is_legal(table: Table) -> None:
     rows = list(table.rows())
     assert all(table.legal(row) and list(row) == list(table.factors) for row in rows)

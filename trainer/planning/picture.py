@@ -77,7 +77,7 @@ def title(plan: Plan, cost: StepCost | None, model: str) -> list[str]:
     about += f", {run.tokens_per_step:,} tokens per step"
     if cost is None:
         return [about, "predicted peak of one rank; no simulated step: nothing is stowed, or rates are unknown"]
-    return [about, headline(cost), _busy(cost)]
+    return [about, headline(plan, cost), _busy(cost)]
 
 
 def axis(seconds: float) -> list[float]:

@@ -76,7 +76,7 @@ def described(trainer: Trainer, step: int, what: str, gradient: str | None = Non
     Args:
         gradient: the name of the parameter, if the engine knows it.
     """
-    found = next(_first(trainer, gradient), None) if trainer.pipeline is None else _first_of_stages(trainer)
+    found = next(_first(trainer, gradient), None) if trainer.pipeline is None else _first_of_stages(trainer, gradient)
     first = found or "nothing that could be found again"
     trainer.settle()
     folder = Path(str(trainer.args.output_dir))
@@ -98,14 +98,15 @@ def _first(trainer: Trainer, gradient: str | None) -> Iterator[str]:
         yield from _bad_gradients(model, lambda: trainer.compute_loss(model, trainer.last_inputs).backward())
 
 
-def _first_of_stages(trainer: Trainer) -> str | None:
+def _first_of_stages(trainer: Trainer, gradient: str | None) -> str | None:
     """The same on the stages of a pipeline, all of which run. The last stage's backward is first."""
     model, pipeline = trainer.model, trainer.pipeline
     assert pipeline is not None
-    phases = (
+    known = [] if gradient is None else [f"the gradient of {gradient}"]
+    phases: tuple[tuple[int, Callable[[], Iterator[str]]], ...] = (
         (1, lambda: _bad_weights(model)),
         (1, lambda: _bad_outputs(model, trainer.forward_again)),
-        (-1, lambda: _bad_gradients(model, trainer.backward_again)),
+        (-1, lambda: iter(known) if trainer.stowed else _bad_gradients(model, trainer.backward_again)),
     )
     for order, phase in phases:
         everyones: list[str | None] = [None] * pipeline.stages

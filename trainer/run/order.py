@@ -217,6 +217,8 @@ def make_model(run: Run) -> PreTrainedModel:
         if section.config is not None and name not in section.config:
             setattr(hf_config, name, getattr(run.tokenizer, name))
     weights = build.build(section, hf_config, seed=seed, partitioned=deepspeed.stage(run.plan) == 3)
+    if run.plan.layout is not None:
+        optimizer_choice.to_compute_dtype(weights, run.plan)
     if run.form is not None:
         known = run.plan.facts
         assert known.cut is not None
@@ -226,8 +228,6 @@ def make_model(run: Run) -> PreTrainedModel:
         except stages.CannotCut as error:
             raise ConfigError(f"strategies.pipeline: {error}") from None
     apply_strategies(weights, run)
-    if run.plan.layout is not None:
-        optimizer_choice.to_compute_dtype(weights, run.plan)
     return weights
 
 

@@ -45,21 +45,28 @@ class PipelineTrainer(_Trainer):
     accelerator: Any
     model: Any
     plan: Any
+    stowed: Any
     last_inputs: Any
 
     def start_pipeline(self, stage: Stage) -> None:
         """Make groups and schedules for ``stage``; a collective."""
         grid = self.plan.facts.run.grid
-        group, copies = pipelining.groups(grid, self.args.process_index)
+        group, self._copies = pipelining.groups(grid, self.args.process_index)
         self.stage = stage
         schedule = Schedule(self.plan.facts.cut.schedule)
         self.pipeline = pipelining.Pipeline(stage, schedule, group, self.args.device, self._around_part)
-        self.gradients = StageGradients(self.pipeline, copies)
+        self.gradients = StageGradients(self.pipeline, self._copies)
         self.accelerator.gradients = self.gradients
         self.preprocess_logits_for_metrics: Any = None  # the last stage sends losses of tokens, and no logits
         self._batches: list[Mapping[str, Any]] = []
         self._losses: list[torch.Tensor] = []
         self._drawn = 0  # sequences of random numbers in this step
+
+    def among_ranks(self) -> dict[str, Any]:
+        """The memory engine of a stage averages over the copies of the model, and clips by the norm of all stages."""
+        if self.pipeline is None:
+            return super().among_ranks()  # type: ignore[misc, no-any-return]
+        return {"process_group": self._copies, "total_norm": self.gradients.total_norm}
 
     @property
     def whole(self) -> Any:
@@ -80,9 +87,12 @@ class PipelineTrainer(_Trainer):
         if not self._losses:
             model.train()
             self._drawn = 0
+            engine = None if self.stowed is None else self.stowed.engine
+            self.pipeline.before_backward = None if engine is None else engine.begin_backward
             batches = [self._prepare_inputs(dict(batch)) for batch in self._batches]
             self._losses = list(self.pipeline.step(batches, partial(self._loss_of, num_items_in_batch)).unbind())
-            self.gradients.complete()
+            if engine is None:
+                self.gradients.complete()
         return self._losses.pop(0)
 
     def _loss_of(self, num_items: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -95,6 +105,8 @@ class PipelineTrainer(_Trainer):
 
     @contextmanager
     def _around_part(self) -> Iterator[None]:
+        if self.stowed is not None:
+            self.stowed.engine.begin_forward()
         with self.accelerator.autocast(), self._own_numbers():
             yield
 

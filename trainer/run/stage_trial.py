@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strategies.backends import stages
-from strategies.core.compose import degrees
+from strategies.core.compose import degrees, requirements_of
 from strategies.core.facts import Precision
-from strategies.core.protocol import Axis
+from strategies.core.protocol import Axis, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.model import build
 from trainer.model.shrink import VOCAB, shrink_model
@@ -59,12 +59,14 @@ def _cannot(kind: str, why: str) -> ConfigError:
 def _tried(kind: str, small: dict[str, Any], config: RunConfig) -> Form:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = getattr(torch, config.model.dtype)
+    mixed = precision_of(config) is not Precision.FP32
+    casts = Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)  # weights, once; else autocast products
+    dtype = torch.bfloat16 if mixed and casts else getattr(torch, config.model.dtype)
     copy = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small), dtype=dtype)
     copy.config.use_cache = False
     ids = torch.arange(1, 25).view(2, 12)
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision_of(config) is not Precision.FP32):
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed and not casts):
         return stages.form_of(copy, inputs)

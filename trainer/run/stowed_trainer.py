@@ -111,12 +111,16 @@ class StowedTrainer:
         if self.args.torch_compile and not all(bucket.resident for bucket in self.plan.layout.buckets):
             # Compiled code does not fetch weights.
             raise ValueError("torch_compile=True: weights travel in this plan; say weights='resident', or leave it out")
-        made = stow(self.model, self.plan, groups, rule, device=self.args.device)
+        made = stow(self.model, self.plan, groups, rule, device=self.args.device, **self.among_ranks())
         if self.args.process_index == 0:
             for line in made.engine.arena.owners():
                 write_line(line)
         self.optimizer = made
         return made
+
+    def among_ranks(self) -> dict[str, Any]:
+        """What ``stow`` is told about other ranks, if the defaults are not right."""
+        return {}
 
     def make_plan(self, groups: list[dict[str, Any]], moments: int) -> Plan:
         """A plan from the Trainer's arguments and the options.

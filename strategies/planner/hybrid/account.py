@@ -140,7 +140,7 @@ class Account:
         if degrees.stages == 1:
             return 0
         sides = (stage > 0) + (stage < degrees.stages - 1)
-        count = degrees.micro_batches if self._models.plain(degrees) else flying
+        count = degrees.micro_batches if self._models.torchs else flying
         return received_bytes(self._models.of(degrees).facts.run, sides, count)
 
     def _offloaded(self, degrees: Degrees, model: Model, part: Part, besides: int) -> Bytes:

@@ -58,6 +58,7 @@ class Limits:
     blocks: int
     per_machine: int
     mixed: bool = True  # precision
+    tied: bool = False  # head and embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +121,14 @@ HERE: tuple[Rule, ...] = (
         lambda d, has: d.tensor > 1 and d.offload is not Stowed.NOTHING,
     ),
     Rule(
-        "pipeline with ZeRO",
-        "copies of a stage hold the same in torch's pipeline",
-        lambda d, has: d.stages > 1 and d.zero > 0,
+        "pipeline with ZeRO 1 without offload",
+        "copies of a stage hold the same in torch's pipeline, and share state in the memory engine",
+        lambda d, has: d.stages > 1 and d.zero > 0 and d.offload is Stowed.NOTHING,
     ),
     Rule(
-        "pipeline with offload",
-        "the memory engine runs each backward before the next forward",
-        lambda d, has: d.stages > 1 and d.offload is not Stowed.NOTHING,
+        "pipeline with offload and a tied head",
+        "gradients of its two ends are added before the memory engine has them",
+        lambda d, has: d.stages > 1 and d.offload is not Stowed.NOTHING and has.tied,
     ),
     Rule(
         "1f1b with few micro-batches",

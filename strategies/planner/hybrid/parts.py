@@ -133,10 +133,15 @@ class Models:
         self._whole = {key: Model(facts) for key, facts in known.items()}
         self._staged = {key: Model(facts) for key, facts in (in_stages or {}).items()}
 
+    @property
+    def torchs(self) -> bool:
+        """Whether stages are run by torch's pipeline."""
+        return bool(self._staged)
+
     def plain(self, degrees: Degrees) -> bool:
-        """Whether these degrees are run by torch's pipeline; with what it cannot do they would be by another engine."""
+        """Whether a stage of these degrees trains plainly; others are the memory engine's, or cannot be run here."""
         alone = degrees.tensor == 1 and degrees.zero == 0 and degrees.offload is Stowed.NOTHING
-        return degrees.stages > 1 and alone and bool(self._staged)
+        return degrees.stages > 1 and alone and self.torchs
 
     def of(self, degrees: Degrees) -> Model:
         """The model that these degrees divide."""

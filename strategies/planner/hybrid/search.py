@@ -147,7 +147,7 @@ class _Search:
         self._pricing = Pricing(self._models, cluster, rates)
         self._whole = Model(facts)
         blocks = self._whole.blocks
-        self._limits = Limits(blocks, cluster.per_machine, run.precision is not Precision.FP32)
+        self._limits = Limits(blocks, cluster.per_machine, run.precision is not Precision.FP32, run.tied)
 
     def answer(self) -> Answer:
         """All of it."""
