@@ -1,13 +1,13 @@
-"""Does the search order degrees as they are measured? Four ranks on four machines made of network namespaces.
+"""Does the search order degrees as they are measured? Two or four ranks, on machines made of network namespaces.
 
-    sudo python -m benchmarks.order_of_degrees --megabits 200 --rounds 3 --out FOLDER
+    sudo python -m benchmarks.order_of_degrees --ranks 4 --megabits 200 --rounds 3 --out FOLDER
 
-Each rank has a namespace, an interface of its own, and a launcher (``torchrun --nnodes 4``). The kernel limits what
+Each rank has a namespace, an interface of its own, and a launcher (``torchrun --nnodes``). The kernel limits what
 each interface sends (``tc tbf``) to the given rate, so collectives and pipelines meet a real slow network.
 Four candidates train the same model on the same global batch; the seconds of a step are the median of the last ones.
 
 The prediction is the search's price (``strategies/planner/hybrid``) for these degrees, with the same rate.
-Its rate of matrix products is calibrated on four single ranks that train side by side without a network, since they
+Its rate of matrix products is calibrated on as many single ranks that train side by side without a network, since they
 share the cores. Needs root, ``ip`` and ``tc``. Namespaces are removed at the end.
 """
 
@@ -35,7 +35,7 @@ from trainer.machine.probe import probe
 from trainer.planning.tensor_parts import Shares
 
 REPO = Path(__file__).resolve().parents[1]
-RANKS, STEPS, SKIPPED, SEQUENCES, MICRO = 4, 8, 3, 32, 2
+STEPS, SKIPPED, SEQUENCES, MICRO = 8, 3, 32, 2
 CONFIG = """
 model:
   config: {{model_type: llama, hidden_size: 256, intermediate_size: 688, num_hidden_layers: 8, num_attention_heads: 4,
@@ -46,7 +46,8 @@ training: {{output_dir: {folder}, max_steps: {steps}, per_device_train_batch_siz
   gradient_accumulation_steps: {accumulation}, save_strategy: 'no', report_to: none, use_cpu: true}}
 strategies: {strategies}
 """
-CANDIDATES: Mapping[str, tuple[Degrees, str]] = {
+Candidates = Mapping[str, tuple[Degrees, str]]  # with the strategies to write
+OF_FOUR: Candidates = {
     "data 4": (Degrees(data=4, micro_batch=MICRO, micro_batches=4), "{}"),
     "pipeline 2 x data 2": (
         Degrees(stages=2, data=2, micro_batch=MICRO, micro_batches=8, last_blocks=4),
@@ -61,6 +62,18 @@ CANDIDATES: Mapping[str, tuple[Degrees, str]] = {
         "{tensor: {degree: 2}, zero: {stage: 0}}",
     ),
 }
+OF_TWO: Candidates = {
+    "data 2": (Degrees(data=2, micro_batch=MICRO, micro_batches=8), "{}"),
+    "ZeRO 2 x data 2": (Degrees(data=2, zero=2, micro_batch=MICRO, micro_batches=8), "{zero: {stage: 2}}"),
+    "pipeline 2": (
+        Degrees(stages=2, micro_batch=MICRO, micro_batches=16, last_blocks=4),
+        "{pipeline: {stages: 2, blocks: [4, 4]}}",
+    ),
+    "tensor 2": (
+        Degrees(tensor=2, micro_batch=MICRO, micro_batches=16),
+        "{tensor: {degree: 2}, zero: {stage: 0}}",
+    ),
+}
 
 
 def run(*command: str) -> None:
@@ -68,9 +81,9 @@ def run(*command: str) -> None:
 
 
 @contextlib.contextmanager
-def machines(megabits: float) -> Iterator[list[str]]:
+def machines(count: int, megabits: float) -> Iterator[list[str]]:
     """Names of the namespaces; each has the address 10.77.0.(number + 1), and a limited interface."""
-    names = [f"stow{number}" for number in range(RANKS)]
+    names = [f"stow{number}" for number in range(count)]
     try:
         run("ip", "link", "add", "stowbr", "type", "bridge")
         run("ip", "link", "set", "stowbr", "up")
@@ -92,7 +105,7 @@ def machines(megabits: float) -> Iterator[list[str]]:
 
 
 def train(names: list[str], out: Path, strategies: str, accumulation: int, *, together: bool = True) -> float:
-    """Seconds of a step, the median of the last ones. ``together``: one job of four ranks, else four of one."""
+    """Seconds of a step, the median of the last ones. ``together``: one job of all ranks, else one of each."""
     started = []
     for number, name in enumerate(names):
         folder = out if together else out / str(number)
@@ -103,7 +116,7 @@ def train(names: list[str], out: Path, strategies: str, accumulation: int, *, to
                 folder=folder / "run", steps=STEPS, micro=MICRO, accumulation=accumulation, strategies=strategies
             )
         )
-        where = ["--nnodes", str(RANKS), "--node_rank", str(number), "--master_addr", "10.77.0.1"]
+        where = ["--nnodes", str(len(names)), "--node_rank", str(number), "--master_addr", "10.77.0.1"]
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "29517"]
         command = [sys.executable, *launcher, *(where if together else []), "launch/train.py", "--config", str(config)]
         names_of_links = {"GLOO_SOCKET_IFNAME": "stow" if together else "lo", "OMP_NUM_THREADS": "1"}
@@ -116,7 +129,7 @@ def train(names: list[str], out: Path, strategies: str, accumulation: int, *, to
         )  # fmt: skip
     codes = [process.wait() for process in started]
     assert not any(codes), f"{out}: exit codes {codes}; see log-0.txt"
-    return max(seconds(folder / "run") for folder in ([out] if together else [out / str(n) for n in range(RANKS)]))
+    return max(seconds(folder / "run") for folder in ([out] if together else [out / str(n) for n in range(len(names))]))
 
 
 def seconds(run_folder: Path) -> float:
@@ -125,11 +138,12 @@ def seconds(run_folder: Path) -> float:
     return statistics.median(found[SKIPPED:])
 
 
-def predicted(out: Path, alone: float, megabits: float) -> dict[str, float]:
-    """Seconds by candidate, with compute as fast as four ranks alone were."""
+def predicted(out: Path, candidates: Candidates, alone: float, megabits: float) -> dict[str, float]:
+    """Seconds by candidate, with compute as fast as single ranks were, side by side."""
+    count = next(iter(candidates.values()))[0].ranks
     path = out / "model.yaml"
     path.write_text(CONFIG.format(folder=out / "x", steps=1, micro=MICRO, accumulation=4, strategies="{}"))
-    ranks = Ranks(world_size=RANKS, local_world_size=RANKS)  # so that tensor ranks are counted, too
+    ranks = Ranks(world_size=count, local_world_size=count)  # so that tensor ranks are counted, too
     shares = Shares(load(str(path), []), ranks, probe(), lambda line: None)
     known, staged = shares.by_tensor(SEQUENCES)[0], shares.in_stages([MICRO])
     whole = known[MICRO, 1]
@@ -140,31 +154,33 @@ def predicted(out: Path, alone: float, megabits: float) -> dict[str, float]:
         update_bf16_params_per_s=1e9, device_bytes_per_s=1e10, origin="measured",
     )  # fmt: skip
     wire = Wire(megabits * 1e6 / 8)
-    pricing = Pricing(Models(known, staged), Cluster(RANKS, 1, wire, wire), rates)
-    return {name: pricing.price(degrees).seconds for name, (degrees, _) in CANDIDATES.items()}
+    pricing = Pricing(Models(known, staged), Cluster(count, 1, wire, wire), rates)
+    return {name: pricing.price(degrees).seconds for name, (degrees, _) in candidates.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=4)
     parser.add_argument("--megabits", type=float, default=200.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    measured: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    with machines(given.megabits) as names:
+    candidates = OF_FOUR if given.ranks == 4 else OF_TWO
+    measured: dict[str, list[float]] = {name: [] for name in candidates}
+    with machines(given.ranks, given.megabits) as names:
         alone = train(names, given.out / "alone", "{}", 4, together=False)
-        expected = predicted(given.out, alone, given.megabits)
+        expected = predicted(given.out, candidates, alone, given.megabits)
         for turn in range(given.rounds):
-            for name, (degrees, strategies) in CANDIDATES.items():
+            for name, (degrees, strategies) in candidates.items():
                 folder = given.out / f"{turn}-{name.replace(' ', '-')}"
                 measured[name].append(train(names, folder, strategies, degrees.micro_batches))
                 show({"candidate": name, "round": turn, "seconds": round(measured[name][-1], 3)}, given.out)
-    order = sorted(CANDIDATES, key=lambda name: statistics.median(measured[name]))
+    order = sorted(candidates, key=lambda name: statistics.median(measured[name]))
     show({"alone": round(alone, 3), "megabits": given.megabits}, given.out)
     for name in order:
         rounds = [round(each, 3) for each in measured[name]]
         show({"candidate": name, "measured": rounds, "predicted": round(expected[name], 3)}, given.out)
-    agrees = order == sorted(CANDIDATES, key=lambda name: expected[name])
+    agrees = order == sorted(candidates, key=lambda name: expected[name])
     show({"order": order, "predicted order is the measured one": agrees}, given.out)
 
 

@@ -11,25 +11,36 @@ from tests.e2e.commands import BIN, MODEL, TRAIN, Command, Server, digest, free_
 SECTION = {"config": MODEL | {"attention_dropout": 0.0}}  # stages draw numbers of their own
 
 
+def launched(by: str, config: Path, folder: Path) -> list[Command]:
+    """One rank on each of two "machines", which ``by`` starts one by one."""
+    meet = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    hosts = folder / "hosts"
+    hosts.write_text("node-0 slots=1\nnode-1 slots=1\n")
+    where = {
+        "torchrun": ["--nnodes", "2", "--nproc_per_node", "1"],
+        "deepspeed": ["--hostfile", str(hosts), "--no_ssh"],
+    }[by]
+    return [
+        Command(
+            [str(BIN / by), *where, *meet, "--node_rank", str(node), TRAIN, "--config", str(config)],
+            folder / f"node-{node}",
+            OMP_NUM_THREADS="1",
+        )
+        for node in (0, 1)
+    ]
+
+
 @pytest.mark.ranks
 def test_two_launchers_make_what_one_process_makes(server: Server, tmp_path: Path) -> None:
     training = {"gradient_accumulation_steps": 2, "max_steps": 2}
     alone = write_config(tmp_path / "alone", training=training, model=SECTION)
     server.run(1, alone).check()
-    config = write_config(tmp_path / "two", training=training, model=SECTION, strategies={"pipeline": {"stages": 2}})
-    where = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    started = [
-        Command(
-            [str(BIN / "torchrun"), *where, "--node_rank", str(node), TRAIN, "--config", str(config)],
-            tmp_path / f"node-{node}",
-            OMP_NUM_THREADS="1",
-        )
-        for node in (0, 1)
-    ]
-    first, second = (command.wait(120.0).check() for command in started)
-    assert first.lines("export: ")
-    assert not second.lines("step "), "only the first rank of all prints"
-    runs = [tmp_path / name / "run" for name in ("alone", "two")]
-    assert digest(runs[0] / "export") == digest(runs[1] / "export")
-    losses = [[(line["loss"], line["grad_norm"]) for line in metrics(run) if "loss" in line] for run in runs]
-    assert losses[0] == losses[1]
+    for by in ("torchrun", "deepspeed"):
+        config = write_config(tmp_path / by, training=training, model=SECTION, strategies={"pipeline": {"stages": 2}})
+        first, second = (command.wait(120.0).check() for command in launched(by, config, tmp_path / by))
+        assert first.lines("export: ")
+        assert not second.lines("step "), "only the first rank of all prints"
+        runs = [tmp_path / name / "run" for name in ("alone", by)]
+        assert digest(runs[0] / "export") == digest(runs[1] / "export")
+        losses = [[(line["loss"], line["grad_norm"]) for line in metrics(run) if "loss" in line] for run in runs]
+        assert losses[0] == losses[1]
