@@ -31,7 +31,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("server", 2, {**STREAMED, "zero": {"stage": 3}}),
     ("server", 2, {"offload": {"site": "host"}, "zero": {"stage": 1}}),
     ("server", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}),
-    ("server", 4, {"pipeline": {"stages": 2, "schedule": "gpipe"}}),
+    ("server", 4, {"pipeline": {"stages": 2, "schedule": "gpipe"}, "offload": {"site": "host"}, "zero": {"stage": 1}}),
 ]
 IDS = [
     "plain",
@@ -43,7 +43,7 @@ IDS = [
     "offload shared by two ranks, weights too",
     "offload shared by two ranks",
     "tensor 2 x data 2",
-    "pipeline 2 x data 2",
+    "pipeline 2 x data 2, offload shared by copies",
 ]
 
 
