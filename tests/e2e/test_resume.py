@@ -85,7 +85,8 @@ def test_killed_and_resumed(
     assert len(found.lines("resuming from ")) == 1
     same_history(whole.parent / "run", killed.parent / "run")
     if "offload" in strategies:
-        predicted_is_measured(whole.parent / "run")
+        if "pipeline" not in strategies:  # of stages neither saved tensors nor blocks are measured
+            predicted_is_measured(whole.parent / "run")
         applied = found.lines("stow: ")
         assert applied and len(applied) == len(set(applied)), "every effect is logged once, by the first rank"
     assert digest(killed.parent / "run" / "export") == digest(whole.parent / "run" / "export")
