@@ -12,13 +12,13 @@ a micro-batch is longer, when all are less than half as long, or when there are 
 The sums of one parameter's gradients are in the order of micro-batches in every schedule, as in one process that
 accumulates; ``scale_grads`` is off, since losses are divided already.
 
-A step at the end of an epoch may have fewer micro-batches than a schedule takes. It is run by one that takes any number
-with the same parts per stage: GPipe, breadth first, or ZBV.
+A step at the end of an epoch may have fewer micro-batches than a schedule takes. As many as it takes go through it; the
+others follow one by one, so that no stage ever has more of them under way than was planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,7 +39,7 @@ CLASSES: Mapping[Schedule, str] = {
     Schedule.ZBV: "ScheduleZBVZeroBubble",
     Schedule.DUALPIPEV: "ScheduleDualPipeV",
 }
-FEWER: Mapping[Schedule, str] = {
+ONE: Mapping[Schedule, str] = {  # take a single micro-batch, with as many parts
     Schedule.ONE_F_ONE_B: "ScheduleGPipe",
     Schedule.INTERLEAVED: "ScheduleLoopedBFS",
     Schedule.INTERLEAVED_ZERO_BUBBLE: "ScheduleLoopedBFS",
@@ -117,10 +117,21 @@ class Pipeline:
         Returns:
             The losses, on every stage. [micro-batches]
         """
-        self._batches, self._loss_of = batches, loss_of
         longest = max(batch["input_ids"].numel() for batch in batches)
         if not longest <= self._rows <= 2 * longest:
             self._rows = longest
+        return self.from_last(torch.cat([self._run_together(some, loss_of) for some in self._taken(batches)]))
+
+    def _taken(self, batches: Sequence[Inputs]) -> Iterator[Sequence[Inputs]]:
+        counts = range(len(batches), 0, -1)
+        most = next((count for count in counts if self.kind.takes(count, self.stages)), 0)
+        if most:
+            yield batches[:most]
+        yield from ([batch] for batch in batches[most:])
+
+    def _run_together(self, batches: Sequence[Inputs], loss_of: LossOf) -> Tensor:
+        """Losses, where the last part is. [micro-batches]"""
+        self._batches, self._loss_of = batches, loss_of
         schedule, losses = self._schedule(len(batches)), list[Tensor]()
         numbers = torch.arange(len(batches))
         first = (numbers,) if 0 in self.stage.mine else ()
@@ -130,7 +141,7 @@ class Pipeline:
         found = (
             torch.stack([loss.detach().reshape(()) for loss in losses]) if self.has_loss else torch.empty(len(batches))
         )
-        return self.from_last(found.float().to(self.device))
+        return found.float().to(self.device)
 
     def from_last(self, tensor: Tensor) -> Tensor:
         """``tensor`` of the rank that has the last part, on every stage."""
@@ -203,7 +214,7 @@ class Pipeline:
         """The schedule for ``count`` micro-batches of the present size."""
         key = (count, self._rows, self.kind.takes(count, self.stages))
         if self._made is None or self._made[0] != key:
-            self._made = (key, self._make(count, CLASSES[self.kind] if key[2] else FEWER[self.kind]))
+            self._made = (key, self._make(count, CLASSES[self.kind] if key[2] else ONE[self.kind]))
         return self._made[1]
 
     def _make(self, count: int, name: str) -> Any:

@@ -109,7 +109,7 @@ class Engine(Copied):
         self._used: dict[int, dict[str, Any]] = {}  # copies of the groups that this step's jobs have, by number
         self._ready: list[BucketState] = []  # complete buckets whose updates start in backward
         self.clipping = Clipping(layout, self.gradients, transfer, device)
-        self.skipped_steps = SkippedSteps(transfer)
+        self.skipped_steps = SkippedSteps(transfer, among_ranks=group is not None or total_norm is not norm_of_all)
         self.unannounced = 0  # reads in backward that no hook announced and that had to fetch their weights
         self._in_forward = False
         self._handles = [model.register_forward_pre_hook(lambda *_: self.begin_forward())]

@@ -4,6 +4,9 @@ A skipped step changes nothing. The device finds out while later work has alread
 waited for, so it is known some steps late. A single skipped step may be chance. After ``PATIENCE`` in a row no later
 one will differ, since the weights do not change: ``step`` then raises an error that names the first gradient of
 backward that was not finite.
+
+Ranks that train together have to raise it in the same step, whichever device is faster: they wait for the result. They
+have just waited for each other's norms, so that costs little.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ class NonFiniteError(RuntimeError):
 class SkippedSteps:
     """Counts skipped steps as their results become known."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, *, among_ranks: bool) -> None:
         self.skipped = 0
-        self._transfer = transfer
+        self._transfer, self._among_ranks = transfer, among_ranks
         self._waiting: list[tuple[Scale, Mapping[str, Tensor]]] = []
         self._in_a_row: list[Mapping[str, Tensor]] = []
 
@@ -46,9 +49,10 @@ class SkippedSteps:
         self._waiting.append((scale, norms))
 
     def poll(self) -> None:
-        """Log which steps were skipped, of those that are known without waiting."""
-        while self._waiting and self._transfer.done(self._waiting[0][0].known):
+        """Log which steps were skipped, of those that are known without waiting; of all if ranks train together."""
+        while self._waiting and (self._among_ranks or self._transfer.done(self._waiting[0][0].known)):
             scale, norms = self._waiting.pop(0)
+            self._transfer.host_wait(scale.known)
             if not scale.skips:
                 self._in_a_row.clear()
                 continue

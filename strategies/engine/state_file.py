@@ -44,7 +44,8 @@ class EngineState:
     def __init__(self, optimizer: StowOptimizer, model: nn.Module, *, writes: bool = True) -> None:
         self._shared = optimizer.is_shared
         self.divides_weights = self._shares_weights = optimizer.shares_weights
-        self._optimizer, self._model, self._writes = optimizer, model, writes or self._shared
+        self._optimizer, self._model = optimizer, model
+        self._writes_whole, self._writes = writes, writes or self._shared
         self._params = dict(model.named_parameters())
         self.rule = type(optimizer.engine.rule).__name__
 
@@ -83,6 +84,8 @@ class EngineState:
                 continue
             bucket, index = self._optimizer.engine.bucket_of[id(param)]
             if not self._shares_weights:
+                if not self._writes_whole:
+                    continue
                 yield Span(name, WEIGHT, tuple(param.shape), 0, self._optimizer.access.newest_of(param))
                 continue
             resting = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy

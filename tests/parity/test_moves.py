@@ -29,7 +29,7 @@ from tests.helpers.moves import (
     zero,
 )
 from tests.helpers.releases import HIGHEST_STAGE
-from tests.helpers.tiny import MIXTRAL
+from tests.helpers.tiny import LLAMA, MIXTRAL
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import WorldError, run_world
 
@@ -135,6 +135,14 @@ def test_weights_that_hugging_face_converts(tmp_path: Path) -> None:
     stages = replace(pipeline(2), model=MIXTRAL)
     all_equal(moved(tmp_path, experts, experts, replace(experts, strategies=OFFLOAD), stages))
     all_equal(moved(tmp_path / "back", stages, experts))
+    run(replace(staged(4), model=MIXTRAL), tmp_path / "copies", STEPS)  # one of the copies writes whole weights
+
+
+def test_weights_that_hugging_face_renames(tmp_path: Path) -> None:
+    """GPT-NeoX's head has another name in the file, which ranks that have parts of the weights do not read."""
+    unknown = ("num_key_value_heads", "head_dim")
+    model = {key: value for key, value in LLAMA.items() if key not in unknown} | {"model_type": "gpt_neox"}
+    all_equal(moved(tmp_path, replace(pipeline(2), model=model), replace(plain(), model=model)))
 
 
 def test_adapters(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.stage_trial import form_of_stages
 from trainer.run.trainer import Trainer
 
-STEPS = (4, 4, 3, 1, 6)  # micro-batches of each step
+STEPS = (4, 4, 3, 1, 5)  # micro-batches of each step
 NORM = 0.05
 STAGES: dict[str, Any] = {"pipeline": {"stages": 2}}
 SMALL = {
@@ -124,7 +124,10 @@ def under_way(pipeline: Pipeline, kind: Schedule, count: int) -> Iterator[tuple[
     """Of each part here: micro-batches between forward and backward in torch's schedule, and as planned."""
     assert pipeline._made is not None
     order = getattr(pipeline._made[1], "pipeline_order", None)
-    if order is None or not kind.takes(count, pipeline.stages):
+    if not kind.takes(count, pipeline.stages):  # what was left over went through one by one
+        yield pipeline._made[0][0], 1
+        return
+    if order is None:
         return
     now, most = Counter[int](), Counter[int]()
     for action in filter(None, order[pipeline.position]):
@@ -240,6 +243,18 @@ def test_layers_that_are_left_out_at_random_are_refused() -> None:
     config = run_config({key: value for key, value in opt.items() if key != "intermediate_size"}, strategies=STAGES)
     with pytest.raises(ConfigError, match=r"opt cannot be cut into stages: model.config.layerdrop is on"):
         form_of_stages(config)
+
+
+def test_a_module_that_is_planned_in_another_stage_than_it_runs_in_is_refused_beside_offload() -> None:
+    """OPT defines its last norm in front of its blocks."""
+    opt = {key: value for key, value in SMALL.items() if key != "intermediate_size"} | {
+        "model_type": "opt",
+        "ffn_dim": 128,
+    }
+    opt |= {"tie_word_embeddings": False}
+    assert form_of_stages(run_config(opt, strategies=STAGES)) is not None
+    with pytest.raises(ConfigError, match=r"model.decoder.final_layer_norm is defined on one side of the blocks"):
+        form_of_stages(run_config(opt, strategies={**STAGES, "offload": {}}))
 
 
 @pytest.mark.parametrize("average", [True, False])

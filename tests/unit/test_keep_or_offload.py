@@ -68,8 +68,7 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
             assert host + sum(copies.values()) + rounded == place(away).num_bytes(Home.HOST)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+@pytest.mark.parametrize(("accumulation", "max_grad_norm"), [(1, 0.0), (4, 1.0)])
 def test_more_memory_is_never_slower(accumulation: int, max_grad_norm: float) -> None:
     """Exactly."""
     known = large(blocks=6, accumulation=accumulation, max_grad_norm=max_grad_norm)

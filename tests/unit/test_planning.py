@@ -7,14 +7,14 @@ import pytest
 
 import launch.plan
 from strategies.core.compose import compose
-from strategies.core.plan import INPUT, Keep
+from strategies.core.plan import INPUT, Keep, Plan
 from strategies.core.registry import find
 from tests.helpers.fakes import GPU, block, facts, head
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist.ranks import Ranks
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TooLargeError
 from trainer.machine.probe import probe
-from trainer.planning.from_config import plan_of, refuse_impossible
+from trainer.planning.from_config import plan_of, plans_of, refuse_impossible
 
 
 @pytest.mark.parametrize("key", ["torch_compile", "torch_compile_backend"])
@@ -49,3 +49,23 @@ def test_ranks_per_machine_are_among_all_ranks(given: str, capsys: pytest.Captur
     with pytest.raises(SystemExit, match="2"):
         launch.plan.parse(["--config", "x.yaml", "--world-size", "8", "--ranks-per-machine", given])
     assert "must be from 1 to the world size, 8" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_named_is_enough_for_all_stages(tmp_path: Path) -> None:
+    """The first stage needs less than the last one here, and is planned first."""
+
+    def plans(budget: int) -> list[Plan]:
+        strategies = {"pipeline": {"stages": 2, "blocks": [1, 3]}, "offload": {"gpu_memory": budget}}
+        config = run_config(
+            {**LLAMA, "num_hidden_layers": 4},
+            output_dir=tmp_path,
+            strategies=strategies,
+            gradient_accumulation_steps=4,
+        )
+        return plans_of(config, Ranks(world_size=2, local_world_size=2), probe())
+
+    with pytest.raises(TooLargeError) as small:
+        plans(10_000)
+    assert len(plans(small.value.needed)) == 2
+    with pytest.raises(TooLargeError):
+        plans(small.value.needed - 64)

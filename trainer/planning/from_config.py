@@ -23,6 +23,7 @@ from trainer.model.shrink import PER_LAYER
 from trainer.planning import facts
 
 if TYPE_CHECKING:
+    from strategies.core.facts import Facts
     from trainer.config.sections import RunConfig
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
@@ -49,10 +50,9 @@ def plan_of(
         ConfigError: strategies conflict, or one cannot work with these facts; TooLargeError: memory is not enough.
     """
     check_options(config, ranks.world_size, installed=False)
-    known = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
+    whole = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     try:
-        for strategy in in_order(config.strategies).values():
-            known = strategy.narrowed(known, ranks.rank)
+        known = _narrowed(config, whole, ranks.rank)
     except Refusal as refused:
         raise _located(config, refused) from None
     if known.linears:
@@ -63,9 +63,31 @@ def plan_of(
     try:
         plan = compose(config.strategies, known)
     except (Conflict, Refusal) as refused:
-        raise _located(config, refused) from None
+        raise _located(config, _largest(config, whole, refused)) from None
     _refuse_compiled(config, plan)
     return plan
+
+
+def _narrowed(config: RunConfig, whole: Facts, rank: int) -> Facts:
+    for strategy in in_order(config.strategies).values():
+        whole = strategy.narrowed(whole, rank)
+    return whole
+
+
+def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Conflict | Refusal:
+    """``refused``, or the refusal of another stage of the pipeline that needs more of the same memory."""
+    grid = whole.run.grid
+    if grid.stages == 1 or not isinstance(refused, MemoryRefusal):
+        return refused
+    for stage in range(grid.stages):
+        try:
+            compose(config.strategies, _narrowed(config, whole, grid.rank(Cell(stage, 0, 0))))
+        except MemoryRefusal as other:
+            if other.home is refused.home and other.needed > refused.needed:
+                refused = other
+        except Refusal:
+            pass  # that rank says so itself
+    return refused
 
 
 def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> list[Plan]:

@@ -109,10 +109,11 @@ def _first_of_stages(trainer: Trainer, gradient: str | None) -> str | None:
         (-1, lambda: iter(known) if trainer.stowed else _bad_gradients(model, trainer.backward_again)),
     )
     for order, phase in phases:
-        everyones: list[str | None] = [None] * pipeline.stages
-        torch.distributed.all_gather_object(everyones, next(phase(), None), group=pipeline.group)
-        if found := next(filter(None, everyones[::order]), None):
-            return found
+        everyones: list[Any] = [None] * trainer.args.world_size
+        torch.distributed.all_gather_object(everyones, (pipeline.position, next(phase(), None)))
+        in_order = sorted(everyones, key=lambda each: order * each[0])  # stages of all copies
+        if found := next((what for _, what in in_order if what), None):
+            return str(found)
     return None
 
 

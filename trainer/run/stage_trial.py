@@ -16,10 +16,13 @@ from strategies.core.facts import Precision
 from strategies.core.protocol import Axis, Requirement
 from trainer.errors import ConfigError, first_line
 from trainer.model import build
+from trainer.model.params import EMBEDDING, units_by_name
 from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning.facts import precision_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from strategies.backends.stages import Form
     from trainer.config.sections import RunConfig
 
@@ -69,4 +72,21 @@ def _tried(kind: str, small: dict[str, Any], config: RunConfig) -> Form:
     mask[1, 8:] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed and not casts):
-        return stages.form_of(copy, inputs)
+        form = stages.form_of(copy, inputs)
+    if "offload" in config.strategies:
+        _refuse_odd_order(copy, form)
+    return form
+
+
+def _refuse_odd_order(copy: nn.Module, form: Form) -> None:
+    """Raise CannotCut if a module is defined in front of the blocks and called behind them, or the other way.
+
+    The plan goes by the order of definition, and the memory engine has room for what the plan gives a stage.
+    """
+    for name, unit in units_by_name(copy).items():
+        path = name.rpartition(".")[0]
+        if path in form.outside and (unit == EMBEDDING) != (path in form.front):
+            raise stages.CannotCut(
+                f"{path} is defined on one side of the blocks and called on the other, and its bytes are planned where "
+                f"it is defined; leave strategies.offload out"
+            )

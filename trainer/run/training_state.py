@@ -98,7 +98,7 @@ def _to_write(checkpoint: Path, model: nn.Module, holder: Any, rank: int) -> set
     """
     if not getattr(holder, "divides_weights", False):
         return _not_in_files(checkpoint, model) if rank == 0 else set()
-    if _is_converted(model) or hasattr(model, "peft_config"):
+    if _conversions(model) or hasattr(model, "peft_config"):
         return set(_needed(model))
     return _not_in_files(checkpoint, model) & {name for name, _ in _buffers(model)} if rank == 0 else set()
 
@@ -137,15 +137,19 @@ def _not_in_files(checkpoint: Path, model: nn.Module) -> set[str]:
 
 def _is_converted(model: Any) -> bool:
     """Whether ``save_pretrained`` computes other tensors from the model's, possibly under the same names."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
+    return any(isinstance(each, WeightConverter) for each in _conversions(model))
+
+
+def _conversions(model: Any) -> list[Any]:
+    """What ``save_pretrained`` does with the model's tensors: gives them other names, or computes others from them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     if not hasattr(model, "config") or hasattr(model, "peft_config"):
-        return False
+        return []
     found = getattr(model, "_weight_conversions", None)
-    if found is None:
-        found = get_model_conversion_mapping(model, add_legacy=False)
-    return any(isinstance(each, WeightConverter) for each in found)
+    return list(get_model_conversion_mapping(model, add_legacy=False) if found is None else found)
 
 
 def _needed(model: nn.Module) -> dict[str, tuple[int, ...]]:
