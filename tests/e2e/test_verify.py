@@ -19,9 +19,10 @@ from trainer.verify.verify import Offloaded, real_plan, shrink, train_or_refuse
 pytestmark = pytest.mark.ranks
 
 
-def config_with(folder: Path, offload: Mapping[str, Any], **training: Any) -> Path:
+def config_with(folder: Path, offload: Mapping[str, Any], stages: int = 1, **training: Any) -> Path:
     model = {"config": MODEL | {"num_hidden_layers": 4, "vocab_size": 512}, "tokenizer": "none"}
-    return write_config(folder, model=model, training=training, strategies={"offload": offload})
+    pipeline = {"pipeline": {"stages": stages, "blocks": [1, 3]}} if stages > 1 else {}
+    return write_config(folder, model=model, training=training, strategies={"offload": offload, **pipeline})
 
 
 def run(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
@@ -40,6 +41,14 @@ def test_a_copy_that_moves_as_the_real_plan_does(tmp_path: Path, capsys: pytest.
     assert "weights of 0 of 8 buckets travelled" in mixed and "updated by the CPU, updated on the device" in mixed
     for line in (travels, mixed):
         assert " up and " in line and " 0 B " not in line and line.endswith("against plain training: bitwise equal")
+
+
+def test_a_copy_in_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The copy has more blocks than the run, so that some can leave the device in each stage."""
+    config = config_with(tmp_path, {"site": "host", "weights": "streamed"}, 2, gradient_accumulation_steps=2)
+    code, lines, err = run(config, capsys, "--ranks", "2")
+    assert (code, err, lines[-1]) == (0, "", "bitwise equal")
+    assert "weights travel" in lines[2] and lines[2].endswith("against plain training: bitwise equal")
 
 
 def test_in_bf16_the_engine_equals_itself_with_the_optimizer_of_the_config(

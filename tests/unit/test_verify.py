@@ -40,7 +40,7 @@ def offloading(options: Mapping[str, Any], base: Mapping[str, Any] = LLAMA, **tr
 def shown(config: RunConfig) -> tuple[Any, list[Any]]:
     """The real plan, and the runs of the copy."""
     real = plan_of(config, Ranks(), probe())
-    return real, moving(real, config.strategies, facts_of(shrink(config, Path("unused"), 2, layers=4)))
+    return real, moving(real, config.strategies, [facts_of(shrink(config, Path("unused"), 2, layers=4))])
 
 
 def facts_of(config: RunConfig) -> Facts:
@@ -91,7 +91,7 @@ def test_every_site_of_a_mixed_plan_is_shown() -> None:
     plan: Any = SimpleNamespace(
         layout=replace(real.layout, buckets=tuple(mixed)), facts=real.facts, decided_by=real.decided_by
     )
-    copies = moving(plan, config.strategies, facts_of(shrink(config, Path("unused"), 2, layers=4)))
+    copies = moving(plan, config.strategies, [facts_of(shrink(config, Path("unused"), 2, layers=4))])
     assert {ON_DEVICE, ON_HOST, STREAMED, TRAVEL} <= frozenset().union(*(copy.shows for copy in copies))
     assert len(copies) <= 3
     named = [copy.options for copy in copies if "site" in copy.options]

@@ -132,17 +132,17 @@ class CopyRun:
     shows: frozenset[str]
 
 
-def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[CopyRun]:
+def moving(real: Plan, strategies: Mapping[str, Strategy], stages: Sequence[Facts]) -> list[CopyRun]:
     """Runs of the copy that together show what ``real`` moves, and weights that travel if possible.
 
     If ``real`` moves nothing, this is one run in which something moves; empty if nothing can.
 
     Args:
         strategies: of the config.
-        copy: the facts of the copy.
+        stages: the facts of the copy; where it is cut, of each stage.
     """
     assert real.layout is not None
-    search = _CopySearch(strategies, layout_strategy(real), copy, block_bytes(real.facts))
+    search = _CopySearch(strategies, layout_strategy(real), stages, block_bytes(real.facts))
     if moves(real.layout):
         return search.cover(features(real.layout) | {TRAVEL})
     for alone in MOVING:
@@ -152,16 +152,18 @@ def moving(real: Plan, strategies: Mapping[str, Strategy], copy: Facts) -> list[
 
 
 class _CopySearch:
-    """Plans the copy with other options of offload."""
+    """Plans the copy with other options of offload; what it shows is that of the first stage."""
 
-    def __init__(self, strategies: Mapping[str, Strategy], name: str, facts: Facts, real_block_bytes: int) -> None:
-        self._strategies, self._name, self._facts = strategies, name, facts
+    def __init__(
+        self, strategies: Mapping[str, Strategy], name: str, stages: Sequence[Facts], real_block_bytes: int
+    ) -> None:
+        self._strategies, self._name, self._stages = strategies, name, stages
         self._given = strategies[name].model_dump()
-        self._ample = facts.machine.device_bytes  # more than any copy needs
+        self._ample = stages[0].machine.device_bytes  # more than any copy needs
         self._always = dict[str, Any]()
         size = self._given["bucket_size"]
         if size != AUTO and real_block_bytes:
-            scaled = parse_bytes(size) * block_bytes(facts) // real_block_bytes
+            scaled = parse_bytes(size) * block_bytes(stages[0]) // real_block_bytes
             self._always["bucket_size"] = str(max(2 * ALIGN_BYTES, scaled))
 
     def cover(self, wanted: frozenset[str]) -> list[CopyRun]:
@@ -172,14 +174,14 @@ class _CopySearch:
         return chosen
 
     def _by_budget(self) -> Iterator[CopyRun]:
-        most = self._plan(self._ample)
-        if most is None or most.addresses is None:
+        most = self._plans(self._ample)
+        if not most or any(plan.addresses is None for plan in most):
             return
-        high = most.addresses.num_bytes(Home.DEVICE) + most.saved_peak()
+        high = max(plan.peak(Home.DEVICE) for plan in most)
         low, unfit = high, 0
         while low - unfit > high >> 6:
             middle = (low + unfit) // 2
-            low, unfit = (middle, unfit) if self._plan(middle) else (low, middle)
+            low, unfit = (middle, unfit) if self._plans(middle) else (low, middle)
         for level in range(LEVELS):
             yield from self._copy(low + (high - low) * level // LEVELS)
 
@@ -191,21 +193,21 @@ class _CopySearch:
                 yield from self._copy(self._ample, **asked, **finer)
 
     def _copy(self, budget: int, **more: Any) -> Iterator[CopyRun]:
-        plan = self._plan(budget, **more)
-        if plan is not None and plan.layout is not None:
-            yield CopyRun(self._options(budget, **more), features(plan.layout))
+        plans = self._plans(budget, **more)
+        if plans and plans[0].layout is not None:
+            yield CopyRun(self._options(budget, **more), features(plans[0].layout))
 
     def _options(self, budget: int, **more: Any) -> dict[str, Any]:
         return {**self._always, "gpu_memory": written(budget), **more}
 
-    def _plan(self, budget: int, **more: Any) -> Plan | None:
-        """The plan with this budget; None if it is refused."""
+    def _plans(self, budget: int, **more: Any) -> list[Plan]:
+        """The plan of each stage with this budget; empty if one is refused."""
         given = self._strategies[self._name]
         changed = type(given).model_validate({**self._given, **self._options(budget, **more)})
         try:
-            return compose({**self._strategies, self._name: changed}, self._facts)
+            return [compose({**self._strategies, self._name: changed}, facts) for facts in self._stages]
         except Refusal:
-            return None
+            return []
 
 
 def _fewest(copies: Sequence[CopyRun], wanted: frozenset[str]) -> tuple[list[CopyRun], frozenset[str]]:

@@ -52,7 +52,7 @@ def plan_of(
     check_options(config, ranks.world_size, installed=False)
     whole = facts.gather(config, ranks.world_size, ranks.local_world_size, machine)
     try:
-        known = _narrowed(config, whole, ranks.rank)
+        known = narrowed(config, whole, ranks.rank)
     except Refusal as refused:
         raise _located(config, refused) from None
     if known.linears:
@@ -68,7 +68,12 @@ def plan_of(
     return plan
 
 
-def _narrowed(config: RunConfig, whole: Facts, rank: int) -> Facts:
+def narrowed(config: RunConfig, whole: Facts, rank: int) -> Facts:
+    """The facts of the part of the model that ``rank`` has.
+
+    Raises:
+        Refusal: the model cannot be divided so.
+    """
     for strategy in in_order(config.strategies).values():
         whole = strategy.narrowed(whole, rank)
     return whole
@@ -81,7 +86,7 @@ def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Co
         return refused
     for stage in range(grid.stages):
         try:
-            compose(config.strategies, _narrowed(config, whole, grid.rank(Cell(stage, 0, 0))))
+            compose(config.strategies, narrowed(config, whole, grid.rank(Cell(stage, 0, 0))))
         except MemoryRefusal as other:
             if other.home is refused.home and other.needed > refused.needed:
                 refused = other

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strategies.core.compose import degrees
+from strategies.core.grid import Cell
 from strategies.core.layout import Site
 from strategies.core.plan import RUN, Place
 from strategies.core.protocol import Axis
@@ -326,20 +327,29 @@ class Offloaded:
     def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         from trainer.machine.probe import probe
         from trainer.planning import facts
+        from trainer.planning.from_config import narrowed
 
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
         known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
-        return moving(self._real, small.strategies, known)
+        grid = known.run.grid
+        firsts = [grid.rank(Cell(stage, 0, 0)) for stage in range(grid.stages)]
+        return moving(self._real, small.strategies, [narrowed(small, known, rank) for rank in firsts])
 
     def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
-        return shrink(self._config, folder, self._steps, layers=MOVING_LAYERS, keep_optimizer=keep_optimizer)
+        layers = MOVING_LAYERS * degrees(self._config.strategies).get(Axis.STAGES, 1)
+        small = shrink(self._config, folder, self._steps, layers=layers, keep_optimizer=keep_optimizer)
+        # The copy has other blocks than those that a pipeline may be told to cut.
+        free = {
+            n: s.model_copy(update={"blocks": None}) for n, s in small.strategies.items() if Axis.STAGES in s.divides()
+        }
+        return small.model_copy(update={"strategies": {**small.strategies, **free}})
 
     def _run(self, options: Mapping[str, Any] | None, *, keep_optimizer: bool) -> dict[str, Any]:
         """Train the copy with other ``options`` of offload; None: plainly."""
         with tempfile.TemporaryDirectory(prefix="deepstow-verify-") as name:
             small = self._small(Path(name), keep_optimizer=keep_optimizer)
             if options is None:
-                return _trained(self._num_ranks, without_strategies(small))
+                return _trained(run_facts(small, self._num_ranks).replicas, without_strategies(small))
             name, addresses = layout_strategy(self._real), self._real.decided_by((Place.__name__, RUN))
             given = small.strategies[name]
             changed = type(given).model_validate({**given.model_dump(), **options})
