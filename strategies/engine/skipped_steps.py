@@ -52,7 +52,8 @@ class SkippedSteps:
         """Log which steps were skipped, of those that are known without waiting; of all if ranks train together."""
         while self._waiting and (self._among_ranks or self._transfer.done(self._waiting[0][0].known)):
             scale, norms = self._waiting.pop(0)
-            self._transfer.host_wait(scale.known)
+            if self._among_ranks:
+                self._transfer.host_wait(scale.known)
             if not scale.skips:
                 self._in_a_row.clear()
                 continue

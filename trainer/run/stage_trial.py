@@ -73,7 +73,7 @@ def _tried(kind: str, small: dict[str, Any], config: RunConfig) -> Form:
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed and not casts):
         form = stages.form_of(copy, inputs)
-    if "offload" in config.strategies:
+    if casts:
         _refuse_odd_order(copy, form)
     return form
 
