@@ -86,10 +86,8 @@ class Pipeline(Strategy):
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         zero, offload = others.get("zero"), "offload" in others
         if zero is not None and (not offload or zero.model_dump()["stage"] > 1):
-            cure = (
-                "leave zero out, or write stage 1 and strategies.offload, whose engine then shares the state of a stage"
-            )
-            yield Refusal("strategies.zero", "on", f"cannot go with {KEY}; {cure} among its copies")
+            cure = "leave zero out, or write stage 1 beside strategies.offload, whose engine shares the state of copies"
+            yield Refusal("strategies.zero", "on", f"cannot go with {KEY}; {cure}")
         if "tensor" in others:
             why = "DeepSpeed's engine, which divides the weights, drives no schedule: leave one of the two out"
             yield Refusal("strategies.tensor", "on", f"cannot go with {KEY}; {why}")

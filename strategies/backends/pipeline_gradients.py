@@ -37,7 +37,7 @@ class StageGradients:
         held_by = {name: [place for place, held in enumerate(holders) if name in held] for name in self._order}
         self._tied = {name: places for name, places in held_by.items() if len(places) > 1}
         self._place = pipeline.position
-        self._places = {name: place for place, name in enumerate(self._order)}
+        self._number = {name: number for number, name in enumerate(self._order)}
         self.own = [name for name in self._params if held_by[name][0] == self._place]
 
     def complete(self) -> None:
@@ -78,22 +78,21 @@ class StageGradients:
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip all gradients of the copy to a norm of ``max_norm`` and return the norm before; a collective."""
-        grads = {name: grad for name, param in self._params.items() if (grad := param.grad) is not None}
+        grads = {name: grad for name in self.own if (grad := self._params[name].grad) is not None}
         norms = dict(zip(grads, torch._foreach_norm(list(grads.values()), 2.0), strict=True)) if grads else {}
         norm = self.total_norm(norms, next(iter(self._params.values())).device)
         clip_grads_with_norm_(self._params.values(), max_norm, norm)
         return norm
 
     def total_norm(self, norms: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """The norm of all gradients of the copy, from those of this stage by parameter; a collective."""
-        own = [name for name in self.own if name in norms]
-        known = torch.zeros(2, len(self._order), dtype=torch.float64, device=device)
-        places = [self._places[name] for name in own]
-        if places:
-            known[0, places] = torch.stack([norms[name] for name in own]).double()
-            known[1, places] = 1
+        """The norm of all gradients of the copy, from the norm of each that this stage owns; a collective."""
+        known = torch.zeros(2, len(self._order), dtype=torch.float64, device=device)  # norms, and which there are
+        if norms:
+            numbers = [self._number[name] for name in norms]
+            known[0, numbers] = torch.stack(list(norms.values())).double()
+            known[1, numbers] = 1
         dist.all_reduce(known, group=self._group)
-        dtype = next((norms[name].dtype for name in own), torch.float32)
+        dtype = next((norm.dtype for norm in norms.values()), torch.float32)
         total: Tensor = torch.linalg.vector_norm(known[0][known[1] > 0].to(dtype), 2.0)
         return total
 

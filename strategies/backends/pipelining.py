@@ -120,9 +120,10 @@ class Pipeline:
         longest = max(batch["input_ids"].numel() for batch in batches)
         if not longest <= self._rows <= 2 * longest:
             self._rows = longest
-        return self.from_last(torch.cat([self._run_together(some, loss_of) for some in self._taken(batches)]))
+        return self.from_last(torch.cat([self._run_together(some, loss_of) for some in self._turns(batches)]))
 
-    def _taken(self, batches: Sequence[Inputs]) -> Iterator[Sequence[Inputs]]:
+    def _turns(self, batches: Sequence[Inputs]) -> Iterator[Sequence[Inputs]]:
+        """As many as the schedule takes together, then the others one by one."""
         counts = range(len(batches), 0, -1)
         most = next((count for count in counts if self.kind.takes(count, self.stages)), 0)
         if most:
@@ -187,13 +188,9 @@ class Pipeline:
             assert self._loss_of is not None
             with self.stage.only(part, hidden):
                 found = self._loss_of(inputs).reshape(1)
-        if self.before_backward is not None and found.requires_grad:
-            found.register_hook(self._begin_backward)  # runs before the first node of its backward
+        if (begin := self.before_backward) is not None and found.requires_grad:
+            found.register_hook(lambda grad: begin())  # runs before the first node of its backward
         return found
-
-    def _begin_backward(self, grad: Tensor) -> None:
-        assert self.before_backward is not None
-        self.before_backward()
 
     def _hidden_states(self, part: int, hidden: Tensor | None, inputs: Inputs) -> Tensor:
         with self._context():

@@ -98,8 +98,8 @@ def stow(
         )
     group = process_group if ranks > 1 else None
     beside = where.type != "cpu" if beside is None else beside
-    how = transfer or transfer_for(where)
-    optimizer = StowOptimizer(model, plan, params, rule, where, group, total_norm, how, beside)
+    transfer = transfer or transfer_for(where)
+    optimizer = StowOptimizer(model, plan, params, rule, where, group, total_norm, transfer, beside)
     model.__dict__[STOWED] = optimizer
     chunked_loss.set_by_plan(model, plan)
     model.__dict__[DDP_ASKS] = _NotForDdp()

@@ -84,9 +84,8 @@ class EngineState:
                 continue
             bucket, index = self._optimizer.engine.bucket_of[id(param)]
             if not self._shares_weights:
-                if not self._writes_whole:
-                    continue
-                yield Span(name, WEIGHT, tuple(param.shape), 0, self._optimizer.access.newest_of(param))
+                if self._writes_whole:
+                    yield Span(name, WEIGHT, tuple(param.shape), 0, self._optimizer.access.newest_of(param))
                 continue
             resting = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
             for piece in bucket.pieces_in([index]):
@@ -119,7 +118,7 @@ class EngineState:
         shapes = self.shapes()
         complaints = list(other_model(saved, shapes, self.rule))
         yield from complaints
-        for name in shapes.keys() & self._params.keys() if not complaints else ():
+        for name in (name for name in shapes if name in self._params and not complaints):
             known = saved.parameters[name]
             kinds = [kind for kind in known.tensors if kind not in (MASTER, WEIGHT)]
             if known.numbers.get("step") and sorted(kinds) != sorted(rule.names):

@@ -43,12 +43,13 @@ def to_json(plan: Plan, cost: StepCost | None) -> dict[str, Any]:
 def headline(plan: Plan, cost: StepCost) -> str:
     """The simulated step on one line; in a pipeline that of one stage."""
     run = plan.facts.run
-    waits = (run.stages - 1) / run.accumulation * cost.compute_seconds  # in gpipe and 1f1b, for as many equal stages
-    others = f" alone, {cost.seconds + waits:.3g} s with {run.stages - 1} more that take as long" if waits else ""
+    step = f"simulated step: {cost.seconds:.3g} s"
+    if run.stages > 1:  # in gpipe and 1f1b it waits for as many micro-batches as there are other stages
+        waiting = cost.seconds + (run.stages - 1) / run.accumulation * cost.compute_seconds
+        step = f"simulated step of this stage: {cost.seconds:.3g} s alone, {waiting:.3g} s if all take as long"
     return (
-        f"simulated step{' of this stage' * bool(waits)}: {cost.seconds:.3g} s{others}, of which forward and backward "
-        f"{cost.compute_seconds:.3g} s ({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; "
-        f"rates: {cost.origin}"
+        f"{step}, of which forward and backward {cost.compute_seconds:.3g} s "
+        f"({cost.compute_seconds / cost.seconds:.0%}); {cost.outcome.binds.value} binds; rates: {cost.origin}"
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from strategies.core import layout
 from strategies.core.layout import Item, Site
-from strategies.engine import SGD, AdamW, updates
+from strategies.engine import SGD, AdamW, stow, updates
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
 from strategies.planner.addresses import place, slot_pools
@@ -61,6 +61,29 @@ def test_bf16(row: Row) -> None:
 def test_several_micro_batches_under_way(row: Row) -> None:
     """As in a stage of a pipeline: forwards of later micro-batches run before the backward of an earlier one."""
     assert run(row) == []
+
+
+def test_weights_come_ahead_in_a_backward_that_follows_another() -> None:
+    """As at the end of a pipeline's step: none of them is late in the second one either."""
+    model = build("llama")
+    plan: Any = plan_of(model, site="device", weights="travelling", prefetch=1, accumulation=2)
+    optimizer = stow(model, plan, None, AdamW(), transfer=Delayed(), beside=False)
+    engine, late = optimizer.engine, list[int]()
+    ensure = engine.ensure
+
+    def counted(*buckets: Any) -> None:
+        late[-1] += sum(not bucket.present for bucket in buckets)
+        ensure(*buckets)
+
+    engine.ensure = counted  # type: ignore[method-assign]
+    late.append(0)
+    losses = [model(**batch).loss for batch in tokens("llama", 2)]
+    for loss in losses:
+        late.append(0)
+        engine.begin_backward()
+        loss.backward()
+    optimizer.close()
+    assert late[1:] == [0, 0], late
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -20,7 +20,7 @@ from strategies.backends.pipelining import Pipeline
 from strategies.backends.stages import CannotCut, Stage, form_of
 from strategies.planner.cuts import Schedule
 from tests.helpers.releases import needs_to_return
-from tests.helpers.tiny import run_config
+from tests.helpers.tiny import LLAMA, run_config
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
@@ -243,6 +243,13 @@ def test_layers_that_are_left_out_at_random_are_refused() -> None:
     config = run_config({key: value for key, value in opt.items() if key != "intermediate_size"}, strategies=STAGES)
     with pytest.raises(ConfigError, match=r"opt cannot be cut into stages: model.config.layerdrop is on"):
         form_of_stages(config)
+
+
+def test_a_tied_head_is_refused_beside_offload() -> None:
+    tied = run_config({**LLAMA, "tie_word_embeddings": True}, strategies={**STAGES, "offload": {}})
+    with pytest.raises(ConfigError, match="its head is tied to the embedding"):
+        form_of_stages(tied)
+    assert form_of_stages(run_config(LLAMA, strategies={**STAGES, "offload": {}})) is not None
 
 
 def test_a_module_that_is_planned_in_another_stage_than_it_runs_in_is_refused_beside_offload() -> None:

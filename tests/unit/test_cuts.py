@@ -127,6 +127,12 @@ def test_refusals() -> None:
     offload = find("offload").model_validate({})
     assert refused(pipeline(), known(8), zero=zero, offload=offload) == [line]
     assert not refused(pipeline(), known(8), zero=find("zero").model_validate({"stage": 1}), offload=offload)
+    inside = find("offload").model_validate({"update_in_backward": True})
+    hosts = find("recompute").model_validate({"policy": "full", "activation_offloading": True})
+    for each, why in ((inside, "agree on a step first"), (hosts, "the host has room for one micro-batch")):
+        (line,) = each.refusals(replace(known(8).run, max_grad_norm=0.0), {"pipeline": pipeline()})
+        assert why in str(line)
+        assert not list(each.refusals(replace(known(8).run, max_grad_norm=0.0, stages=1, world_size=1), {}))
     (line,) = refused(pipeline(schedule="zbv"), known(8), offload=offload)
     assert line.endswith("it gives a stage two parts, and the memory engine trains one; write 1f1b or gpipe")
     (line,) = refused(pipeline(), known(1))

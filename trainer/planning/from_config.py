@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import compose, in_order, refusals, requirements_of
-from strategies.core.grid import Cell
 from strategies.core.plan import Conflict, Home, Plan
 from strategies.core.protocol import COMPILING, MemoryRefusal, Refusal, Requirement
 from strategies.core.sizes import human
@@ -81,12 +80,11 @@ def narrowed(config: RunConfig, whole: Facts, rank: int) -> Facts:
 
 def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Conflict | Refusal:
     """``refused``, or the refusal of another stage of the pipeline that needs more of the same memory."""
-    grid = whole.run.grid
-    if grid.stages == 1 or not isinstance(refused, MemoryRefusal):
+    if whole.run.stages == 1 or not isinstance(refused, MemoryRefusal):
         return refused
-    for stage in range(grid.stages):
+    for rank in whole.run.grid.pipelines()[0]:
         try:
-            compose(config.strategies, narrowed(config, whole, grid.rank(Cell(stage, 0, 0))))
+            compose(config.strategies, narrowed(config, whole, rank))
         except MemoryRefusal as other:
             if other.home is refused.home and other.needed > refused.needed:
                 refused = other
@@ -98,8 +96,7 @@ def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Co
 def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> list[Plan]:
     """The plans of a run's stages, in order; one where the model is not cut. Arguments and errors: ``plan_of``."""
     first = plan_of(config, replace(ranks, rank=0), machine, **how)
-    grid = first.facts.run.grid
-    others = (grid.rank(Cell(stage, 0, 0)) for stage in range(1, grid.stages))
+    others = first.facts.run.grid.pipelines()[0][1:]
     return [first, *(plan_of(config, replace(ranks, rank=rank), machine, **how) for rank in others)]
 
 

@@ -226,7 +226,8 @@ def make_model(run: Run) -> PreTrainedModel:
         try:
             run.stage = stages.Stage(weights, known.cut.parts, known.cut.of_stage(known.run.stage), form)
         except stages.CannotCut as error:
-            raise ConfigError(f"strategies.pipeline: {error}") from None
+            line = f"strategies.pipeline: {error}"
+            raise ConfigError(run.config.located("strategies.pipeline", line)) from None
     apply_strategies(weights, run)
     return weights
 

@@ -27,13 +27,17 @@ from strategies.backends import pipeline_state, pipelining
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.planner.cuts import Schedule
 from trainer.data.packing import MASKED
+from trainer.run.stowed_trainer import StowedTrainer
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
+    import transformers
 
     from strategies.backends.stages import Stage
+
+    class _Trainer(StowedTrainer, transformers.Trainer): ...
+
 else:
-    _Trainer = object
+    _Trainer = StowedTrainer
 
 
 class PipelineTrainer(_Trainer):
@@ -45,7 +49,6 @@ class PipelineTrainer(_Trainer):
     accelerator: Any
     model: Any
     plan: Any
-    stowed: Any
     last_inputs: Any
 
     def start_pipeline(self, stage: Stage) -> None:
@@ -65,8 +68,15 @@ class PipelineTrainer(_Trainer):
     def among_ranks(self) -> dict[str, Any]:
         """The memory engine of a stage averages over the copies of the model, and clips by the norm of all stages."""
         if self.pipeline is None:
-            return super().among_ranks()  # type: ignore[misc, no-any-return]
+            return super().among_ranks()
         return {"process_group": self._copies, "total_norm": self.gradients.total_norm}
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As without a pipeline; the memory engine is told of every backward."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.pipeline is not None and self.stowed is not None:
+            self.pipeline.before_backward = self.stowed.engine.begin_backward
+        return optimizer
 
     @property
     def whole(self) -> Any:
@@ -87,11 +97,9 @@ class PipelineTrainer(_Trainer):
         if not self._losses:
             model.train()
             self._drawn = 0
-            engine = None if self.stowed is None else self.stowed.engine
-            self.pipeline.before_backward = None if engine is None else engine.begin_backward
             batches = [self._prepare_inputs(dict(batch)) for batch in self._batches]
             self._losses = list(self.pipeline.step(batches, partial(self._loss_of, num_items_in_batch)).unbind())
-            if engine is None:
+            if self.stowed is None:
                 self.gradients.complete()
         return self._losses.pop(0)
 

@@ -21,8 +21,6 @@ from trainer.model.shrink import VOCAB, shrink_model
 from trainer.planning.facts import precision_of
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from strategies.backends.stages import Form
     from trainer.config.sections import RunConfig
 
@@ -42,21 +40,22 @@ def form_of_stages(config: RunConfig) -> Form | None:
     drops = [key for key, value in text.to_dict().items() if "layerdrop" in key and value]
     if drops:
         what = f"model.config.{drops[0]} is on, and a stage whose first block is left out would go on without its input"
-        raise _cannot(text.model_type, f"{what}; write {drops[0]}: 0.0")
+        raise _cannot(config, text.model_type, f"{what}; write {drops[0]}: 0.0")
     small = shrink_model(hf_config, layers=BLOCKS)
     kind = small.pop("model_type")
     try:
         with torch.random.fork_rng(devices=[]):
             return _tried(kind, small, config)
     except stages.CannotCut as error:
-        raise _cannot(kind, str(error)) from None
+        raise _cannot(config, kind, str(error)) from None
     except Exception as error:  # a model's code can raise anything
         what = f"a small copy, on which that would be tried, cannot be built or run: {first_line(error)}"
-        raise _cannot(kind, what) from None
+        raise _cannot(config, kind, what) from None
 
 
-def _cannot(kind: str, why: str) -> ConfigError:
-    return ConfigError(f"strategies.pipeline: {kind} cannot be cut into stages: {why}")
+def _cannot(config: RunConfig, kind: str, why: str) -> ConfigError:
+    line = f"strategies.pipeline: {kind} cannot be cut into stages: {why}"
+    return ConfigError(config.located("strategies.pipeline", line))
 
 
 def _tried(kind: str, small: dict[str, Any], config: RunConfig) -> Form:
@@ -74,15 +73,22 @@ def _tried(kind: str, small: dict[str, Any], config: RunConfig) -> Form:
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed and not casts):
         form = stages.form_of(copy, inputs)
     if casts:
-        _refuse_odd_order(copy, form)
+        _refuse_beside_engine(copy, form)
     return form
 
 
-def _refuse_odd_order(copy: nn.Module, form: Form) -> None:
-    """Raise CannotCut if a module is defined in front of the blocks and called behind them, or the other way.
+def _refuse_beside_engine(copy: Any, form: Form) -> None:
+    """Raise CannotCut if the memory engine cannot train stages of this model: the head is tied, or a module is defined
+    in front of the blocks and called behind them, or the other way.
 
     The plan goes by the order of definition, and the memory engine has room for what the plan gives a stage.
     """
+    head = copy.get_output_embeddings()
+    if head is not None and head.weight is copy.get_input_embeddings().weight:
+        raise stages.CannotCut(
+            "its head is tied to the embedding, and gradients of the two ends are added before any update; leave "
+            "strategies.offload out"
+        )
     for name, unit in units_by_name(copy).items():
         path = name.rpartition(".")[0]
         if path in form.outside and (unit == EMBEDDING) != (path in form.front):

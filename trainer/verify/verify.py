@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strategies.core.compose import degrees
-from strategies.core.grid import Cell
 from strategies.core.layout import Site
 from strategies.core.plan import RUN, Place
 from strategies.core.protocol import Axis
@@ -331,18 +330,18 @@ class Offloaded:
 
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
         known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
-        grid = known.run.grid
-        firsts = [grid.rank(Cell(stage, 0, 0)) for stage in range(grid.stages)]
-        return moving(self._real, small.strategies, [narrowed(small, known, rank) for rank in firsts])
+        stages = [narrowed(small, known, rank) for rank in known.run.grid.pipelines()[0]]
+        return moving(self._real, small.strategies, stages)
 
     def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
         layers = MOVING_LAYERS * degrees(self._config.strategies).get(Axis.STAGES, 1)
         small = shrink(self._config, folder, self._steps, layers=layers, keep_optimizer=keep_optimizer)
         # The copy has other blocks than those that a pipeline may be told to cut.
-        free = {
-            n: s.model_copy(update={"blocks": None}) for n, s in small.strategies.items() if Axis.STAGES in s.divides()
+        strategies = {
+            name: each.model_copy(update={"blocks": None}) if Axis.STAGES in each.divides() else each
+            for name, each in small.strategies.items()
         }
-        return small.model_copy(update={"strategies": {**small.strategies, **free}})
+        return small.model_copy(update={"strategies": strategies})
 
     def _run(self, options: Mapping[str, Any] | None, *, keep_optimizer: bool) -> dict[str, Any]:
         """Train the copy with other ``options`` of offload; None: plainly."""
