@@ -30,7 +30,7 @@ from strategies.engine.norms import TotalNorm, norm_of_all
 from strategies.engine.optim import UpdateRule
 from strategies.engine.outside_modes import unseen
 from strategies.engine.prefetch import Prefetch
-from strategies.engine.rank_sync import SharedBuffers
+from strategies.engine.rank_sync import SharedBuffers, hosts_of
 from strategies.engine.residency import Residency
 from strategies.engine.shares import Shares
 from strategies.engine.skipped_steps import SkippedSteps
@@ -77,9 +77,10 @@ class Engine(Copied):
         dtypes = {param.dtype for param in model.parameters()}
         self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
         self._buffers = None if group is None else SharedBuffers(model, device, group)
+        hosts = None if group is None else hosts_of(group, device)
         self.shares = None
-        if group is not None and any(bucket.ways > 1 for bucket in layout.buckets):
-            self.shares = Shares(group, transfer, self.arena.of("", Item.RECEIVED, torch.uint8), device)
+        if group is not None and hosts is not None and any(bucket.ways > 1 for bucket in layout.buckets):
+            self.shares = Shares(group, hosts, transfer, self.arena.of("", Item.RECEIVED, torch.uint8))
         self.buckets = list(self._make_buckets(model))
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
@@ -103,7 +104,7 @@ class Engine(Copied):
         self.trained = {id(bucket.params[index]) for bucket, index in order}
         self.gradients = Gradients(
             layout, order, transfer, self.worker, self.updates, self._completed, self._settle_after_backward, group,
-            self.shares, total_norm,
+            hosts, self.shares, total_norm,
         )  # fmt: skip
         self.prefetch = Prefetch(scopes, self.residency, self.updates)
         self._used: dict[int, dict[str, Any]] = {}  # copies of the groups that this step's jobs have, by number

@@ -65,13 +65,14 @@ class Gradients:
         complete: Callable[[BucketState], None],
         settle: Callable[[BucketState], None],
         group: ProcessGroup | None,
+        hosts: ProcessGroup | None = None,
         shares: Shares | None = None,
         total_norm: TotalNorm = norm_of_all,
     ) -> None:
         self._shares, self._total_norm = shares, total_norm
         self._layout, self._order = layout, order
         self._transfer, self._worker, self._updates = transfer, worker, updates
-        self._complete, self._settle, self._group = complete, settle, group
+        self._complete, self._settle, self._group, self._hosts = complete, settle, group, hosts
         self._buckets = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
         self.window = 0  # how often all gradients were taken or discarded
         self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
@@ -243,9 +244,9 @@ class Gradients:
 
     def _share_touched(self) -> None:
         """A parameter that had a gradient on any rank has one on all."""
-        assert self._group is not None
+        assert self._hosts is not None
         mine = (index in bucket.grads.touched for bucket, index in self._order)
-        known = on_any_rank(mine, self._buckets[0].weight.device, self._group)
+        known = on_any_rank(mine, self._hosts)
         for (bucket, index), flag in zip(self._order, known, strict=True):
             if flag and index not in bucket.grads.touched:
                 bucket.grads.touch(index)

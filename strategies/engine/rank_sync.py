@@ -1,4 +1,4 @@
-"""What ranks share besides gradients: the weights they start with, and buffers.
+"""What ranks share besides gradients: the weights they start with, buffers, and what their hosts have to agree on.
 
 Torch's DistributedDataParallel broadcasts the first rank's buffers (running statistics, codebooks, counters) before a
 forward if gradients were averaged after the last forward; with several micro-batches under ``no_sync`` that is before
@@ -8,6 +8,9 @@ its own buffers.
 The same is done here: buffers are shared before the first forward with gradients, before the first one after each step,
 and before any forward that follows a step's last micro-batch. Forwards without gradients share nothing and do not
 count; a loop that evaluates through DistributedDataParallel itself would see the first rank's buffers there.
+
+What a host has to know before it goes on, the hosts tell each other, and not the devices: a device would first do all
+that it was given. So they have a group of their own, of gloo's collectives, unless the device is the CPU.
 """
 
 from __future__ import annotations
@@ -71,10 +74,19 @@ def average(flat: Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
 
 
-def on_any_rank(flags: Iterable[bool], device: torch.device, group: ProcessGroup) -> list[bool]:
+def hosts_of(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A group of the same ranks whose collectives do not wait for ``device``. A collective."""
+    if device.type == "cpu":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    found: ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return found
+
+
+def on_any_rank(flags: Iterable[bool], hosts: ProcessGroup) -> list[bool]:
     """Which of ``flags`` some rank has set. A collective."""
-    known = torch.tensor([float(flag) for flag in flags], device=device)
-    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
+    known = torch.tensor([float(flag) for flag in flags])
+    dist.all_reduce(known, dist.ReduceOp.MAX, group=hosts)
     return [bool(flag) for flag in known.tolist()]
 
 

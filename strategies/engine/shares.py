@@ -15,6 +15,8 @@ the home is free, or the gradient is written, and what was received before has b
 are whole, gradients are there to be added. DOWN reads this rank's span only, after COMPUTE has written it; NET writes
 others.
 
+What a host has to know before it goes on, the hosts tell each other (``rank_sync.hosts_of``): no device is waited for.
+
 Refused: ranks that take different paths through the model. Two buckets of one size would be taken for each other, so
 what the ranks have run and exchanged, and will go back through, is compared when forward and backward begin, and again
 before any weight is updated. Weights that are away are not read by one rank alone (``Engine.refuse_alone``).
@@ -48,11 +50,12 @@ class Shares:
     """The exchanges of one process group.
 
     Args:
+        hosts: a group of the same ranks, for what the hosts agree on.
         received: bytes on the device, as many as the gradient of the largest shared bucket has.
     """
 
-    def __init__(self, group: ProcessGroup, transfer: Transfer, received: Tensor | None, device: torch.device) -> None:
-        self._group, self._transfer, self._received, self._device = group, transfer, received, device
+    def __init__(self, group: ProcessGroup, hosts: ProcessGroup, transfer: Transfer, received: Tensor | None) -> None:
+        self._group, self._hosts, self._transfer, self._received = group, hosts, transfer, received
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         # What was run and exchanged since the ranks have last compared it: its digest, and the newest of it.
         self._digest, self._path = hashlib.sha256(), deque[str](maxlen=REMEMBERED)
@@ -90,7 +93,7 @@ class Shares:
             self._complete_the_last(bucket, bucket.grad)
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
             mine = [index in bucket.grads.touched for index in range(len(bucket.params))]
-            for index, flag in enumerate(on_any_rank(mine, bucket.weight.device, self._group)):
+            for index, flag in enumerate(on_any_rank(mine, self._hosts)):
                 if flag and not mine[index]:
                     bucket.grads.touch(index)
 
@@ -123,7 +126,7 @@ class Shares:
 
     def everywhere(self, flag: bool) -> bool:
         """Whether all ranks say so. A collective."""
-        (some_not,) = on_any_rank([not flag], self._device, self._group)
+        (some_not,) = on_any_rank([not flag], self._hosts)
         return not some_not
 
     def begins(self, what: str) -> None:
@@ -151,12 +154,12 @@ class Shares:
         """
         mine, digest = list(self._path), int.from_bytes(self._digest.digest()[:7])
         self._digest, self._path = hashlib.sha256(), deque(maxlen=REMEMBERED)
-        known = torch.empty(self.ranks, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(known, torch.tensor([digest], device=self._device), group=self._group)
+        known = torch.empty(self.ranks, dtype=torch.int64)
+        dist.all_gather_into_tensor(known, torch.tensor([digest]), group=self._hosts)
         if len(set(known.tolist())) == 1:
             return
         lists: list[Any] = [None] * self.ranks
-        dist.all_gather_object(lists, mine, group=self._group)
+        dist.all_gather_object(lists, mine, group=self._hosts)
         times = zip_longest(*lists, fillvalue="did nothing")
         each = next((each for each in times if len(set(each)) > 1), ["did something else before"] * self.ranks)
         other = next((rank for rank, what in enumerate(each) if what != each[0]), 1)

@@ -16,7 +16,7 @@ MODEL = {"model_type": "llama", "num_hidden_layers": 3, "max_position_embeddings
 OFFLOAD = {"site": "streamed", "weights": "streamed", "gradients": "host"}
 
 
-def run(folder: Path, strategies: dict[str, Any], *, tied: bool = False, **training: Any) -> int:
+def config_of(folder: Path, strategies: dict[str, Any], *, tied: bool = False, **training: Any) -> Path:
     given = {"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
     given |= {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-3, **training}
     config = {
@@ -27,7 +27,11 @@ def run(folder: Path, strategies: dict[str, Any], *, tied: bool = False, **train
     }
     folder.mkdir(exist_ok=True)
     (folder / "c.yaml").write_text(json.dumps(config))
-    return main(["--config", str(folder / "c.yaml")])
+    return folder / "c.yaml"
+
+
+def run(folder: Path, strategies: dict[str, Any], **how: Any) -> int:
+    return main(["--config", str(config_of(folder, strategies, **how))])
 
 
 def left(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
@@ -74,6 +78,15 @@ def test_ranks_without_collectives_are_one_line(tmp_path: Path, capsys: pytest.C
     assert run(tmp_path, {"zero": {"stage": 2}}) == ExitCode.CONFIG
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("torch has no collectives for sim: train in one process without strategies.zero")
+
+
+def test_ranks_that_accelerate_does_not_know_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a kind that it does not know it finds one rank, where there are two."""
+    monkeypatch.setattr("transformers.TrainingArguments.world_size", 2)
+    assert run(tmp_path, {"offload": OFFLOAD}) == ExitCode.CONFIG
+    assert capsys.readouterr().err == "Accelerate knows no ranks on sim: train in one process, or on the CPU\n"
 
 
 def test_the_cpu_beside_an_accelerator(device: Any, tmp_path: Path) -> None:

@@ -145,11 +145,13 @@ def stowed(
     transfer: Transfer | None = None,
     device: str = "cpu",
     tasks: Sequence[tuple[bool, int]] | None = None,
+    process_group: Any = None,
 ) -> Result:
     """Train ``model`` by the engine, as ``plan`` says. The model has its weights back afterwards.
 
     Args:
         tasks: of a step, as a pipeline's stage has them: whether it is a backward, and the micro-batch.
+        process_group: if it is not the default one.
     """
     result, losses, norms = Result(), list[Tensor](), list[Tensor]()
     rule = rule or AdamW(lr=LR, weight_decay=DECAY)
@@ -157,7 +159,8 @@ def stowed(
     given: Any = plan
     # Copies at once stand for a machine whose device is its memory; there the caller computes host updates itself.
     beside = type(transfer) is not Transfer
-    optimizer = stow(model, given, groups_of(model, groups), rule, device=device, transfer=transfer, beside=beside)
+    how: dict[str, Any] = {"device": device, "transfer": transfer, "beside": beside, "process_group": process_group}
+    optimizer = stow(model, given, groups_of(model, groups), rule, **how)
     scheduler = schedule(optimizer) if schedule else None
     torch.manual_seed(5)
     for window in _windows(batches, accumulation):
@@ -204,7 +207,7 @@ def shared_state(optimizer: StowOptimizer) -> dict[str, Tensor]:
     optimizer.drain()
     engine, found = optimizer.engine, dict[str, Tensor]()
     assert engine.shares is not None
-    group = engine.shares._group
+    group = engine.shares._hosts
     for bucket in engine.buckets:
         if bucket.spec.group is None:
             continue

@@ -6,7 +6,7 @@ all of them plainly; compared are weights, norms, moments, masters and counts, p
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from tests.helpers.engine import (
     stowed,
 )
 from tests.helpers.grid import ENGINE, NORMS, title
-from tests.helpers.models import build, tokens
+from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -82,24 +82,27 @@ def made(case: dict[str, Any]) -> nn.Module:
     return model
 
 
-def both(ranks: Ranks, row: Row) -> tuple[Result, Result]:
+def both(ranks: Ranks, row: Row, device: str = "cpu", **how: Any) -> tuple[Result, Result]:
+    """Train a case plainly and by the engine, on ``device``; ``how``: its transfer and process group."""
     case: dict[str, Any] = dict(row)
     count, norm, groups = ranks.world_size, NORMS[case["clip"]], case["groups"]
-    batches = tokens(case["model"], STEPS * count)
-    wanted = plain(made(case), batches, accumulation=count, max_norm=norm, groups=groups)
+    batches = [
+        {key: value.to(device) for key, value in batch.items()} for batch in tokens(case["model"], STEPS * count)
+    ]
+    wanted = plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)
     model = made(case)
     where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "split")}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
-    mine = batches[ranks.rank :: count]
-    return wanted, stowed(model, plan, mine, max_norm=norm, groups=groups, transfer=TRANSFERS[case["transfer"]]())
+    how = how or {"transfer": TRANSFERS[case["transfer"]]()}
+    return wanted, stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
 
 
-def train(ranks: Ranks, rows: Sequence[Row]) -> list[str]:
-    """What differs, a line for each row."""
+def train(ranks: Ranks, rows: Sequence[Row], device: str = "cpu", how: Callable[[], Any] = dict) -> list[str]:
+    """What differs, a line for each row; ``how`` makes what ``both`` is given for a row."""
     torch.set_num_threads(1)
     found = []
     for row in rows:
-        wanted, shared = both(ranks, row)
+        wanted, shared = both(ranks, row, device, **how())
         wanted.losses = shared.losses = []  # each rank knows its own
         wrong = differences(wanted, shared)
         everywhere: list[Any] = [None] * ranks.world_size

@@ -20,7 +20,14 @@ from tests.helpers.releases import STAGE_3
 from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist import deepspeed_ops
-from trainer.dist.ranks import Ranks, describe, from_environment, process_group, settle_environment
+from trainer.dist.ranks import (
+    Ranks,
+    describe,
+    from_environment,
+    process_group,
+    settle_environment,
+    spare_peer_access,
+)
 from trainer.dist.spawn import run_world
 from trainer.errors import ExitCode
 
@@ -91,6 +98,18 @@ def test_settled_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "LOCAL_SIZE" not in environment and environment["LOCAL_WORLD_SIZE"] == "1"
     settle_environment(Ranks(), 2)
     assert environment["PATH"] == f"{Path(sys.executable).parent}:/bin"
+
+
+@pytest.mark.parametrize(("driver", "expected"), [("535.104.05", ["1", "0"]), ("550.54.14", [None, "0"])])
+def test_old_drivers_of_rtx_40_cards(driver: str, expected: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the older one Accelerate refuses two of them, unless NCCL is told; what the user has set stays."""
+    cards = ["NVIDIA GeForce RTX 4090"] * 2
+    monkeypatch.setattr("accelerate.utils.environment.get_gpu_info", lambda: (cards, len(cards)))
+    monkeypatch.setattr("accelerate.utils.environment.get_driver_version", lambda: driver)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    spare_peer_access()
+    assert [os.environ.get(name) for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")] == expected
 
 
 def test_one_rank_opens_no_group_unless_asked() -> None:

@@ -136,6 +136,18 @@ def collectives_of(kind: str) -> str:
         ) from None
 
 
+def spare_peer_access() -> None:
+    """Several RTX 40 cards whose driver is too old for peer access: let NCCL do without, as `accelerate launch` does.
+
+    Of ranks that another launcher has started, Accelerate would raise an error that asks for these variables.
+    """
+    from accelerate.utils import check_cuda_p2p_ib_support
+
+    if not check_cuda_p2p_ib_support():
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            os.environ.setdefault(name, "1")
+
+
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = False) -> Iterator[Watchdog | None]:
     """The job's default group, closed at the end in any case. The backend is torch's for the device (NCCL, gloo, ...).
@@ -166,6 +178,8 @@ def process_group(ranks: Ranks, timeout_s: int, *, single: bool, on_cpu: bool = 
     if kind is not None:
         torch.accelerator.set_device_index(ranks.local_rank)
     backend = collectives_of(kind or "cpu")
+    if kind == "cuda":
+        spare_peer_access()
     store = _store(ranks, timedelta(seconds=timeout_s))
     torch.distributed.init_process_group(
         backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(seconds=timeout_s)

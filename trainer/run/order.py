@@ -206,6 +206,10 @@ def make_arguments(run: Run) -> TrainingArguments:
             f"the plan is for {run.machine.device_kind}, and Accelerate trains on {arguments.device}: "
             f"training.use_cpu: true trains on the CPU"
         )
+    if arguments.world_size != run.ranks.world_size:
+        raise ConfigError(
+            f"Accelerate knows no ranks on {run.machine.device_kind}: train in one process, or on the CPU"
+        )
     return arguments
 
 

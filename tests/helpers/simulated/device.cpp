@@ -370,6 +370,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("generator", [] { return hooks.getDefaultGenerator(0); });
   module.def("host_register", &host_register);
   module.def("host_unregister", &host_unregister);
+  module.def("for_stream", &for_stream);
+  module.def("queue", [](py::function work) {  // on the current stream, whose thread takes the interpreter lock for it
+    std::shared_ptr<py::function> held(new py::function(std::move(work)), [](py::function* one) {
+      py::gil_scoped_acquire lock;
+      delete one;
+    });
+    ++async_kernels;
+    issue([held, id = current_stream] {
+      stream(id).linger(longest_copy_us);
+      py::gil_scoped_acquire lock;
+      (*held)();
+    }, false);
+  });
   module.def("delay", [](int copies_us, int kernels_us) { longest_copy_us = copies_us; longest_kernel_us = kernels_us; });
   module.def("slow", [](int64_t id, int us) { stream(id).slow_us = us; });
   module.def("limit", [](size_t num_bytes) { Lock lock(memory_m); limit = num_bytes ? num_bytes : SPACE; });

@@ -56,6 +56,8 @@ Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntAr
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  size_t wanted = self.storage_offset() + c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(size));
+  if (wanted * self.itemsize() > self.storage().nbytes()) hooks.resizePrivateUse1Bytes(self.storage(), wanted * self.itemsize());
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 Tensor& set_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }

@@ -1,0 +1,109 @@
+"""Ranks with a simulated accelerator each, whose collectives are as asynchronous as it is.
+
+The memory engine shared by ranks, over a table of cases; and whole runs through a config, each rank as a launcher would
+start it on a machine of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from strategies.engine import stow
+from strategies.engine.transfer.transfer import AcceleratorTransfer
+from tests.accelerator.conftest import COPIES_US, KERNELS_US, library
+from tests.accelerator.test_trainer import config_of, left
+from tests.helpers.engine import plan_of
+from tests.helpers.models import build, tokens
+from tests.helpers.pairwise import Row, Table
+from tests.helpers.simulated import collectives
+from tests.parity.test_engine_shares import FACTORS, FORBIDDEN, train
+from trainer.dist.ranks import Ranks, describe
+from trainer.dist.spawn import run_world
+
+pytestmark = pytest.mark.ranks
+DEVICE = "sim:0"
+ROWS = list(Table({name: levels for name, levels in FACTORS.items() if name != "transfer"}, FORBIDDEN).rows())
+TRAVEL = {"site": "streamed", "weights": "streamed", "gradients": "device"}
+SAVED = {"policy": "selective", "activation_offloading": True}
+
+
+def opened() -> Any:
+    """The ranks' group, with a device for each of them."""
+    library().delay(COPIES_US, KERNELS_US)
+    collectives.register(library())
+    return dist.new_group(backend=collectives.NAME)
+
+
+def there(ranks: Ranks, rows: list[Row]) -> list[str]:
+    group = opened()
+
+    def how() -> dict[str, Any]:
+        return {"transfer": AcceleratorTransfer(torch.device(DEVICE)), "process_group": group}
+
+    return train(ranks, rows, DEVICE, how)
+
+
+def test_the_bits_of_one_process() -> None:
+    assert run_world(2, there, ROWS, deepspeed=False) == []
+
+
+def waits(ranks: Ranks) -> list[dict[str, int]]:
+    """What the hosts did with their devices in two steps after two that warm up, for each site of the update."""
+    group, found = opened(), []
+    for site in ("host", "streamed"):
+        model: Any = build("llama")
+        plan: Any = plan_of(model, site=site, weights="travelling", max_norm=0.5, ranks=ranks.world_size)
+        optimizer = stow(model, plan, device=DEVICE, process_group=group)
+        batches = [{key: value.to(DEVICE) for key, value in batch.items()} for batch in tokens("llama", 4)]
+        for number, batch in enumerate(batches):
+            if number == 2:
+                before = library().counts()
+            model(**batch).loss.backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = library().counts()
+        found.append({kind: after[kind] - count for kind, count in before.items()})
+        optimizer.close()
+    return found
+
+
+def test_no_host_waits_for_its_device() -> None:
+    """Ranks compare what they run, and which gradients they have, and for that no device has to come to an end."""
+    for counts in run_world(2, waits, deepspeed=False):
+        assert counts["sync_copies"] == counts["sync_kernels"] == 0 < counts["async_kernels"]
+
+
+def run(folder: Path, strategies: dict[str, Any], num_ranks: int, accumulation: int) -> Any:
+    """What a run leaves whose ranks each have a machine."""
+    config = config_of(folder, strategies, gradient_accumulation_steps=accumulation)
+    ranks, started = describe(Ranks()), []
+    for rank in range(num_ranks):
+        environment = {**os.environ, **ranks, "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        command = [sys.executable, "-m", "tests.accelerator.rank", "--config", str(config)]
+        log = (folder / f"log-{rank}").open("w")
+        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert not any(codes), [(folder / f"log-{rank}").read_text()[-2000:] for rank in range(num_ranks)]
+    return left(folder)
+
+
+def test_runs_through_a_config(tmp_path: Path) -> None:
+    """Two ranks that share the engine, with saved tensors on the host; and the engine in two stages of a pipeline."""
+    shared = {"zero": {"stage": 3}, "offload": TRAVEL, "recompute": SAVED}
+    staged = {"pipeline": {"stages": 2}, "offload": TRAVEL}
+    steps, weights = run(tmp_path / "one", {"offload": TRAVEL}, 1, 2)
+    for name, strategies, accumulation in (("shared", shared, 1), ("staged", staged, 2)):
+        ours, our_weights = run(tmp_path / name, strategies, 2, accumulation)
+        assert len(steps) == 4 and ours == steps, name
+        assert all(torch.equal(value, our_weights[key]) for key, value in weights.items()), name
