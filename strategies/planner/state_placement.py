@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from strategies.core.facts import Facts, Home, UnitKind
@@ -49,6 +49,7 @@ class Place(NamedTuple):
 
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
 PASSING: Mapping[Item, Home] = {Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST}  # in slots
+SOME = 32  # placements of which the places are remembered
 PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... all
 
 
@@ -163,6 +164,7 @@ class StatePlacements:
             for index, bucket in enumerate(self._buckets)
         ]
         self._sites = cache(self._sites_of)
+        self._places = lru_cache(SOME)(self._places_of)
         self._offloadable = cache(self._offloadable_of)
         self._largest_unit = cache(self._largest_unit_of)
         self._costs = cache(self._cost)
@@ -261,7 +263,7 @@ class StatePlacements:
             scratch=bucket.share if bucket.mixed and place.site in ON_DEVICE else 0,
         )
 
-    def _places(self, placement: StatePlacement) -> list[Place]:
+    def _places_of(self, placement: StatePlacement) -> list[Place]:
         sites = list(self._sites(placement.hosted))
         either = self._choice_of_grads(sites)
         down = set(either[len(either) - placement.grads_down :])
@@ -270,12 +272,9 @@ class StatePlacements:
             down |= {index for index in self._sendable if sites[index] in early}
         for index in self._streaming(placement):
             sites[index] = Site.STREAMED
+        shared = self._shared - down
         return [
-            Place(
-                site,
-                Home.HOST if index in down else Home.DEVICE,
-                grad_split=index in self._shared and index not in down and site in ON_DEVICE,
-            )
+            Place(site, Home.HOST if index in down else Home.DEVICE, index in shared and site in ON_DEVICE)
             for index, site in enumerate(sites)
         ]
 

@@ -80,9 +80,14 @@ class TaskBuilder:
         self._leaves = {gap.weight for gap in issues}
         self._away = {gap.weight for gap in issues if gap.before >= count}  # over the boundary
         self._order = sorted(range(len(weights)), key=lambda index: problem.rank[index])
-        self._first = [[i for i in self._order if weights[i].uses[0] == t] for t in range(count)]
-        self._last = [[i for i in self._order if weights[i].uses[-1] == t] for t in range(count)]
-        self._users = [[i for i in self._order if t in weights[i].uses] for t in range(count)]
+        # Per tick: the weights whose first use it is, whose last, and all that it uses.
+        self._first, self._last, self._users = ([list[int]() for _ in range(count)] for _ in range(3))
+        for index in self._order:
+            uses = weights[index].uses
+            self._first[uses[0]].append(index)
+            self._last[uses[-1]].append(index)
+            for tick in dict.fromkeys(uses):
+                self._users[tick].append(index)
         self._ends: list[Task | None] = [None] * count  # the ticks of the pass before
         self._compute: Task | None = None
         self._reload: Task | None = None

@@ -161,7 +161,7 @@ class _Operators(TorchDispatchMode):
             return out
         formula = self._flops.get(func.overloadpacket)
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=out)
-        self._counter.flops += flops
+        self._counter.count_flops(flops)
         if forward is not None:
             name = forward.names.of(func, args, kwargs)
             work = self._touched(func, inputs, outputs) if formula is None else Work(flops=flops)
@@ -196,12 +196,20 @@ class Counter:
         outputs: what each block returned, without its graph.
     """
 
-    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
-        """``weights`` replace the model's own tensors of these names in the forward."""
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Tensor] | None = None,
+        like: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``weights`` replace the model's own tensors of these names in the forward. Blocks in ``like`` do not run
+        (``stubs.py``): what is counted of the block that it names counts for each.
+        """
         self.outside = OutsideReads(model, weights)
         self.sparse = False
         self.flops = 0
         self.weights = weights
+        self._like, self._flops_in = like, dict[str, int]()
         self.outputs: dict[str, Any] = {}
         self._model = model
         self._blocks = find_blocks(model)
@@ -241,6 +249,10 @@ class Counter:
             return
         if self.sparse:
             raise NotImplementedError("forward uses sparse tensors, whose memory is not counted")
+        for name, other in self._like.items():
+            forwards[name], self.outputs[name] = forwards[other], self.outputs[other]
+            self._bytes[name] = self._bytes.get(other, 0)
+            self.flops += self._flops_in.get(other, 0)
         self._kinds = {name: run.kind(self._blocks[name]) for name, run in forwards.items()}
         # Only for blocks that save something, ran once, and are not recomputed already.
         self._choices = {
@@ -275,6 +287,18 @@ class Counter:
     def running_forward(self) -> BlockForward | None:
         """The forward of the block that is running; None outside of blocks."""
         return self._forwards[self._running[-1]] if self._running else None
+
+    def count_flops(self, flops: int) -> None:
+        """An operator has cost so many."""
+        self.flops += flops
+        if self._running:
+            self._flops_in[self._running[-1]] = self._flops_in.get(self._running[-1], 0) + flops
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether the same was counted of two blocks."""
+        counted = (self._kinds, self._bytes, self._choices, self._flops_in)
+        reads = [name for name in self.outside.found if name.startswith((f"{one}.", f"{other}."))]
+        return not reads and all(each.get(one) == each.get(other) for each in counted)
 
     def _keep_input(self, hidden: Tensor) -> None:
         """Count a checkpointed block's input in the block; torch (up to 2.12) saves it just before the block runs."""

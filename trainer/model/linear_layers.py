@@ -6,9 +6,10 @@ last tokens, layers behind frozen ones, and layers that are never called are des
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.linears import ELEMENT_BYTES, Linear, Shape
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def listed(
-    model: nn.Module, blocks: Collection[str], compute: torch.dtype | None, *, recomputes: bool
+    model: nn.Module,
+    blocks: Collection[str],
+    compute: torch.dtype | None,
+    *,
+    recomputes: bool,
+    like: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, Linear]]:
     """A dict that has, after a forward inside the context, the linear layers of ``model`` by dotted path.
 
@@ -29,6 +35,7 @@ def listed(
 
     Args:
         blocks: dotted paths.
+        like: blocks that do not run, and those that stand for them.
         compute: the dtype of autocast; None means that every weight is computed in its own dtype.
         recomputes: blocks run forward once more in backward.
     """
@@ -50,10 +57,13 @@ def listed(
                 hook = module.register_forward_pre_hook(partial(see, watched[-1][-1]), with_kwargs=True)
                 hooks.enter_context(hook)
         yield layers
+    calls_of = {path: calls for path, _, _, calls in watched}
     outside = EMBEDDING
     for path, module, stored, calls in watched:
         block = next((block for block in blocks if path.startswith(f"{block}.")), None)
         outside = HEAD if block is not None else outside
+        if block is not None and block in like:
+            calls = calls_of[like[block] + path.removeprefix(block)]
         dtype = str(compute or module.weight.dtype).removeprefix("torch.")
         if calls and dtype in ELEMENT_BYTES:
             inputs, outputs = reversed(module.weight.shape) if stored == "out_in" else module.weight.shape

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from strategies.core.facts import InChunks, Temporaries
 from strategies.engine import chunked_loss
 from strategies.engine.blocks import find_blocks
-from strategies.engine.checkpointing import stream_in
 from strategies.engine.tensors.nested import tensors_in
 from trainer.model.counting import Counter
 from trainer.model.params import EMBEDDING, HEAD
+from trainer.model.stubs import stubs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,12 +55,15 @@ class Counted:
     in_chunks: InChunks | None = None
 
 
-def count(model: nn.Module, params: Mapping[str, Tensor], call: Call, counter: Counter) -> Counted:
+def count(
+    model: nn.Module, params: Mapping[str, Tensor], call: Call, counter: Counter, *, on_all: bool = True
+) -> Counted:
     """Count forward and backward of ``call``.
 
     Args:
         params: the parameters that ``call`` computes with, by name.
         counter: has counted the same forward.
+        on_all: on all blocks, if the model fails without some of them; else its error is raised.
     """
     saved, kinds = counter.saved_by_unit(), counter.kinds()
     ends = _ends(kinds)
@@ -69,6 +71,8 @@ def count(model: nn.Module, params: Mapping[str, Tensor], call: Call, counter: C
     try:
         found = run(_others(kinds, ends), saved)
     except Exception as error:  # a stub is not all that a block is to the model
+        if not on_all:
+            raise
         logger.info("temporaries are counted on all blocks: %s", error)
         try:
             found, ends = run(frozenset(), saved), {kind: (name, name) for name, kind in kinds.items()}
@@ -100,7 +104,7 @@ def _in_chunks(
     with chunked_loss.counting(model) as calls:
         own = Counter(model, counter.weights)
         try:
-            with own, _stubs(model, blocks, counter):
+            with own, stubs(model, blocks, counter.outputs.__getitem__):
                 call()
             if len(calls) != 1:
                 return None
@@ -116,11 +120,11 @@ def _run(
     params: Mapping[str, Tensor],
     call: Call,
     counter: Counter,
-    stubs: frozenset[str],
+    absent: frozenset[str],
     saved: Mapping[str, int],
 ) -> dict[str, Temporaries]:
-    """Run forward and backward once, with ``stubs`` instead of these blocks; the temporaries of all other units."""
-    live, names = _Live(), [name for name in find_blocks(model) if name not in stubs]
+    """Run forward and backward once, with stubs instead of ``absent`` blocks; the temporaries of all other units."""
+    live, names = _Live(), [name for name in find_blocks(model) if name not in absent]
     with ExitStack() as within:
         for param in set(params.values()):
             if param.requires_grad:
@@ -129,7 +133,7 @@ def _run(
             entering = block.register_forward_pre_hook(partial(live.enter_block, name), with_kwargs=True)
             within.callback(entering.remove)
             within.callback(block.register_forward_hook(partial(live.leave_block, name)).remove)
-        within.enter_context(_stubs(model, stubs, counter))
+        within.enter_context(stubs(model, absent, counter.outputs.__getitem__))
         within.enter_context(live)
         _backward(live, call())
     found, below = {}, 0
@@ -228,51 +232,3 @@ class _Live(TorchDispatchMode):
         if self._unit != name:
             self._unit, self._landed = name, 0
         self._note()
-
-
-class _Stub(torch.autograd.Function):
-    """An output of a block that was not computed."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, like: Tensor) -> Tensor:
-        """``anchor`` makes the output require a gradient."""
-        ctx.like = (hidden.shape, hidden.dtype)
-        return hidden.new_empty(like.shape, dtype=like.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shape, dtype = ctx.like
-        return grad.new_empty(shape, dtype=dtype) if ctx.needs_input_grad[0] else None, None, None
-
-
-@contextmanager
-def _stubs(model: nn.Module, names: frozenset[str], counter: Counter) -> Iterator[None]:
-    """Inside, these blocks do not run; they return something like what they returned to ``counter``."""
-    replaced: list[tuple[Any, Any]] = []
-    try:
-        for name in names:
-            block = model.get_submodule(name)
-            replaced.append((block, vars(block).get("forward")))
-            block.forward = partial(_stub, counter.outputs[name])
-        yield
-    finally:
-        for block, own in replaced:
-            del block.forward
-            if own is not None:
-                block.forward = own
-
-
-def _stub(like: Any, *args: Any, **kwargs: Any) -> Any:
-    hidden = stream_in(args)
-    hidden = hidden if hidden is not None else kwargs.get("hidden_states")
-    if hidden is None:
-        hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
-    anchor = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
-
-    def made(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            through: Tensor = _Stub.apply(hidden, anchor, tensor.detach())
-            return through
-        return torch.empty_like(tensor)
-
-    return tree_map_only(Tensor, made, like)

@@ -2,10 +2,10 @@
 
 ``gather`` builds the configured model without storage, gives it fake tensors (shapes and dtypes) and runs it forward
 once. Torch's own dispatch decides what is saved for backward and how many floating-point operations there are, so the
-numbers come from the model and not from a formula, and an architecture never seen before is counted like any other.
-A second run counts what else is there in forward and backward (``trainer/model/temporaries.py``). A 70 B model takes
-about three seconds and a few hundred megabytes. The counts are cached (``trainer/model/count_cache.py``). Facts of a
-live model come from ``plan_for.py``.
+numbers come from the model and not from a formula, and an architecture never seen before is counted like any other. A
+second run counts what else is there in forward and backward (``trainer/model/temporaries.py``). A 70 B model takes
+about one second (of blocks that are alike three run) and a few hundred megabytes. The counts are cached
+(``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.
 
 Blocks are found by structure (``strategies/engine/blocks.py``); parameters registered before the first block belong to
 the embedding, those after to the head. A tied parameter counts once, where it comes first.
@@ -30,7 +30,6 @@ from trainer.machine.profiles import known_rates
 from trainer.model import config_keys
 from trainer.model.build import load_config, with_lora
 from trainer.model.count_cache import cached
-from trainer.model.linear_layers import listed
 from trainer.model.params import decay_groups, list_params
 
 if TYPE_CHECKING:
@@ -190,9 +189,9 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
     """
     import torch
 
-    from strategies.engine.blocks import find_blocks
-    from trainer.model import temporaries, tensor_share
-    from trainer.model.counting import Counter, fake_tensors
+    from trainer.model import tensor_share
+    from trainer.model.counting import fake_tensors
+    from trainer.model.counting_alike import count
 
     precision = precision_of(config)
     casts = precision is not Precision.FP32 and Requirement.COMPUTE_DTYPE in requirements_of(config.strategies)
@@ -208,30 +207,24 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
         # As DeepSpeed does, adapters and buffers included; our engine leaves buffers, which are small.
         model.to(compute)
     with fake_tensors():
-        model.to_empty(device="cpu")
-        model.tie_weights()  # to_empty gave each name a tensor of its own
         recomputes = run_facts(config, 1).recomputes
         if recomputes:
             # Release 5.23 renamed it and warns about the old name; the releases before know the old one only.
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
-        counter = Counter(model)
         shape = (config.training.per_device_train_batch_size, config.data.max_length)
         ids = torch.zeros(shape, dtype=torch.long)
         third = "position_ids" if config.data.packing else "attention_mask"
         inputs = {"input_ids": ids, "labels": ids, third: torch.zeros_like(ids)}
         call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
-        listing = listed(model, find_blocks(model), compute if autocast else None, recomputes=False)
         if autocast is not None:
             call = _in_autocast(call, autocast)
         try:
-            with counter, listing as linears:
-                call()
+            counter, linears, counted = count(model, call, compute if autocast else None)
         except (RuntimeError, IndexError) as error:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
-        counted = temporaries.count(model, dict(model.named_parameters()), call, counter)
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
     return ModelCount(
         units=counter.units(counted.temporaries, counted.in_chunks),

@@ -1,0 +1,98 @@
+"""Blocks that are alike are counted by three of them, with the numbers of all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.engine.blocks import find_blocks
+from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
+from trainer.model import counting_alike
+from trainer.model.counting import fake_tensors
+from trainer.model.stubs import Alike, find_alike, standing_for
+from trainer.planning.facts import count_model
+
+DEPTH = 7
+MODELS: Mapping[str, tuple[Mapping[str, Any], dict[str, str]]] = {
+    "llama": (
+        {**LLAMA, "num_hidden_layers": DEPTH},
+        {f"model.layers.{at}": "model.layers.1" for at in range(2, DEPTH - 1)},
+    ),
+    "gpt2": ({**GPT2, "n_layer": DEPTH}, {f"transformer.h.{at}": "transformer.h.1" for at in range(2, DEPTH - 1)}),
+    "mixtral": (
+        {**MIXTRAL, "num_hidden_layers": DEPTH},
+        {f"model.layers.{at}": "model.layers.1" for at in range(2, DEPTH - 1)},
+    ),
+    "every other one has a window": (
+        {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 8},
+        {"model.layers.4": "model.layers.2", "model.layers.5": "model.layers.3"},
+    ),
+}
+TRAINING = {"fp32": {}, "autocast": {"bf16": True}, "checkpointing": {"gradient_checkpointing": True}}
+
+
+@pytest.mark.parametrize("training", TRAINING.values(), ids=TRAINING)
+@pytest.mark.parametrize(("config", "expected"), MODELS.values(), ids=MODELS)
+def test_numbers_of_all_blocks(
+    config: Mapping[str, Any], expected: dict[str, str], training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = run_config(config, per_device_train_batch_size=2, **training)
+    seen: list[list[Alike]] = []
+    monkeypatch.setattr(counting_alike, "find_alike", lambda model: (seen.append(find_alike(model)), seen[-1])[1])
+    found = count_model(asked)
+    assert standing_for(seen[0]) == expected
+    monkeypatch.setattr(counting_alike, "find_alike", lambda model: [])
+    assert found == count_model(asked)
+
+
+class Block(nn.Module):
+    """Does what its class says, or what only its closure knows."""
+
+    def __init__(self, number: int, times: int = 1) -> None:
+        super().__init__()
+        self.number, self.linear, self._hidden = number, nn.Linear(4, 4), [lambda x: x.sin() for _ in range(times)]
+        self.ran = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran[0] += 1
+        for work in self._hidden:
+            x = work(x)
+        return torch.as_tensor(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, times: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(number, each) for number, each in enumerate(times))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.sum()}
+
+    def tie_weights(self) -> None: ...
+
+
+def counted(*times: int) -> tuple[dict[str, int], list[int]]:
+    """Saved bytes by block, and which blocks ran at all."""
+    with torch.device("meta"):
+        model: Any = Model(times)
+    with fake_tensors():
+        x = torch.ones(2, 4, requires_grad=True)
+        counter, _, _ = counting_alike.count(model, lambda: model(x), None)
+    saved = counter.saved_by_unit()
+    return {name: saved.get(name, 0) for name in find_blocks(model)}, [min(1, each.ran[0]) for each in model.layers]
+
+
+def test_of_blocks_that_are_alike_three_run() -> None:
+    saved, ran = counted(1, 1, 1, 1, 1, 1)
+    assert ran == [1, 1, 0, 0, 0, 1]
+    assert len(set(list(saved.values())[1:])) == 1
+
+
+def test_blocks_that_only_look_alike_all_run() -> None:
+    saved, ran = counted(1, 1, 2, 1, 1, 2)
+    assert ran == [1] * 6
+    assert saved["layers.2"] == saved["layers.5"] > saved["layers.1"] == saved["layers.4"]

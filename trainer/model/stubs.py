@@ -1,0 +1,143 @@
+"""Stand-ins for blocks that are like others, so that counting a model does not take longer the deeper it is.
+
+A stub makes an output of the right shape and does nothing else. Which blocks are alike is seen before any runs: same
+class, same parameters, same numbers, flags and texts in the attributes of all modules inside, and in the lists of the
+config that have an entry for each block. An attribute that is the block's own number (``layer_idx``) does not count.
+
+Of those that are alike the first two and the last one run. The second one's numbers are taken for all in between; the
+first one saves what all share, such as masks. Whoever counts compares the second with the last, and lets all blocks
+run if they differ. Not seen: one in between that differs by what no attribute shows, as by a function in a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from strategies.engine.blocks import find_blocks
+from strategies.engine.checkpointing import stream_in
+from strategies.engine.tensors.nested import tensors_in
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Blocks that are alike: ``second`` stands for those ``between`` it and the ``last`` one."""
+
+    second: str
+    between: tuple[str, ...]
+    last: str
+
+
+def find_alike(model: nn.Module) -> list[Alike]:
+    """Blocks that need not all run to be counted."""
+    blocks = find_blocks(model)
+    config: Any = getattr(model, "config", None)
+    lists = _lists(config.get_text_config() if hasattr(config, "get_text_config") else config, len(blocks))
+    numbers = _numbers(list(blocks.values()))
+    kinds: dict[Hashable, list[str]] = {}
+    for number, (name, block) in enumerate(blocks.items()):
+        kinds.setdefault((_looks(block, numbers), *(repr(each[number]) for each in lists)), []).append(name)
+    return [Alike(names[1], tuple(names[2:-1]), names[-1]) for names in kinds.values() if len(names) > 3]
+
+
+def standing_for(alike: Collection[Alike]) -> dict[str, str]:
+    """For each block that does not run the one that stands for it."""
+    return {name: each.second for each in alike for name in each.between}
+
+
+def _lists(config: Any, length: int) -> list[Any]:
+    values = vars(config).values() if config is not None else ()
+    return [value for value in values if isinstance(value, list | tuple) and len(value) == length]
+
+
+def _numbers(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Attributes that are a block's own number, by the module's path in it and by name."""
+    found = (
+        [
+            {
+                (path, key)
+                for path, module in block.named_modules()
+                for key, value in vars(module).items()
+                if type(value) is int and value == number
+            }
+            for number, block in ((0, blocks[0]), (len(blocks) - 1, blocks[-1]))
+        ]
+        if blocks
+        else [set(), set()]
+    )
+    return found[0] & found[1]
+
+
+def _looks(block: nn.Module, numbers: Container[tuple[str, str]]) -> Hashable:
+    """What is seen of a block without running it, but for its own number."""
+    found: list[Hashable] = []
+    for path, module in block.named_modules():
+        plain = ((key, value) for key, value in vars(module).items() if _is_plain(value) and (path, key) not in numbers)
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        shapes = tuple((key, each.shape, each.dtype, each.requires_grad) for key, each in own)
+        found.append((path, type(module), tuple((key, repr(value)) for key, value in plain), shapes))
+    return tuple(found)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (isinstance(value, list | tuple) and all(type(each) in PLAIN for each in value))
+
+
+class _Stub(torch.autograd.Function):
+    """An output of a block that was not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, like: Tensor) -> Tensor:
+        """``anchor`` makes the output require a gradient."""
+        ctx.like = (hidden.shape, hidden.dtype)
+        return hidden.new_empty(like.shape, dtype=like.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shape, dtype = ctx.like
+        return grad.new_empty(shape, dtype=dtype) if ctx.needs_input_grad[0] else None, None, None
+
+
+@contextmanager
+def stubs(model: nn.Module, names: Collection[str], output_like: Callable[[str], Any]) -> Iterator[None]:
+    """Inside, these blocks do not run; each returns something like what ``output_like`` says of its name."""
+    replaced: list[tuple[Any, Any]] = []
+    try:
+        for name in names:
+            block = model.get_submodule(name)
+            replaced.append((block, vars(block).get("forward")))
+            block.forward = partial(_stub, name, output_like)
+        yield
+    finally:
+        for block, own in replaced:
+            del block.forward
+            if own is not None:
+                block.forward = own
+
+
+def _stub(name: str, output_like: Callable[[str], Any], *args: Any, **kwargs: Any) -> Any:
+    hidden = stream_in(args)
+    hidden = hidden if hidden is not None else kwargs.get("hidden_states")
+    if hidden is None:
+        hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
+    anchor = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
+
+    def made(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            through: Tensor = _Stub.apply(hidden, anchor, tensor.detach())
+            return through
+        return torch.empty_like(tensor)
+
+    return tree_map_only(Tensor, made, output_like(name))
