@@ -3,7 +3,6 @@
 Accelerate has a list of the kinds of device that may have several ranks; here it is told of one more.
 """
 
-import os
 import sys
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.helpers.simulated import collectives
 if __name__ == "__main__":
     library().delay(COPIES_US, KERNELS_US)
     collectives.register(library())
-    if os.environ["WORLD_SIZE"] != "1":
-        state: Any = PartialState
-        state._prepare_backend = lambda *_, **__: (collectives.NAME, DistributedType.MULTI_NPU)
+    state: Any = PartialState
+    state._prepare_backend = lambda *_, **__: (collectives.NAME, DistributedType.MULTI_NPU)
     sys.exit(main(sys.argv[1:]))

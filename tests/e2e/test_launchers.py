@@ -19,7 +19,6 @@ pytestmark = pytest.mark.ranks
 STEPS = 4
 RUNS = [
     ("python", 1, None),
-    ("deepspeed", 1, 1),
     ("deepspeed", 2, 2),
     ("torchrun", 2, None),
     ("accelerate", 1, HIGHEST_STAGE),
