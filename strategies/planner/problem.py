@@ -58,6 +58,7 @@ class Update:
             host to be added, and for its visiting state; weights of the same slot use it in turn. None: its own memory.
         exchange_bytes: of its gradient, that a rank sends to others.
         copy_slot: the slot on the host that its master is rounded into for each reload. None: the host has a copy.
+        from_master: an update on the device makes the weight from its master, and needs no weight before.
     """
 
     site: Site
@@ -71,6 +72,7 @@ class Update:
     visit_slot: int | None = None
     copy_slot: int | None = None
     exchange_bytes: int = 0
+    from_master: bool = False
 
     @property
     def sends_down(self) -> bool:
@@ -88,7 +90,8 @@ class Weight:
     """The weight of a bucket: its bytes while present, and the ticks that use it, ascending. No update: frozen.
 
     ``overlapping`` are the weights, by index, that are at the same addresses at other times. Of ``ways`` ranks each
-    copies its part over its link, and gets the others' over the network.
+    copies its part over its link, and gets the others' over the network. ``on_host``: there is a copy of it, which an
+    update on the device writes too.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Weight:
     update: Update | None = None
     overlapping: tuple[int, ...] = ()
     ways: int = 1
+    on_host: bool = False
 
     @property
     def link_bytes(self) -> int:

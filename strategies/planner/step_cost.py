@@ -108,6 +108,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
                 _update(bucket, layout, facts, rates, slots),
                 overlapping.get(index, ()),
                 bucket.ways,
+                on_host=not bucket.resident,
             )
             for index, bucket in enumerate(layout.buckets)
         ),
@@ -214,17 +215,23 @@ def _update(
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=slots.get((bucket.name, Item.COPY)),
+        from_master=bucket.mixed and bucket.site is not Site.HOST,
         # Spans to their owners; where parameters are cut, sums to the owners of their first elements, for the norm.
         exchange_bytes=bucket.weight_bytes - (1 - bucket.cut) * (bucket.weight_bytes // bucket.ways),
     )
 
 
 def evictions_of(problem: Problem, layout: Layout) -> Iterator[Eviction]:
-    """The gaps in which the layout's weights are away, and the ticks at which they come back."""
+    """The gaps in which the layout's weights are away, and the ticks at which they come back.
+
+    A weight whose addresses no other one needs meanwhile stays there, and is not brought again.
+    """
     count = len(problem.ticks)
+    present = [{tick for start, end in b.resident_ticks for tick in range(start, end)} for b in layout.buckets]
     for gap in problem.gaps:
-        ranges = layout.buckets[gap.weight].resident_ticks
-        here = {tick for start, end in ranges for tick in range(start, end)}
-        if ranges and (gap.after + 1) % count not in here:
+        here = present[gap.weight]
+        if here and (gap.after + 1) % count not in here:
             issue = next(tick for tick in range(gap.after + 1, gap.before + 1) if tick % count in here)
-            yield Eviction(gap, issue)
+            away = {tick % count for tick in range(gap.after + 1, issue)}
+            if any(not away.isdisjoint(present[other]) for other in problem.weights[gap.weight].overlapping):
+                yield Eviction(gap, issue)

@@ -77,7 +77,7 @@ class TaskBuilder:
         for gap in need_order(problem, issues):
             tick = gap.before % count
             self._needed[tick].append((gap.weight, issues[gap] - gap.before + tick - 1))
-        self._leaves = {gap.weight for gap in issues}
+        self._leaves = {gap.weight for gap in issues} | {i for i, weight in enumerate(weights) if weight.on_host}
         self._away = {gap.weight for gap in issues if gap.before >= count}  # over the boundary
         self._order = sorted(range(len(weights)), key=lambda index: problem.rank[index])
         # Per tick: the weights whose first use it is, whose last, and all that it uses.
@@ -235,9 +235,12 @@ class TaskBuilder:
         return update is not None and update.leaves_slot and (is_last or update.grad_home is Home.HOST)
 
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
-        """The reload that the tick ``need`` waits for."""
+        """The reload that the tick ``need`` waits for, unless the update that comes first makes the weight."""
         info = self._problem.weights[weight]
         leaving = [self._leaving.get(other) for other in info.overlapping] if self._leaving else []
+        if weight in self._due and self._update(weight).from_master:
+            self._gate.setdefault(weight, []).extend(task for task in leaving if task is not None)
+            return
         on_host, slot = self._weight.get(weight), None if info.update is None else info.update.copy_slot
         if slot is not None:
             waits = (ended, on_host, self._free(slot))
