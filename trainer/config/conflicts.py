@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from strategies.core.protocol import Requirement
 from strategies.core.registry import available, find
 from trainer.config.wording import MISSING, Fault
 
 Values = Mapping[str, Any]
 KEEP_ONE = "keep one of the two"
 UNSET = (None, False)  # and 0.0, which is equal to False
+PLANNED = {Requirement.PARAMETERS, Requirement.COMPUTE_DTYPE}
 EVALUATE = "write training.eval_strategy = steps or epoch"
 EVAL_DATA = "needs evaluation data; write data.eval_fraction, data.eval_split or data.eval_path"
 
@@ -205,6 +207,16 @@ def excluded_by_a_strategy(values: Values) -> Iterator[Fault]:
                     yield _fault(values, key, f"{why}; {KEEP_ONE}")
 
 
+def half_weights_without_half_compute(values: Values) -> Iterator[Fault]:
+    """A plan of single parameters in the dtype of compute takes that from ``training``: they must be loaded so, too."""
+    if values["model.dtype"] == "float32" or values["training.bf16"] or values["training.fp16"]:
+        return
+    for name in available():
+        if name in values["strategies"] and find(name).requires >= PLANNED:
+            what = f"strategies.{name} computes in float32 without training.bf16; write training.bf16: true, or float32"
+            yield _fault(values, "model.dtype", what)
+
+
 FUNCTIONS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     model_type,
     vocabulary,
@@ -216,4 +228,5 @@ FUNCTIONS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     loader_without_workers,
     one_name_for_recompute,
     excluded_by_a_strategy,
+    half_weights_without_half_compute,
 )
