@@ -19,7 +19,7 @@ others follow one by one, so that no stage ever has more of them under way than 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -137,7 +137,8 @@ class Pipeline:
         numbers = torch.arange(len(batches))
         first = (numbers,) if 0 in self.stage.mine else ()
         ends = {"target": numbers, "losses": losses} if self.has_loss else {}
-        schedule.step(*first, number=numbers, return_outputs=False, **ends)
+        with _as_raised():
+            schedule.step(*first, number=numbers, return_outputs=False, **ends)
         self._batches, self._loss_of = (), None
         found = (
             torch.stack([loss.detach().reshape(()) for loss in losses]) if self.has_loss else torch.empty(len(batches))
@@ -239,6 +240,22 @@ class Pipeline:
         if border == len(self.stage.parts):
             return torch.empty(1, device="meta")
         return torch.empty(self._rows, self._width, dtype=self._dtype, device="meta", requires_grad=True)
+
+
+@contextmanager
+def _as_raised() -> Iterator[None]:
+    """Errors of a stage as they were raised. Torch's stages raise another one from them, which does not say whether
+    memory is short or another rank has ended.
+    """
+    cause: BaseException | None
+    try:
+        yield
+        return
+    except RuntimeError as error:
+        cause = error.__cause__
+        if cause is None:
+            raise
+    raise cause  # without the other one, whose frames would be kept
 
 
 def _only(losses: Tensor, numbers: Tensor) -> Tensor:

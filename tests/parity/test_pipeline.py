@@ -194,6 +194,33 @@ def test_a_model_with_another_module_than_its_small_copy_is_refused() -> None:
         Stage(other, [[f"model.layers.{index}"] for index in range(4)], [0], form)
 
 
+def out_of_memory(*given: object, **how: object) -> Any:
+    raise torch.OutOfMemoryError("nothing left")
+
+
+def short_of_memory(ranks: Ranks, where: str) -> str:
+    """What is raised if memory ends in the forward or in the backward of the only stage."""
+    model = model_of("llama")
+    batches = list(micro_batches(0, 2))
+    layers = [f"model.layers.{index}" for index in range(4)]
+    stage = Stage(model, [layers], [0], form_of(model_of("llama"), batches[0]))
+    pipeline = Pipeline(stage, Schedule.GPIPE, alone(ranks), torch.device("cpu"))
+    if where == "forward":
+        model.model.layers[1].register_forward_hook(out_of_memory)
+    else:
+        model.model.layers[1].mlp.register_full_backward_hook(out_of_memory)
+    with pytest.raises(Exception) as caught:
+        pipeline.step(batches, lambda inputs: loss_of(model, dict(inputs)))
+    dist.barrier()  # the first rank to end takes the store along
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_shortage_of_memory_in_a_stage_is_one(where: str) -> None:
+    assert run_world(2, short_of_memory, where, deepspeed=False) == "OutOfMemoryError: nothing left"
+
+
 def used_apart(ranks: Ranks) -> list[Any]:
     """Gradients on two copies of a model, each of which has used a weight of its own, and neither the third."""
     model = torch.nn.ParameterDict({name: torch.ones(2) for name in "abc"})
