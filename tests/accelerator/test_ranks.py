@@ -7,6 +7,7 @@ start it on a machine of its own.
 import os
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.engine import stow
-from strategies.engine.transfer.transfer import AcceleratorTransfer
+from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
 from tests.accelerator.conftest import COPIES_US, KERNELS_US, library
 from tests.accelerator.test_trainer import config_of, left
 from tests.helpers.engine import plan_of
@@ -28,6 +29,7 @@ from trainer.dist.spawn import run_world
 
 pytestmark = pytest.mark.ranks
 DEVICE = "sim:0"
+SLOW_US = 2_000
 ROWS = list(Table({name: levels for name, levels in FACTORS.items() if name != "transfer"}, FORBIDDEN).rows())
 TRAVEL = {"site": "streamed", "weights": "streamed", "gradients": "device"}
 SAVED = {"policy": "selective", "activation_offloading": True}
@@ -41,10 +43,14 @@ def opened() -> Any:
 
 
 def there(ranks: Ranks, rows: list[Row]) -> list[str]:
-    group = opened()
+    """What differs; of every other case copies up lag behind all else, of the others copies down."""
+    group, lagging = opened(), cycle((Lane.DOWN, Lane.UP))
 
     def how() -> dict[str, Any]:
-        return {"transfer": AcceleratorTransfer(torch.device(DEVICE)), "process_group": group}
+        transfer, late = AcceleratorTransfer(torch.device(DEVICE)), next(lagging)
+        for lane, stream in transfer._streams.items():
+            library().slow(stream.stream_id, SLOW_US if lane is late else 0)
+        return {"transfer": transfer, "process_group": group}
 
     return train(ranks, rows, DEVICE, how)
 
