@@ -94,6 +94,7 @@ class TaskBuilder:
         self._gate: dict[int, list[Task]] = {}  # per weight: what its next use waits for
         self._weight: dict[int, Task] = {}  # per weight: what makes the host's copy current
         self._leaving: dict[int, Task] = {}  # per weight that was updated on the device: its last copy down
+        self._vacated: dict[int, list[Task | None]] = {}  # updates that make a weight at addresses of others
         self._landed: dict[int, Task] = {}  # per weight: its gradient on the host
         self._due: dict[int, list[Task]] = {}  # updates on the device before the next use, and what they wait for
         self._slots: dict[int, Task] = {}  # per slot: after which task it is free
@@ -239,7 +240,7 @@ class TaskBuilder:
         info = self._problem.weights[weight]
         leaving = [self._leaving.get(other) for other in info.overlapping] if self._leaving else []
         if weight in self._due and self._update(weight).from_master:
-            self._gate.setdefault(weight, []).extend(task for task in leaving if task is not None)
+            self._vacated[weight] = [ended, *leaving]
             return
         on_host, slot = self._weight.get(weight), None if info.update is None else info.update.copy_slot
         if slot is not None:
@@ -275,17 +276,17 @@ class TaskBuilder:
     def _update_on_device(self, weight: int, number: int) -> None:
         """The kernel; around it the visit of the state, and after it the copy of the weight to the host."""
         info, update, waits = self._problem.weights[weight], self._update(weight), self._due.pop(weight)
-        gate = self._gate.get(weight, [])
+        gate, vacated = self._gate.get(weight, []), self._vacated.pop(weight, [])
         if update.site is Site.STREAMED:
             early = self._problem.in_backward  # state may come before its gradient is there
             slot = self._free(update.visit_slot)
             hosted = update.grad_home is Home.HOST
             size = update.state_bytes + (update.grad_bytes if hosted else 0)
-            after = (slot, *([] if early and not hosted else waits))
+            after = (slot, *vacated, *([] if early and not hosted else waits))
             visit = self._copy(Resource.UP, f"state {info.name}", size, after)
             visit.priority = (number, info.uses[-1] if early else info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
-        done = self._work(f"update {info.name}", update.seconds, (*gate, *waits))
+        done = self._work(f"update {info.name}", update.seconds, (*gate, *vacated, *waits))
         done.touched_bytes = update.touched_bytes
         self._gate.pop(weight, None)
         if info.exchange_bytes:
