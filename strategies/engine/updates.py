@@ -108,11 +108,6 @@ class Updates:
         if bucket.pending is not Pending.DEVICE:
             return
         transfer = self._transfer
-        if not bucket.present and not bucket.spec.resident:
-            self._residency.claim(bucket)
-            if not bucket.spec.mixed:  # in fp32 the weight is the master; else it is written from the master
-                assert bucket.copy is not None
-                transfer.copy(Lane.UP, bucket.own(bucket.weight), bucket.copy)
         if bucket.visit is not None:
             self._visit(bucket)
         if bucket.grads_on_host:
@@ -121,6 +116,11 @@ class Updates:
             if bucket.grads.added is not None:
                 transfer.wait(Lane.UP, bucket.grads.added.result())
             transfer.copy(Lane.UP, bucket.own(bucket.grad), bucket.parked)
+        if not bucket.present and not bucket.spec.resident:  # last: UP waits until the home is free
+            self._residency.claim(bucket)
+            if not bucket.spec.mixed:  # in fp32 the weight is the master; else it is written from the master
+                assert bucket.copy is not None
+                transfer.copy(Lane.UP, bucket.own(bucket.weight), bucket.copy)
         bucket.begin_visit(arrived=transfer.record(Lane.UP))
 
     def _visit(self, bucket: BucketState) -> None:

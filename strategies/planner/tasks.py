@@ -282,7 +282,7 @@ class TaskBuilder:
             slot = self._free(update.visit_slot)
             hosted = update.grad_home is Home.HOST
             size = update.state_bytes + (update.grad_bytes if hosted else 0)
-            after = (slot, *vacated, *([] if early and not hosted else waits))
+            after = (slot, *([] if early and not hosted else waits))
             visit = self._copy(Resource.UP, f"state {info.name}", size, after)
             visit.priority = (number, info.uses[-1] if early else info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
