@@ -75,7 +75,11 @@ def average(flat: Tensor, group: ProcessGroup) -> None:
 
 
 def hosts_of(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A group of the same ranks whose collectives do not wait for ``device``. A collective."""
+    """A group of the same ranks whose collectives do not wait for ``device``. A collective.
+
+    It is closed with all others. Torch names it after its ranks: if it were closed alone, the next one would have its
+    name and find its addresses in the store.
+    """
     if device.type == "cpu":
         return group
     ranks = dist.get_process_group_ranks(group)

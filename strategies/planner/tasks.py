@@ -7,7 +7,8 @@ reload      waits for the tick before its issue, the reload needed before it, th
 round       where the host has only the master, the CPU rounds it into a slot first; the reload frees the slot
 gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration
 sum         a further micro-batch's gradient that rests on the host is added there by the CPU
-update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm
+update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm. One that makes a
+            weight from its master on the device takes the place of the reload before it
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
 visit       state comes up into one of a few slots, is updated, and goes down again
 return      a weight updated on the device goes down if it leaves at all
