@@ -65,7 +65,7 @@ class Gradients:
         complete: Callable[[BucketState], None],
         settle: Callable[[BucketState], None],
         group: ProcessGroup | None,
-        hosts: ProcessGroup | None = None,
+        hosts: ProcessGroup | None,
         shares: Shares | None = None,
         total_norm: TotalNorm = norm_of_all,
     ) -> None:

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
 PASSING: Mapping[Item, Home] = {Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST}  # in slots
-SOME = 32  # placements of which the places are remembered
+REMEMBERED = 32  # placements of which the places are remembered
 PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... all
 
 
@@ -164,7 +164,7 @@ class StatePlacements:
             for index, bucket in enumerate(self._buckets)
         ]
         self._sites = cache(self._sites_of)
-        self._places = lru_cache(SOME)(self._places_of)
+        self._places = lru_cache(REMEMBERED)(self._places_of)
         self._offloadable = cache(self._offloadable_of)
         self._largest_unit = cache(self._largest_unit_of)
         self._costs = cache(self._cost)

@@ -14,7 +14,8 @@ import torch
 from strategies.core.layout import Item, Site
 from strategies.core.plan import Home, Plan
 from strategies.engine import StowOptimizer, stow
-from strategies.planner.step_cost import traffic
+from strategies.planner.step_cost import evictions_of, problem_of, traffic
+from strategies.planner.tasks import build_tasks
 from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.live import Everything
 from tests.helpers.tiny import GPT2, LLAMA
@@ -98,6 +99,25 @@ def test_bytes_over_the_link_per_step(options: dict[str, Any], dtype: torch.dtyp
     most_up, most_down = formula(plan)
     assert moved[3][0] <= most_up and moved[3][1] <= most_down
     optimizer.close()
+
+
+def test_an_update_that_makes_a_weight_waits_until_its_addresses_are_free() -> None:
+    """In the simulator it takes the place of the reload: the weight that was there has gone down before."""
+    model = model_of(MODELS["llama"]).to(torch.bfloat16)
+    options: dict[str, Any] = {"site": "streamed", "weights": "streamed", "prefetch": 1}
+    plan = plan_for(model, batch=(ROWS, LENGTH), max_grad_norm=1.0, **options)
+    assert plan.layout is not None
+    problem = problem_of(plan.facts, plan.layout, ASSUMED)
+    tasks = build_tasks(problem, list(evictions_of(problem, plan.layout)), 3)
+    waits = {(one.label, later.label) for one in tasks for later in one.then if one.label.startswith("weight ")}
+    updates = {pair for pair in waits if pair[1].startswith("update ")}
+    names = [weight.name for weight in problem.weights]
+    allowed = {
+        (f"weight {names[other]}", f"update {weight.name}")
+        for weight in problem.weights
+        for other in weight.overlapping
+    }
+    assert updates and updates <= allowed
 
 
 def formula(plan: Plan) -> tuple[int, int]:

@@ -35,7 +35,7 @@ def count(model: Any, call: Callable[[], Any], compute: torch.dtype | None) -> F
     if alike:
         try:
             return _count(model, call, compute, alike)
-        except Exception as error:  # a stub is not all that a block is to the model
+        except Exception as error:  # its forward may ask anything of a block that a stub has not
             logger.info("the model is counted on all blocks: %s", error)
     return _count(model, call, compute, ())
 

@@ -43,6 +43,8 @@ class Alike:
 def find_alike(model: nn.Module) -> list[Alike]:
     """Blocks that need not all run to be counted."""
     blocks = find_blocks(model)
+    if len(blocks) < 4:
+        return []
     config: Any = getattr(model, "config", None)
     lists = _lists(config.get_text_config() if hasattr(config, "get_text_config") else config, len(blocks))
     numbers = _numbers(list(blocks.values()))
@@ -64,20 +66,12 @@ def _lists(config: Any, length: int) -> list[Any]:
 
 def _numbers(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
     """Attributes that are a block's own number, by the module's path in it and by name."""
-    found = (
-        [
-            {
-                (path, key)
-                for path, module in block.named_modules()
-                for key, value in vars(module).items()
-                if type(value) is int and value == number
-            }
-            for number, block in ((0, blocks[0]), (len(blocks) - 1, blocks[-1]))
-        ]
-        if blocks
-        else [set(), set()]
-    )
-    return found[0] & found[1]
+
+    def equal_to(number: int, block: nn.Module) -> set[tuple[str, str]]:
+        attributes = ((path, *each) for path, module in block.named_modules() for each in vars(module).items())
+        return {(path, key) for path, key, value in attributes if type(value) is int and value == number}
+
+    return equal_to(0, blocks[0]) & equal_to(len(blocks) - 1, blocks[-1])
 
 
 def _looks(block: nn.Module, numbers: Container[tuple[str, str]]) -> Hashable:

@@ -70,7 +70,7 @@ def count(
     run = partial(_run, model, params, call, counter)
     try:
         found = run(_others(kinds, ends), saved)
-    except Exception as error:  # a stub is not all that a block is to the model
+    except Exception as error:  # its forward may ask anything of a block that a stub has not
         if not on_all:
             raise
         logger.info("temporaries are counted on all blocks: %s", error)

@@ -1,5 +1,5 @@
-# $1: clone, $2: log
-cd $1; export HOME=/tmp/home_$(basename $1) PATH=/work/main/.venv/bin:$PATH OMP_NUM_THREADS=1 PYTHONPATH=$1; mkdir -p $HOME
+# $1: clone, $2: log, $3: folder of the interpreter
+cd $1; export HOME=/tmp/home_$(basename $1) PATH=$3:$PATH OMP_NUM_THREADS=1 PYTHONPATH=$1; mkdir -p $HOME
 W="model.config.num_attention_heads=64 model.config.hidden_size=8192 model.config.intermediate_size=28672 model.config.num_hidden_layers=80"
 D="model.config.num_attention_heads=16 model.config.hidden_size=1024 model.config.intermediate_size=2816 model.config.num_hidden_layers=400"
 : > $2
