@@ -108,6 +108,11 @@ class Offload(Strategy):
         "rounded from the masters each time they are fetched, which saves 2 bytes of host memory per parameter "
         "wherever a gradient does not use the same place, and takes time of the CPU.",
     )
+    gather: Literal["auto", "network", "host"] = Field(
+        default="auto",
+        description="How ranks that share weights that travel (zero.stage 3) get each other's parts: over the network, "
+        "or out of the host's memory, where they are, if all ranks are on one machine; auto: by the machine's rates.",
+    )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
     )
@@ -141,6 +146,9 @@ class Offload(Strategy):
         elif self.update_in_backward is True and run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             yield Refusal("strategies.offload.update_in_backward", True, cure)
+        if self.gather == "host" and self._stage < 3:
+            cure = "only ranks of strategies.zero.stage 3 fetch parts of weights; leave it out"
+            yield Refusal("strategies.offload.gather", "host", cure)
         if not self.weight_copies and run.precision is Precision.FP32:
             cure = "in fp32 the copy on the host is the master itself; leave it out"
             yield Refusal("strategies.offload.weight_copies", False, cure)
@@ -180,10 +188,20 @@ class Offload(Strategy):
             cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
             raise Refusal("strategies.pipeline.stages", facts.run.stages, f"cannot go with strategies.offload: {cure}")
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
+        if self.gather == "host" and machine.ranks < facts.run.world_size:
+            cure = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each; write auto or network"
+            raise Refusal("strategies.offload.gather", "host", cure)
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
             raise MemoryRefusal(key, self.gpu_memory, has, home=Home.DEVICE, needed=budget, budget=size)
+
+    def _common_host(self, facts: Facts) -> bool:
+        """Whether ranks read each other's copies of weights."""
+        machine, ways = facts.machine, self._ways(facts.run)
+        if self._stage < 3 or machine.ranks < facts.run.world_size or self.gather != "auto":
+            return self.gather == "host"
+        return machine.rates is not None and machine.rates.prefers_common_host(ways)
 
     def _ways(self, run: RunFacts) -> int:
         """How many ranks hold a span of each bucket."""
@@ -211,6 +229,7 @@ class Offload(Strategy):
             splits_gradients=self._stage >= 2,
             gradients="device" if self._sums_over_ranks(facts.run) else self.gradients,
             keeps_copies=self.weight_copies,
+            common_host=self._common_host(facts),
         )
 
     def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:
@@ -219,4 +238,5 @@ class Offload(Strategy):
             if ahead:
                 forward, backward = map(max, zip(*ahead, strict=True))
                 reason = f"fetched {forward} units ahead in forward, {backward} in backward"
+                reason += ", all ranks' parts out of the host's memory" if layout.common_host else ""
                 yield Travel(unit=unit.name, reason=reason, fetch_ahead=max(forward, backward))

@@ -27,6 +27,10 @@ rank while they are there; with ``grad_split`` GRAD is a slot, as if the gradien
 own span only, so the host's bytes and those of the state fall to a part. A parameter is whole in one span where that
 costs little room; otherwise it is cut at aligned elements, and its owners are several ranks (``planner/buckets.py``).
 
+With ``common_host`` the ranks are on one machine, and a fetch copies all spans up from its memory, the others' out of
+their arenas, instead of its own span only, with the network for the others (``read_by_all``). It takes no more memory.
+Those copies come first in the arena on the host.
+
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
 copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
 new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
@@ -167,6 +171,7 @@ class Layout:
         grad_slots, visit_slots: number of slots for gradients on their way down (and for weights that are rounded on
             their way up), and for visiting state.
         keeps_copies: weights that travel rest on the host in the dtype of compute, even beside their masters.
+        common_host: the ranks are on one machine, and read each other's copies of weights that travel.
     """
 
     buckets: tuple[Bucket, ...]
@@ -178,6 +183,7 @@ class Layout:
     grad_slots: int = 2
     visit_slots: int = 2
     keeps_copies: bool = True
+    common_host: bool = False
 
     @property
     def num_ticks(self) -> int:
@@ -229,6 +235,16 @@ def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
     """Whether the host has only the master of its weight, and each fetch rounds it; see the module docstring."""
     with_master = bucket.mixed and bucket.site in (Site.HOST, Site.STREAMED)
     return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
+
+
+def read_by_all(bucket: Bucket, layout: Layout) -> bool:
+    """Whether all ranks read this one's COPY, and it theirs. Not a slot, which many weights pass."""
+    return layout.common_host and bucket.ways > 1 and not (bucket.resident or rounded_to_fetch(bucket, layout))
+
+
+def common_bytes(layout: Layout) -> int:
+    """Bytes of the host's arena, from its start, that all ranks read."""
+    return sum(aligned(b.weight_bytes // b.ways, Home.HOST) for b in layout.buckets if read_by_all(b, layout))
 
 
 @dataclass(frozen=True, slots=True)

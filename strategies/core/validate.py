@@ -26,7 +26,9 @@ from strategies.core.layout import (
     Site,
     Spot,
     aligned,
+    common_bytes,
     common_needs,
+    read_by_all,
 )
 from strategies.core.layout import needs as needs_of
 
@@ -61,6 +63,7 @@ def validate(
     needs = {(need.bucket, need.item): need for bucket in layout.buckets for need in needs_of(bucket, layout)}
     needs |= {(need.bucket, need.item): need for need in common_needs(layout, hosted_bytes)}
     found += _spots(needs, addresses)
+    found += [] if found else _common(layout, addresses)
     return found or [*_overlaps(needs, addresses), *_slots(needs, addresses), *_together(layout, addresses)]
 
 
@@ -182,6 +185,15 @@ def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
         if spot.offset < 0 or spot.end > addresses.num_bytes(spot.home):
             yield f"{name}: lies outside its arena"
     yield from (f"{_name(key)}: has an address and needs none" for key in addresses.spots if key not in needs)
+
+
+def _common(layout: Layout, addresses: Addresses) -> Iterator[str]:
+    """Copies that other ranks read, and other things, on the wrong side of where the memory that they read ends."""
+    border, read = common_bytes(layout), {bucket.name for bucket in layout.buckets if read_by_all(bucket, layout)}
+    for key, spot in addresses.spots.items():
+        shown = key[1] is Item.COPY and key[0] in read
+        if spot.home is Home.HOST and (spot.end > border if shown else spot.offset < border):
+            yield f"{_name(key)}: lies {'outside of' if shown else 'in'} the memory that other ranks read"
 
 
 def _overlaps(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:

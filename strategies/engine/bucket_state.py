@@ -13,8 +13,11 @@ parameters are to the model (``parameter_views.py``).
                 if the copy is a slot through which weights of several buckets pass (``rounded_to_fetch``)
     open        how many scopes that use it have been entered and not left
 
+    replaced    how many updates and loads have begun to replace its weights: on all ranks alike
+
 Over ranks (``ways`` of the layout) the home and the gradient slot are whole, and all other memory is this rank's span:
-``own`` is the span of a whole view, ``pieces`` are the parameters' parts in it.
+``own`` is the span of a whole view, ``pieces`` are the parameters' parts in it, ``copies`` the host's copies of all
+ranks where each of them reads them (``memory/common_host.py``).
 
 Events of a bucket, each the last of its kind:
     arrived   UP wrote the home, or read PARKED or COPY for it; and NET brought the other ranks' spans of the home
@@ -25,7 +28,7 @@ Events of a bucket, each the last of its kind:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -79,6 +82,8 @@ class BucketState:
     copy_passes: bool = False  # the copy is a slot that fetches round masters into, never the weight's resting place
     leads: tuple[int, int] = (1, 1)  # ticks ahead of its use that its weight may come, in forward and in backward
 
+    copies: Sequence[Tensor] = ()  # of all ranks; none: their spans come over the network
+    replaced: int = 0
     present: bool = False  # the home is this bucket's
     given_up: bool = False  # the copy's place holds gradients
     handed_out: HandedOut = field(default_factory=HandedOut)  # views of the copy that others may hold
@@ -249,6 +254,15 @@ class BucketState:
     def restored(self) -> None:
         """The host's copy is the rounded master again."""
         self.given_up = False
+        self.replaced += 1
+
+    def read_from(self, copies: Sequence[Tensor]) -> None:
+        """Weights of all ranks are fetched from ``copies``, each a span."""
+        self.copies = copies
+
+    def load(self) -> None:
+        """Somebody is about to write new weights into the host's copy."""
+        self.replaced += 1
 
     def enter(self, times: int = 1) -> None:
         """Scopes that use it begin."""
@@ -264,6 +278,7 @@ class BucketState:
         """An update is pending: the parameters are absent until it is settled, unless it begins at once."""
         assert self.settled, f"{self.name} has an update that was not settled"
         self.job = job
+        self.replaced += 1
         self.views.begin_update(job.touched)
         on_host = self.spec.site is Site.HOST
         self.pending = Pending.HOST if on_host else Pending.DEVICE

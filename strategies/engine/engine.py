@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from strategies.core.layout import Addresses, Item, Layout
+from strategies.core.layout import Addresses, Item, Layout, common_bytes
 from strategies.engine.bucket_state import BucketOf, BucketState, Pending, find_overlapping, make_bucket
 from strategies.engine.clipping import Clipping
+from strategies.engine.common_copies import CommonCopies
 from strategies.engine.gradients import Gradients
 from strategies.engine.jobs import Job, Scale
 from strategies.engine.memory.arena import Arena
@@ -73,21 +74,26 @@ class Engine(Copied):
     ) -> None:
         self.layout, self.device, self.rule, self.transfer = layout, device, rule, transfer
         self._groups = groups
-        self.arena = Arena(addresses, device)
+        hosts = None if group is None else hosts_of(group, device)
+        self.common = None
+        if hosts is not None and common_bytes(layout):
+            self.common = CommonCopies(layout, device, hosts, transfer, beside=beside)
+        self.arena = Arena(addresses, device, None if self.common is None else self.common.host)
         dtypes = {param.dtype for param in model.parameters()}
         self._nans = {dtype: torch.full((), math.nan, dtype=dtype, device=device) for dtype in dtypes}
         self._buffers = None if group is None else SharedBuffers(model, device, group)
-        hosts = None if group is None else hosts_of(group, device)
         self.shares = None
         if group is not None and hosts is not None and any(bucket.ways > 1 for bucket in layout.buckets):
             self.shares = Shares(group, hosts, transfer, self.arena.of("", Item.RECEIVED, torch.uint8))
         self.buckets = list(self._make_buckets(model))
+        if self.common is not None:
+            self.common.connect(self.buckets, addresses)
         self.arena.pin()
         find_overlapping(self.buckets, self.arena)
         self.bucket_of = BucketOf({id(p): (bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)})
         scopes = find_scopes(model, self.bucket_of)
         self._offloads = not all(bucket.spec.resident for bucket in self.buckets)
-        self.residency = Residency(transfer, debug=debug, shares=self.shares)
+        self.residency = Residency(transfer, debug=debug, shares=self.shares, common=self.common)
         self.hooks = ModuleHooks(
             scopes,
             self._enter_forward,
@@ -279,6 +285,8 @@ class Engine(Copied):
         else:
             touched = [bucket for bucket in self.buckets if bucket.grads.touched]
             scale = self.clipping.of_step(touched)
+            if self.common is not None:
+                self.common.stop_reading()
             for bucket in touched:
                 self._submit(bucket, scale)
         if self.clipping.scale is not None:
@@ -360,6 +368,8 @@ class Engine(Copied):
             handle.remove()
         self.hooks.detach()
         self.worker.close()
+        if self.common is not None:
+            self.common.close()
         self.arena.close()
 
 

@@ -16,6 +16,7 @@ that it was given. So they have a group of their own, of gloo's collectives, unl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,12 @@ def hosts_of(group: ProcessGroup, device: torch.device) -> ProcessGroup:
         return group
     ranks = dist.get_process_group_ranks(group)
     found: ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return found
+
+
+def timeout_of(hosts: ProcessGroup) -> timedelta:
+    """How long ``hosts`` wait for a rank in their collectives."""
+    found: timedelta = hosts._get_backend(torch.device("cpu")).options._timeout
     return found
 
 

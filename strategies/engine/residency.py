@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from strategies.engine.bucket_state import BucketState, Pending
+from strategies.engine.common_copies import CommonCopies
 from strategies.engine.shares import Shares
-from strategies.engine.transfer.transfer import Lane, Transfer
+from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 
 class Residency:
@@ -40,10 +41,13 @@ class Residency:
     Args:
         debug: fill homes with NaN before a bucket moves in, and check at every use which bucket the home holds.
         shares: brings the spans of the other ranks, where ranks share buckets.
+        common: says when they may be read on the host instead.
     """
 
-    def __init__(self, transfer: Transfer, *, debug: bool, shares: Shares | None = None) -> None:
-        self.transfer, self.debug, self._shares = transfer, debug, shares
+    def __init__(
+        self, transfer: Transfer, *, debug: bool, shares: Shares | None = None, common: CommonCopies | None = None
+    ) -> None:
+        self.transfer, self.debug, self._shares, self.common = transfer, debug, shares, common
         self._slots: dict[int, BucketState] = {}  # by address of a slot that masters are rounded into: the last bucket
 
     def claim(self, bucket: BucketState) -> None:
@@ -79,6 +83,8 @@ class Residency:
             self._bring(bucket, bucket.copy)
         elif bucket.given_up:
             self._bring_rounded(bucket)
+        elif self.common is not None and bucket.copies:
+            self._bring_all(bucket, self.common)
         else:
             self._bring(bucket, bucket.copy)
 
@@ -102,6 +108,21 @@ class Residency:
         transfer.wait(Lane.UP, written)
         transfer.wait(Lane.DOWN, written)  # the weight may be on the device already, and nothing be fetched before it
         bucket.restored()
+        self.written(bucket)
+
+    def written(self, bucket: BucketState, after: Event | None = None) -> None:
+        """The host's copy has its newest weights once ``after`` has passed: other ranks may read it."""
+        if self.common is not None and bucket.copies:
+            self.common.written(bucket, after)
+
+    def _bring_all(self, bucket: BucketState, common: CommonCopies) -> None:
+        """Copy the spans of all ranks up; what the others do not replace while they are read."""
+        if self.debug:
+            self.transfer.poison(Lane.UP, bucket.weight)
+        common.wait(bucket)
+        for home, copy in zip(bucket.weight.split(bucket.spec.share), bucket.copies, strict=True):
+            self.transfer.copy(Lane.UP, home, copy)
+        bucket.arrive(arrived=self.transfer.record(Lane.UP))
 
     @torch.no_grad()
     def _round_into_slot(self, bucket: BucketState) -> None:

@@ -192,6 +192,7 @@ class Updates:
         if bucket.copy is not None and not bucket.copy_passes:
             transfer.copy(Lane.DOWN, bucket.copy, weight)
         bucket.write_back(stored=transfer.record(Lane.DOWN))
+        self._residency.written(bucket, bucket.stored)
 
     def _known_bad(self, scale: Scale) -> bool:
         """Whether the step is skipped, after waiting until that is known."""
@@ -202,6 +203,11 @@ class Updates:
 
     def _on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> tuple[bool, Event]:
         """In the worker: compute the update. Returns whether it changed the weights, and the event after it."""
+        updated = self._compute_on_host(bucket, job, waits)
+        self._residency.written(bucket)
+        return updated, self._transfer.record(Lane.HOST)
+
+    def _compute_on_host(self, bucket: BucketState, job: Job, waits: Sequence[Event | None]) -> bool:
         transfer = self._transfer
         transfer.host_wait(*waits)
         assert bucket.parked is not None
@@ -209,7 +215,7 @@ class Updates:
             if bucket.parks_in_copy:  # the gradient has overwritten the weight
                 with torch.no_grad():
                     self._round_on_host(bucket, bucket.parked)
-            return False, transfer.record(Lane.HOST)
+            return False
         master = bucket.master if bucket.master is not None else bucket.copy
         assert master is not None
         transfer.reads(Lane.HOST, bucket.parked)
@@ -219,7 +225,7 @@ class Updates:
             self._apply(bucket, job, bucket.parked, [master, *bucket.moments], self._host_scratch, factor)
             if bucket.spec.mixed and not bucket.copy_passes:
                 self._round_on_host(bucket, bucket.parked if bucket.copy is None else bucket.copy)
-        return True, transfer.record(Lane.HOST)
+        return True
 
     def _round_on_host(self, bucket: BucketState, weight: Tensor) -> None:
         assert bucket.master is not None

@@ -1,9 +1,9 @@
 """Addresses: one spot in an arena for every need of a layout.
 
-What is permanent comes first, in order of use. Travelling weights follow, packed by their resident ticks
-(``packing.py``): two may share bytes if they are never on the device at the same tick. Gradients, arrivals and visiting
-states pass in order through pools of slots, the k-th member of a pool through slot k modulo their number. Last comes
-what belongs to no bucket: scratch, and saved tensors that wait on the host.
+What is permanent comes first, in order of use; before it, copies on the host that other ranks read. Travelling weights
+follow, packed by their resident ticks (``packing.py``): two may share bytes if they are never on the device at the same
+tick. Gradients, arrivals and visiting states pass in order through pools of slots, the k-th member of a pool through
+slot k modulo their number. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
 
 A pool has slots of its largest member's size. With one pool for all, a head of 250 MiB would make each slot so large
 for blocks of 86 MiB; so members are grouped by size (``size_classes``), each class with as many slots as the layout
@@ -35,6 +35,7 @@ from strategies.core.layout import (
     aligned,
     common_needs,
     needs,
+    read_by_all,
 )
 from strategies.planner.packing import Packing, Piece, pack
 
@@ -65,7 +66,8 @@ def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
         ends[home] = start + aligned(num_bytes, home)
         return start
 
-    for need in all_needs(layout):
+    read = {bucket.name for bucket in layout.buckets if read_by_all(bucket, layout)}
+    for need in sorted(all_needs(layout), key=lambda need: need.item is not Item.COPY or need.bucket not in read):
         if not need.passes:
             spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
     moving = travelling(layout)

@@ -40,10 +40,15 @@ class Load:
 
 
 class Estimate:
-    """Estimates for one model and run. The machine's rates must be known."""
+    """Estimates for one model and run. The machine's rates must be known.
 
-    def __init__(self, facts: Facts, *, in_backward: bool) -> None:
+    Args:
+        common_host: weights that come back are read from all ranks' copies on the host, not exchanged.
+    """
+
+    def __init__(self, facts: Facts, *, in_backward: bool, common_host: bool = False) -> None:
         assert facts.machine.rates is not None
+        self._common_host = common_host
         self._rates, self._run, self._in_backward = facts.machine.rates, facts.run, in_backward
         times = unit_seconds(facts, self._rates)
         self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
@@ -82,7 +87,7 @@ class Estimate:
         """
         rates, passes = self._rates, self._run.accumulation
         forward, backward, saved = self._forward, self._backward, passes * self._hosted
-        own = away // load.ways
+        own = away if self._common_host else away // load.ways
         in_before = load.exchanged + (away - own) * (2 * passes - 1)  # gradients, and what backward gathers again
         back_up, again_up = own * passes + saved, own * (passes - 1)
         duplex = rates.duplex_factor if load.state else 1

@@ -58,7 +58,8 @@ class OffloadRequest:
     """The options of ``strategies.offload``. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
 
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
-    how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well.
+    how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
+    ``common_host`` whether they read each other's copies of weights.
     """
 
     device_bytes: int
@@ -74,6 +75,7 @@ class OffloadRequest:
     keeps_copies: bool = True
     ways: int = 1
     splits_gradients: bool = False
+    common_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ class StatePlacements:
             moments=facts.run.moments,
             grad_slots=1 + max(passing.values(), default=1),
             keeps_copies=request.keeps_copies,
+            common_host=request.common_host,
         )
         ticks = ticks_of(self._empty.units)
         self._received = received_bytes(replace(self._empty, buckets=self._buckets))

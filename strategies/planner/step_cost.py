@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Rates, UnitKind
-from strategies.core.layout import SCRATCH_ELEMENTS, Bucket, Item, Layout, Site, ticks_of, uses
+from strategies.core.layout import SCRATCH_ELEMENTS, Bucket, Item, Layout, Site, rounded_to_fetch, ticks_of, uses
 from strategies.core.plan import Plan
 from strategies.planner.addresses import slot_numbers, weight_packing
 from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
@@ -109,6 +109,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
                 overlapping.get(index, ()),
                 bucket.ways,
                 on_host=not bucket.resident,
+                common_host=layout.common_host and bucket.ways > 1 and not rounded_to_fetch(bucket, layout),
             )
             for index, bucket in enumerate(layout.buckets)
         ),

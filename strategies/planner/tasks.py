@@ -12,8 +12,8 @@ update      waits for its gradient (``in_backward``), or for all of them, becaus
 weight      the new weight of a host update goes up; if the weight is away, its reload is that copy
 visit       state comes up into one of a few slots, is updated, and goes down again
 return      a weight updated on the device goes down if it leaves at all
-exchange    of a bucket that ranks share: a reload, and a new weight, is followed by the other ranks' parts; a gradient
-            goes to its owners before it goes down or is used for an update
+exchange    of a bucket that ranks share: a reload, and a new weight, is followed by the other ranks' parts, unless it
+            brought them from the host; a gradient goes to its owners before it goes down or is used for an update
 saved       tensors that forward sends to the host go down after its tick; the tick after the next one waits for
             that, because it uses their memory again. They come up when backward of the next unit begins. Both are
             on streams of their own
@@ -251,10 +251,10 @@ class TaskBuilder:
             on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.link_bytes, waits)
             on_host.priority = (*need, self._problem.rank[weight])
         after = (ended, self._reload, on_host, *leaving)
-        self._reload = self._copy(Resource.UP, f"weight {info.name}", info.link_bytes, after)
+        self._reload = self._copy(Resource.UP, f"weight {info.name}", info.reload_bytes, after)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._occupy(slot, self._reload)
-        gathered = self._exchange(f"gather {info.name}", info.exchange_bytes, self._reload)
+        gathered = self._exchange(f"gather {info.name}", info.reload_exchange_bytes, self._reload)
         self._gate.setdefault(weight, []).append(gathered)
 
     def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
@@ -271,9 +271,10 @@ class TaskBuilder:
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         self._weight[weight] = task
         if weight not in self._away:
-            sent = self._copy(Resource.UP, f"new weight {info.name}", info.link_bytes, [task])
+            size = info.reload_bytes if weight in self._leaves else info.link_bytes
+            sent = self._copy(Resource.UP, f"new weight {info.name}", size, [task])
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
-            gathered = self._exchange(f"gather {info.name}", info.exchange_bytes, sent)
+            gathered = self._exchange(f"gather {info.name}", info.num_bytes - size, sent)
             self._gate.setdefault(weight, []).append(gathered)
 
     def _update_on_device(self, weight: int, number: int) -> None:

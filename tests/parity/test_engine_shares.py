@@ -60,6 +60,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
     "prefetch": (2, 0),
     "dtype": ("float32", "bfloat16"),
     "split": (True, False),
+    "gather": ("host", "network"),
     "transfer": tuple(TRANSFERS),
 }
 OTHERS = Table({name: levels[::-1] for name, levels in FACTORS.items()}, FORBIDDEN)
@@ -91,7 +92,7 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", **how: Any) -> tuple[Resul
     ]
     wanted = plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)
     model = made(case)
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "split")}
+    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "split", "gather")}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
     how = how or {"transfer": TRANSFERS[case["transfer"]]()}
     return wanted, stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
@@ -149,6 +150,7 @@ def orders(ranks: Ranks) -> list[list[str]]:
         "recompute": "none",
         "dtype": "float32",
         "split": True,
+        "gather": "network",
     }
     for weights in ("travelling", "resident"):
         wanted, shared = both(ranks, row | {"transfer": "delayed", "weights": weights})

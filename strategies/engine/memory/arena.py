@@ -7,7 +7,8 @@ How each home is reserved, pinned and released is one entry of ``RESERVE``:
 
     device   one ``torch.empty``
     host     one anonymous mapping of the exact size (huge pages where the kernel grants them), registered with the
-             accelerator's driver in pieces, because one registration of hundreds of gigabytes fails
+             accelerator's driver in pieces, because one registration of hundreds of gigabytes fails. What ranks of one
+             machine read from each other comes first, in a mapping of its own (``common_host.py``)
 
 Without an accelerator both are ordinary memory and the same code runs, so every rule about addresses is tested on any
 machine.
@@ -26,7 +27,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
 from strategies.core.sizes import human
 from strategies.engine.memory.accelerator import Driver, row_of
+
+if TYPE_CHECKING:
+    from strategies.engine.memory.common_host import CommonHost
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse
@@ -69,17 +73,21 @@ class ArenaMemory:
 class HostMemory(ArenaMemory):
     """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
 
+    Args:
+        file: its descriptor, if other processes map it too; None: it is this process's own.
+
     Raises:
         OutOfMemoryError: the host has not that much; the message names ``owner``.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, owner: str, file: int | None = None) -> None:
         super().__init__(0, torch.device("cpu"), owner)
         self._device, self._owner = device, owner
         self._mapping: Any = None
         if num_bytes:
             try:
-                self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                self._mapping = mmap.mmap(*((-1, num_bytes, own) if file is None else (file, num_bytes)))
             except OSError as error:
                 raise OutOfMemoryError(f"{owner} needs {human(num_bytes)} of host memory: {error}") from None
             self._advise("MADV_HUGEPAGE")
@@ -147,30 +155,48 @@ RESERVE: Mapping[Home, type[ArenaMemory]] = {Home.DEVICE: ArenaMemory, Home.HOST
 class Arena:
     """The arenas of one rank, one per home, cut up as ``addresses`` says.
 
+    Args:
+        common: the first bytes of the host's arena, if they are memory that other ranks read.
+
     Raises:
         OutOfMemoryError: a home has not that much; the message says what was to lie there.
     """
 
-    def __init__(self, addresses: Addresses, device: torch.device) -> None:
-        self.addresses = addresses
+    def __init__(self, addresses: Addresses, device: torch.device, common: CommonHost | None = None) -> None:
+        self.addresses, self._common = addresses, common
+        first = {} if common is None else {Home.HOST: common.num_bytes}
         self._memories = {
-            home: RESERVE[home](num_bytes, device, f"the {home.value} arena ({self._contents(home)})")
+            home: RESERVE[home](
+                num_bytes - first.get(home, 0), device, f"the {home.value} arena ({self._contents(home)})"
+            )
             for home, num_bytes in addresses.arena_bytes.items()
         }
 
     def num_bytes(self, home: Home) -> int:
         """The size of the arena of one home."""
-        return self._memories[home].memory.numel() if home in self._memories else 0
+        return self.addresses.num_bytes(home)
 
     def of(self, bucket: str, item: Item, dtype: torch.dtype) -> Tensor | None:
         """The flat view of one item of one bucket, in whole elements; None if the layout gives it no memory."""
         spot = self.addresses.spots.get((bucket, item))
-        return None if spot is None else self._memories[spot.home].memory[spot.offset : spot.end].view(dtype)
+        if spot is None:
+            return None
+        memory, first = self._behind(spot)
+        return memory.memory[spot.offset - first : spot.end - first].view(dtype)
 
     def borders(self, spot: Spot) -> list[int]:
         """Offsets in ``spot`` that no copy may cross."""
-        borders = self._memories[spot.home].borders
+        memory, first = self._behind(spot)
+        borders = [border + first for border in memory.borders]
         return [border - spot.offset for border in borders if spot.offset < border < spot.end]
+
+    def _behind(self, spot: Spot) -> tuple[ArenaMemory, int]:
+        """The memory that has ``spot``, and where in the arena it begins."""
+        if spot.home is not Home.HOST or self._common is None:
+            return self._memories[spot.home], 0
+        if spot.offset < self._common.num_bytes:
+            return self._common.own, 0
+        return self._memories[spot.home], self._common.num_bytes
 
     def owners(self) -> Iterator[str]:
         """What each arena holds, by kind of memory, as lines for people."""
@@ -178,7 +204,7 @@ class Arena:
             yield f"{home.value} arena {human(self.num_bytes(home))}: {self._contents(home)}"
 
     def pin(self) -> None:
-        """Pin the arenas where their homes and the driver need it.
+        """Pin the arenas where their homes and the driver need it, without what other ranks read.
 
         Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
         once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
@@ -188,8 +214,10 @@ class Arena:
         """
         starts: dict[Home, set[int]] = {home: set() for home in self._memories}
         for (_, item), spot in self.addresses.spots.items():
+            memory, first = self._behind(spot)
             step = PIECE_BYTES if item is Item.SAVED else max(spot.num_bytes, 1)  # saved tensors keep to ``borders``
-            starts[spot.home].update(range(spot.offset, spot.end, step))
+            if memory is self._memories[spot.home]:
+                starts[spot.home].update(range(spot.offset - first, spot.end - first, step))
         for home, memory in self._memories.items():
             memory.pin(starts[home])
 

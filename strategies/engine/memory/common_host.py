@@ -1,0 +1,162 @@
+"""The host memory that ranks of one machine read from each other, and up to which update they may.
+
+Problem. Consumer cards cannot copy to each other. What a rank gets from another one over the network goes down from
+that one's device, through the host's memory, and up again, although the host has had it from the start: a weight that
+travels rests in the arenas of its ranks. So each rank maps the first part of the others' arenas, which has the copies
+of such weights (``common_bytes``), and copies all spans of a weight up by itself.
+
+Each rank makes one file that exists in memory only (``memfd_create``) and ends with the last process that has mapped
+it; the others open it by way of ``/proc``. Behind the copies it has one number per bucket: how many times the rank's
+span of the copy has been replaced, by an update or by a load. All ranks count alike, since they do the same.
+
+Ordering.
+    read after write   the owner counts when its host or its device has written the span; who wants to read waits, on
+                       the host, until all owners have counted as often as it has itself (``wait``)
+    write after read   see ``strategies/engine/common_copies.py``
+
+Memory that one core writes before it counts is seen by a core that has seen the count: x86 keeps the order of writes
+and of reads. Others may not.
+
+Refused, with the way out: other processors; ranks on several machines, or in containers that do not see each other's
+processes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.core.facts import Home
+from strategies.core.layout import Spot, aligned
+from strategies.engine.memory.arena import HostMemory
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+IN_ORDER = ("x86_64", "AMD64")  # processors that keep the order of writes
+POLL_S = 5e-5
+LOOK_S = 0.5  # between looks at whether the others are alive
+TOKEN_BYTES = 16
+CURE = "write strategies.offload.gather: network"
+
+
+class CommonHost:
+    """This rank's part of the memory that all read, and after ``connect`` the others' parts.
+
+    Args:
+        num_bytes: of copies, at the start of the arena on the host.
+        num_buckets: that may have been replaced.
+
+    Raises:
+        OutOfMemoryError: the host has not that much.
+        RuntimeError: the processor may not keep the order of writes.
+    """
+
+    def __init__(self, num_bytes: int, num_buckets: int, device: torch.device) -> None:
+        if platform.machine() not in IN_ORDER:
+            raise RuntimeError(f"ranks cannot read each other's memory on a {platform.machine()}: {CURE}")
+        self.num_bytes, self._device = num_bytes, device
+        self._size = num_bytes + aligned(8 * num_buckets + TOKEN_BYTES, Home.HOST)
+        self._file = os.memfd_create("deepstow-weights")
+        os.ftruncate(self._file, self._size)
+        self.own = self._map(self._file)
+        self._memories = [self.own]
+        self._processes: list[int] = []
+        self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
+        self.own.memory[-TOKEN_BYTES:].copy_(self._token)
+
+    def _map(self, file: int) -> HostMemory:
+        return HostMemory(self._size, self._device, "the copies of weights that other ranks read", file)
+
+    def connect(self, hosts: ProcessGroup) -> None:
+        """Map the others' parts. A collective: all ranks have written theirs when it begins.
+
+        Raises:
+            RuntimeError: on all ranks, if one of them cannot.
+        """
+        ranks, rank = dist.get_world_size(hosts), dist.get_rank(hosts)
+        mine = (os.getpid(), self._file, self._size, self._token.tolist())
+        known: list[tuple[int, int, int, list[int]]] = [mine] * ranks
+        dist.all_gather_object(known, mine, group=hosts)
+        complaint = ""
+        try:
+            self._memories = [self.own if at == rank else self._open(*one) for at, one in enumerate(known)]
+        except OSError as error:
+            complaint = f"rank {rank} cannot read the memory of another one ({error.strerror})"
+        complaints = [""] * ranks
+        dist.all_gather_object(complaints, complaint, group=hosts)
+        os.close(self._file)  # after all have opened it; the mapping stays
+        if said := next(filter(None, complaints), None):
+            where = "they are on several machines, or in containers that do not see each other's processes"
+            raise RuntimeError(f"strategies.offload.gather: {said}: {where}: {CURE}")
+        self._processes = [process for process, *_ in known]
+
+    def _open(self, process: int, file: int, size: int, token: list[int]) -> HostMemory:
+        """The part of another rank; on another machine the number may be of some other process, or of none."""
+        path = Path(f"/proc/{process}/fd/{file}")
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(opened).st_size != size:
+                raise FileNotFoundError(2, "another file", str(path))
+            found = self._map(opened)
+        finally:
+            os.close(opened)
+        if found.memory[-TOKEN_BYTES:].tolist() != token:
+            raise FileNotFoundError(2, "another file", str(path))
+        return found
+
+    def spans(self, spot: Spot, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """What all ranks have at ``spot``, in their order: ``count`` elements of each."""
+        return [memory.memory[spot.offset : spot.end].view(dtype)[:count] for memory in self._memories]
+
+    def count(self, bucket: int, replaced: int) -> None:
+        """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now."""
+        self._counts(self.own)[bucket] = replaced
+
+    def wait(self, bucket: int, replaced: int, timeout_s: float) -> None:
+        """Wait until every other rank has ``replaced`` its span of a bucket as often. Events tell of this rank's own.
+
+        Raises:
+            DistError: a rank has ended, or has not done so in time.
+        """
+        until_s, look_s = time.monotonic() + timeout_s, 0.0
+        for rank, memory in enumerate(self._memories):
+            if memory is self.own:
+                continue
+            counts = self._counts(memory)
+            while int(counts[bucket]) < replaced:
+                time.sleep(POLL_S)
+                if (now_s := time.monotonic()) > look_s:
+                    self._refuse_dead(rank)
+                    look_s = now_s + LOOK_S
+                    if now_s > until_s:
+                        raise dist.DistError(f"Timed out waiting {timeout_s:.0f} s for the weights of rank {rank}")
+
+    def _refuse_dead(self, rank: int) -> None:
+        try:
+            os.kill(self._processes[rank], 0)
+        except ProcessLookupError:
+            raise dist.DistError(f"rank {rank} has ended, and this one waits for its weights") from None
+
+    def _counts(self, memory: HostMemory) -> Tensor:
+        return memory.memory[self.num_bytes : -TOKEN_BYTES].view(torch.int64)
+
+    def pin(self, starts: Iterable[int]) -> None:
+        """Pin the parts of all ranks, which begin their copies at ``starts``; see ``HostMemory.pin``."""
+        known = set(starts)
+        for memory in self._memories:
+            memory.pin(known)
+
+    def release(self) -> None:
+        """Undo ``pin``. What is mapped stays mapped as long as somebody holds a view."""
+        for memory in self._memories:
+            memory.release()
