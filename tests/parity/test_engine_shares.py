@@ -18,7 +18,7 @@ from torch import nn
 from strategies.engine import AdamW, stow
 from strategies.engine.shares import Shares
 from strategies.engine.transfer.race_detector import RaceDetector
-from strategies.engine.transfer.transfer import Delayed
+from strategies.engine.transfer.transfer import Delayed, Lane, Transfer
 from strategies.engine.updates import Updates
 from tests.helpers.doubles import Vacant
 from tests.helpers.engine import (
@@ -323,6 +323,56 @@ def read_by_the_first(ranks: Ranks) -> list[str]:
 def test_one_copy_is_made_for_a_checkpoint() -> None:
     """And not one per rank."""
     assert run_world(2, read_by_the_first) == []
+
+
+class SlowReader(Transfer):
+    """Copies up take their time while ``slow``."""
+
+    slow = False
+
+    def _copy(self, lane: Lane, target: Any, source: Any) -> None:
+        if self.slow and lane is Lane.UP:
+            time.sleep(0.1)
+        super()._copy(lane, target, source)
+
+
+def common_memory(ranks: Ranks, dtype: str) -> list[str]:
+    """The first rank is late to write what the second one reads, and the second late to read what the first replaces:
+    it still evaluates, between the norm and the step, when the first one has gone on.
+    """
+    updates: Any = Updates
+    compute = updates._compute_on_host
+
+    def late(self: Updates, *args: Any) -> Any:
+        time.sleep(0.01 * ranks.is_first)
+        return compute(self, *args)
+
+    updates._compute_on_host = late
+    case = {"model": "llama", "tied": False, "dtype": dtype, "recompute": "none", "frozen": False}
+    model, batches, seen = made(case), tokens("llama", 2 * STEPS), []
+    plan = plan_of(model, site="host", weights="travelling", max_norm=0.05, ranks=2, gather="host")
+    rule, transfer = AdamW(lr=LR, weight_decay=DECAY), SlowReader()
+    optimizer = stow(model, plan, groups_of(model, 1), rule, device="cpu", transfer=transfer, beside=True)
+    assert any(bucket.copies for bucket in optimizer.engine.buckets)
+    for batch in batches[ranks.rank :: 2]:
+        model(**batch).loss.backward()
+        optimizer.clip_grad_norm_(0.05)
+        transfer.slow = not ranks.is_first
+        with torch.no_grad():
+            seen.append(float(model(**batches[0]).loss))
+        transfer.slow = False
+        optimizer.step()
+        optimizer.zero_grad()
+    state, wanted = model.state_dict(), plain(made(case), batches, accumulation=2, max_norm=0.05, groups=1)
+    wrong = [name for name, value in state.items() if not torch.equal(value, wanted.tensors[name])]
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, (seen, wrong))
+    return [*everywhere[0][1], *everywhere[1][1], *(["losses"] if everywhere[0][0] != everywhere[1][0] else [])]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_that_all_ranks_read_is_replaced_when_they_have_read_it(dtype: str) -> None:
+    assert run_world(2, common_memory, dtype) == []
 
 
 def test_no_exchange_depends_on_timing() -> None:
