@@ -25,12 +25,13 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
-from strategies.core.layout import Layout, leads
+from strategies.core.layout import Layout, common_bytes, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
 from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
 from strategies.planner import edits, keep_or_offload, memory_rows
 from strategies.planner.budget import device_budget, host_budget
+from strategies.planner.gather import from_host
 from strategies.planner.state_placement import OffloadRequest
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # Hugging Face's names of the engine's update rules
@@ -110,8 +111,8 @@ class Offload(Strategy):
     )
     gather: Literal["auto", "network", "host"] = Field(
         default="auto",
-        description="How ranks that share weights that travel (zero.stage 3) get each other's parts: over the network, "
-        "or out of the host's memory, where they are, if all ranks are on one machine; auto: by the machine's rates.",
+        description="How ranks that share the state (strategies.zero) get each other's parts of weights that are on "
+        "the host: over the network, or out of its memory, if all ranks are on one machine; auto: by the rates.",
     )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
@@ -146,8 +147,8 @@ class Offload(Strategy):
         elif self.update_in_backward is True and run.max_grad_norm > 0:
             cure = "the norm is known only after backward; write auto, or training.max_grad_norm: 0"
             yield Refusal("strategies.offload.update_in_backward", True, cure)
-        if self.gather == "host" and self._stage < 3:
-            cure = "only ranks of strategies.zero.stage 3 fetch parts of weights; leave it out"
+        if self.gather == "host" and not self._stage:
+            cure = "ranks have parts of weights with strategies.zero only; leave it out"
             yield Refusal("strategies.offload.gather", "host", cure)
         if not self.weight_copies and run.precision is Precision.FP32:
             cure = "in fp32 the copy on the host is the master itself; leave it out"
@@ -162,7 +163,10 @@ class Offload(Strategy):
         yield from keeps
         yield from memory_rows.of_units(facts, layout)
         yield from self._travels(facts, layout)
-        yield Stow(unit=RUN, reason="only the excess is offloaded, unless offloading more is faster", layout=layout)
+        reason = "only the excess is offloaded, unless offloading more is faster"
+        if common_bytes(layout):
+            reason += "; ranks copy each other's parts of weights up from the host's memory"
+        yield Stow(unit=RUN, reason=reason, layout=layout)
 
     def refuses_weight_copies(self) -> str:
         return "strategies.offload places every byte of a weight, once"
@@ -197,11 +201,11 @@ class Offload(Strategy):
             raise MemoryRefusal(key, self.gpu_memory, has, home=Home.DEVICE, needed=budget, budget=size)
 
     def _common_host(self, facts: Facts) -> bool:
-        """Whether ranks read each other's copies of weights."""
+        """Whether ranks read weights out of each other's host memory."""
         machine, ways = facts.machine, self._ways(facts.run)
-        if self._stage < 3 or machine.ranks < facts.run.world_size or self.gather != "auto":
+        if ways == 1 or machine.ranks < facts.run.world_size or self.gather != "auto":
             return self.gather == "host"
-        return machine.rates is not None and machine.rates.prefers_common_host(ways)
+        return machine.rates is not None and from_host(machine.rates, ways)
 
     def _ways(self, run: RunFacts) -> int:
         """How many ranks hold a span of each bucket."""
@@ -238,5 +242,4 @@ class Offload(Strategy):
             if ahead:
                 forward, backward = map(max, zip(*ahead, strict=True))
                 reason = f"fetched {forward} units ahead in forward, {backward} in backward"
-                reason += ", all ranks' parts out of the host's memory" if layout.common_host else ""
                 yield Travel(unit=unit.name, reason=reason, fetch_ahead=max(forward, backward))

@@ -288,19 +288,6 @@ class Rates:
         """Bytes per second that a rank sends to others, while it receives as many."""
         return self.net_bytes_per_s or 1 / (1 / self.up_bytes_per_s + 1 / self.down_bytes_per_s)
 
-    def prefers_common_host(self, ways: int) -> bool:
-        """Whether a weight of which ``ways`` ranks have a part each comes sooner, or as soon, if each rank copies all
-        parts up from the host, than if it copies its own and gets the others over the network.
-
-        Weights follow each other, so what counts is the road that is busy for the longest time per byte of weight. An
-        exchange by way of the host uses its link in both directions, and writes and reads the host's memory.
-        """
-        others, crossing = (ways - 1) / ways, (ways - 1) / ways * (self.net_bytes_per_s is None)
-        link_s = (1 - others + crossing) / self.up_bytes_per_s
-        dram_s = (1 - others + 2 * crossing) / self.dram_bytes_per_s
-        from_host_s = max(1 / self.up_bytes_per_s, 1 / self.dram_bytes_per_s)
-        return ways > 1 and from_host_s <= max(link_s, dram_s, others / self.exchange_bytes_per_s())
-
     def gemm_flops(self, precision: Precision) -> float:
         """Flop/s of a matrix product. fp16 is assumed to be as fast as bf16. Without that, the fp32 rate is used."""
         half = self.gemm_bf16_flops_per_s

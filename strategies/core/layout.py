@@ -27,9 +27,9 @@ rank while they are there; with ``grad_split`` GRAD is a slot, as if the gradien
 own span only, so the host's bytes and those of the state fall to a part. A parameter is whole in one span where that
 costs little room; otherwise it is cut at aligned elements, and its owners are several ranks (``planner/buckets.py``).
 
-With ``common_host`` the ranks are on one machine, and a fetch copies all spans up from its memory, the others' out of
-their arenas, instead of its own span only, with the network for the others (``read_by_all``). It takes no more memory.
-Those copies come first in the arena on the host.
+With ``common_host`` the ranks are on one machine, and copy all spans of a weight up from its memory, the others' out of
+their arenas, instead of their own span only, with the network for the others (``read_by_all``). It takes no more
+memory. What others read comes first in the arena on the host.
 
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
 copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
@@ -171,7 +171,7 @@ class Layout:
         grad_slots, visit_slots: number of slots for gradients on their way down (and for weights that are rounded on
             their way up), and for visiting state.
         keeps_copies: weights that travel rest on the host in the dtype of compute, even beside their masters.
-        common_host: the ranks are on one machine, and read each other's copies of weights that travel.
+        common_host: the ranks are on one machine, and read weights out of each other's host memory.
     """
 
     buckets: tuple[Bucket, ...]
@@ -237,9 +237,18 @@ def rounded_to_fetch(bucket: Bucket, layout: Layout) -> bool:
     return with_master and not (layout.keeps_copies or bucket.resident or parks_in_copy(bucket, layout))
 
 
-def read_by_all(bucket: Bucket, layout: Layout) -> bool:
-    """Whether all ranks read this one's COPY, and it theirs. Not a slot, which many weights pass."""
-    return layout.common_host and bucket.ways > 1 and not (bucket.resident or rounded_to_fetch(bucket, layout))
+def read_by_all(bucket: Bucket, layout: Layout) -> Item | None:
+    """What all ranks read of each other's memory on the host to have the whole weight.
+
+    The copy of a weight that travels, unless it is a slot that many pass; of one that stays, and is updated on the
+    host, what the update leaves there. None: they get it over the network.
+    """
+    if not layout.common_host or bucket.ways == 1:
+        return None
+    if not bucket.resident:
+        return None if rounded_to_fetch(bucket, layout) else Item.COPY
+    left = Item.PARKED if bucket.mixed else Item.MASTER
+    return left if bucket.site is Site.HOST else None
 
 
 def common_bytes(layout: Layout) -> int:

@@ -188,10 +188,10 @@ def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
 
 
 def _common(layout: Layout, addresses: Addresses) -> Iterator[str]:
-    """Copies that other ranks read, and other things, on the wrong side of where the memory that they read ends."""
-    border, read = common_bytes(layout), {bucket.name for bucket in layout.buckets if read_by_all(bucket, layout)}
+    """What other ranks read, and what they do not, on the wrong side of where the memory that they read ends."""
+    border, read = common_bytes(layout), {(bucket.name, read_by_all(bucket, layout)) for bucket in layout.buckets}
     for key, spot in addresses.spots.items():
-        shown = key[1] is Item.COPY and key[0] in read
+        shown = key in read
         if spot.home is Home.HOST and (spot.end > border if shown else spot.offset < border):
             yield f"{_name(key)}: lies {'outside of' if shown else 'in'} the memory that other ranks read"
 

@@ -16,8 +16,7 @@ parameters are to the model (``parameter_views.py``).
     replaced    how many updates and loads have begun to replace its weights: on all ranks alike
 
 Over ranks (``ways`` of the layout) the home and the gradient slot are whole, and all other memory is this rank's span:
-``own`` is the span of a whole view, ``pieces`` are the parameters' parts in it, ``copies`` the host's copies of all
-ranks where each of them reads them (``memory/common_host.py``).
+``own`` is the span of a whole view, ``pieces`` are the parameters' parts in it, ``sources`` what all ranks read of all.
 
 Events of a bucket, each the last of its kind:
     arrived   UP wrote the home, or read PARKED or COPY for it; and NET brought the other ranks' spans of the home
@@ -82,7 +81,7 @@ class BucketState:
     copy_passes: bool = False  # the copy is a slot that fetches round masters into, never the weight's resting place
     leads: tuple[int, int] = (1, 1)  # ticks ahead of its use that its weight may come, in forward and in backward
 
-    copies: Sequence[Tensor] = ()  # of all ranks; none: their spans come over the network
+    sources: Sequence[Tensor] = ()  # none: the others' spans come over the network
     replaced: int = 0
     present: bool = False  # the home is this bucket's
     given_up: bool = False  # the copy's place holds gradients
@@ -256,12 +255,12 @@ class BucketState:
         self.given_up = False
         self.replaced += 1
 
-    def read_from(self, copies: Sequence[Tensor]) -> None:
-        """Weights of all ranks are fetched from ``copies``, each a span."""
-        self.copies = copies
+    def read_from(self, sources: Sequence[Tensor]) -> None:
+        """The whole weight comes up from ``sources``, a span each."""
+        self.sources = sources
 
     def load(self) -> None:
-        """Somebody is about to write new weights into the host's copy."""
+        """New weights are about to be written."""
         self.replaced += 1
 
     def enter(self, times: int = 1) -> None:

@@ -83,7 +83,7 @@ class Residency:
             self._bring(bucket, bucket.copy)
         elif bucket.given_up:
             self._bring_rounded(bucket)
-        elif self.common is not None and bucket.copies:
+        elif self.common is not None and bucket.sources:
             self._bring_all(bucket, self.common)
         else:
             self._bring(bucket, bucket.copy)
@@ -111,17 +111,17 @@ class Residency:
         self.written(bucket)
 
     def written(self, bucket: BucketState, after: Event | None = None) -> None:
-        """The host's copy has its newest weights once ``after`` has passed: other ranks may read it."""
-        if self.common is not None and bucket.copies:
+        """What other ranks read has the newest weights once ``after`` has passed."""
+        if self.common is not None and bucket.sources:
             self.common.written(bucket, after)
 
     def _bring_all(self, bucket: BucketState, common: CommonCopies) -> None:
-        """Copy the spans of all ranks up; what the others do not replace while they are read."""
+        """Copy the spans of all ranks up; nobody replaces them while they are read."""
         if self.debug:
             self.transfer.poison(Lane.UP, bucket.weight)
         common.wait(bucket)
-        for home, copy in zip(bucket.weight.split(bucket.spec.share), bucket.copies, strict=True):
-            self.transfer.copy(Lane.UP, home, copy)
+        for home, source in zip(bucket.weight.split(bucket.spec.share), bucket.sources, strict=True):
+            self.transfer.copy(Lane.UP, home, source)
         bucket.arrive(arrived=self.transfer.record(Lane.UP))
 
     @torch.no_grad()
@@ -153,7 +153,10 @@ class Residency:
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
         self.transfer.wait(Lane.UP, bucket.used)
-        self._bring(bucket, source)
+        if self.common is not None and bucket.sources:
+            self._bring_all(bucket, self.common)
+        else:
+            self._bring(bucket, source)
 
     def _bring(self, bucket: BucketState, source: Tensor) -> None:
         if self.debug:

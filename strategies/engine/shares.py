@@ -1,7 +1,7 @@
 """What ranks exchange where each of them holds one span of every bucket (``ways`` in ``strategies/core/layout.py``).
 
-    gather          the other ranks' spans of a weight into its home, in place: after a fetch and after an update. A
-                    fetch needs none where each rank reads all spans on the host (``common_copies.py``)
+    gather          the other ranks' spans of a weight into its home, in place: after a fetch and after an update,
+                    unless each rank reads all spans on the host (``common_copies.py``)
     sum_to_owners   a whole gradient of each rank becomes, in each rank's span of the slot, the sum of all ranks' spans
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
@@ -79,7 +79,7 @@ class Shares:
         bucket.grad.div_(self.ranks)
         received = self._received.view(bucket.grad.dtype)[: bucket.spec.num_elements]
         transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
-        if bucket.parks_in_copy and bucket.copies:  # the gradients replace copies that all ranks have read by then
+        if bucket.sources:  # gradients may take their place, which all ranks have read by then
             transfer.wait(Lane.NET, bucket.arrived)
         transfer.reads(Lane.NET, bucket.grad)
         transfer.writes(Lane.NET, received)

@@ -1,6 +1,6 @@
 """Addresses: one spot in an arena for every need of a layout.
 
-What is permanent comes first, in order of use; before it, copies on the host that other ranks read. Travelling weights
+What is permanent comes first, in order of use; before it, on the host, what other ranks read. Travelling weights
 follow, packed by their resident ticks (``packing.py``): two may share bytes if they are never on the device at the same
 tick. Gradients, arrivals and visiting states pass in order through pools of slots, the k-th member of a pool through
 slot k modulo their number. Last comes what belongs to no bucket: scratch, and saved tensors that wait on the host.
@@ -66,8 +66,8 @@ def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
         ends[home] = start + aligned(num_bytes, home)
         return start
 
-    read = {bucket.name for bucket in layout.buckets if read_by_all(bucket, layout)}
-    for need in sorted(all_needs(layout), key=lambda need: need.item is not Item.COPY or need.bucket not in read):
+    read = {bucket.name: read_by_all(bucket, layout) for bucket in layout.buckets}
+    for need in sorted(all_needs(layout), key=lambda need: need.item is not read[need.bucket]):
         if not need.passes:
             spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
     moving = travelling(layout)

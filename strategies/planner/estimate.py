@@ -25,8 +25,9 @@ from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 class Load:
     """What buckets at their places add to a step: seconds of the CPU's updates and the bytes of the host's memory that
     they touch; seconds of the device's updates; bytes of new weights, gradients (of one update) and state that cross
-    the link, and of gradients that come up with state; all of one rank. ``exchanged``: bytes of gradients, and as many
-    of new weights, that it gets from the others, where ``ways`` ranks share the buckets."""
+    the link, and of gradients that come up with state; all of one rank. ``exchanged`` and ``gathered``: bytes of
+    gradients, and of new weights, that it gets from the others over the network, where ``ways`` ranks share the
+    buckets."""
 
     cpu_s: float
     touched: int
@@ -36,6 +37,7 @@ class Load:
     state: int
     visiting_grads: int
     exchanged: int
+    gathered: int
     ways: int
 
 
@@ -43,7 +45,7 @@ class Estimate:
     """Estimates for one model and run. The machine's rates must be known.
 
     Args:
-        common_host: weights that come back are read from all ranks' copies on the host, not exchanged.
+        common_host: weights that come from the host are read there from all ranks, not exchanged.
     """
 
     def __init__(self, facts: Facts, *, in_backward: bool, common_host: bool = False) -> None:
@@ -58,16 +60,18 @@ class Estimate:
         """What buckets at these places add."""
         rates, run = self._rates, self._run
         cpu = kernel = 0.0
-        touched = new = grads = state = visiting_grads = exchanged = 0
+        touched = new = grads = state = visiting_grads = exchanged = gathered = 0
         ways = 1
         update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
         for bucket, (site, grad_home, _) in placed:
             size, count, ways = bucket.weight_bytes // bucket.ways, bucket.share, bucket.ways
             exchanged += (bucket.weight_bytes - size) * (site is not Site.NONE)
+            coming = bucket.weight_bytes if self._common_host and site is Site.HOST else size
+            gathered += (bucket.weight_bytes - coming) * (site is not Site.NONE)
             if site is Site.HOST:
                 cpu += count / update
                 touched += HOST_UPDATE_BYTES * count
-                new += size
+                new += coming
             elif site is not Site.NONE:
                 kernel += count * touch
             if grad_home is Home.HOST:
@@ -77,7 +81,7 @@ class Estimate:
             if site is Site.STREAMED:
                 state += 4 * (run.moments + bucket.mixed) * count
                 visiting_grads += size if grad_home is Home.HOST else 0
-        return Load(cpu, touched, kernel, new, grads, state, visiting_grads, exchanged, ways)
+        return Load(cpu, touched, kernel, new, grads, state, visiting_grads, exchanged, gathered, ways)
 
     def seconds(self, load: Load, away: int) -> float:
         """Seconds per step; ``away`` bytes of the buckets' weights leave between forward and backward.
@@ -97,7 +101,7 @@ class Estimate:
         if self._in_backward:
             compute = passes * (forward + backward) + load.kernel_s
             rising = coming + back_up + again_up
-            copying, moved = self._copies(rising / up, going / down, rising + going, in_before + load.exchanged)
+            copying, moved = self._copies(rising / up, going / down, rising + going, in_before + load.gathered)
             return max(compute, _together(updating, (copying, moved), dram))
         first = self._hosted  # saved by the pass under whose forward the updates run
         rising, falling = back_up + again_up, load.grads + saved - first
@@ -105,7 +109,7 @@ class Estimate:
         copies = self._copies(rising / up, falling / down, rising + falling, in_before)
         before = max(computing, _together((0.0, 0.0), copies, dram))
         leaving = load.state + first
-        copies = self._copies(coming / up, leaving / down, coming + leaving, load.exchanged)
+        copies = self._copies(coming / up, leaving / down, coming + leaving, load.gathered)
         after = max(forward + load.kernel_s, _together(updating, copies, dram))
         return before + after
 

@@ -90,8 +90,8 @@ class Weight:
     """The weight of a bucket: its bytes while present, and the ticks that use it, ascending. No update: frozen.
 
     ``overlapping`` are the weights, by index, that are at the same addresses at other times. Of ``ways`` ranks each
-    copies its part over its link, and gets the others' over the network; with ``common_host`` each reload copies all
-    parts over its link. ``on_host``: there is a copy of it, which an update on the device writes too.
+    copies its part over its link, and gets the others' over the network; with ``common_host`` each copies all parts of
+    what comes from the host. ``on_host``: there is a copy of it, which an update on the device writes too.
     """
 
     name: str
@@ -105,12 +105,12 @@ class Weight:
 
     @property
     def reload_bytes(self) -> int:
-        """What one rank copies up in a reload."""
+        """What one rank copies up from the host."""
         return self.num_bytes if self.common_host else self.link_bytes
 
     @property
     def reload_exchange_bytes(self) -> int:
-        """What one rank gets from the others after a reload."""
+        """What one rank then gets from the others."""
         return self.num_bytes - self.reload_bytes
 
     @property

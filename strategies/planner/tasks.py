@@ -251,11 +251,15 @@ class TaskBuilder:
             on_host = self._on_cpu(f"round {info.name}", ROUND_NUMBERS * info.link_bytes, waits)
             on_host.priority = (*need, self._problem.rank[weight])
         after = (ended, self._reload, on_host, *leaving)
-        self._reload = self._copy(Resource.UP, f"weight {info.name}", info.reload_bytes, after)
+        due = weight in self._due  # an update here of this rank's part, which the others get afterwards
+        size = info.link_bytes if due else info.reload_bytes
+        self._reload = self._copy(Resource.UP, f"weight {info.name}", size, after)
         self._reload.priority = (*need, self._problem.rank[weight])
         self._occupy(slot, self._reload)
-        gathered = self._exchange(f"gather {info.name}", info.reload_exchange_bytes, self._reload)
-        self._gate.setdefault(weight, []).append(gathered)
+        whole = self._reload
+        if not due:
+            whole = self._exchange(f"gather {info.name}", info.reload_exchange_bytes, self._reload)
+        self._gate.setdefault(weight, []).append(whole)
 
     def _submit(self, weight: int, gradient: Task | None, used_in: int) -> None:
         """Add the update of ``weight``, which waits for ``gradient``; the next pass that uses it is ``used_in``."""
@@ -271,10 +275,9 @@ class TaskBuilder:
         task.priority = (self._at, info.uses[0], self._problem.rank[weight])
         self._weight[weight] = task
         if weight not in self._away:
-            size = info.reload_bytes if weight in self._leaves else info.link_bytes
-            sent = self._copy(Resource.UP, f"new weight {info.name}", size, [task])
+            sent = self._copy(Resource.UP, f"new weight {info.name}", info.reload_bytes, [task])
             sent.priority = (used_in + 1, info.uses[0], self._problem.rank[weight])
-            gathered = self._exchange(f"gather {info.name}", info.num_bytes - size, sent)
+            gathered = self._exchange(f"gather {info.name}", info.reload_exchange_bytes, sent)
             self._gate.setdefault(weight, []).append(gathered)
 
     def _update_on_device(self, weight: int, number: int) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from strategies.engine import AdamW, stow
+from strategies.engine.memory.common_host import CommonHost
 from strategies.engine.shares import Shares
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Lane, Transfer
 from strategies.engine.updates import Updates
+from strategies.planner.step_cost import traffic
+from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.doubles import Vacant
 from tests.helpers.engine import (
     DECAY,
@@ -336,7 +340,7 @@ class SlowReader(Transfer):
         super()._copy(lane, target, source)
 
 
-def common_memory(ranks: Ranks, dtype: str) -> list[str]:
+def common_memory(ranks: Ranks, dtype: str, weights: str) -> list[str]:
     """The first rank is late to write what the second one reads, and the second late to read what the first replaces:
     it still evaluates, between the norm and the step, when the first one has gone on.
     """
@@ -350,10 +354,10 @@ def common_memory(ranks: Ranks, dtype: str) -> list[str]:
     updates._compute_on_host = late
     case = {"model": "llama", "tied": False, "dtype": dtype, "recompute": "none", "frozen": False}
     model, batches, seen = made(case), tokens("llama", 2 * STEPS), []
-    plan = plan_of(model, site="host", weights="travelling", max_norm=0.05, ranks=2, gather="host")
+    plan = plan_of(model, site="host", weights=weights, max_norm=0.05, ranks=2, gather="host")
     rule, transfer = AdamW(lr=LR, weight_decay=DECAY), SlowReader()
     optimizer = stow(model, plan, groups_of(model, 1), rule, device="cpu", transfer=transfer, beside=True)
-    assert any(bucket.copies for bucket in optimizer.engine.buckets)
+    assert any(bucket.sources for bucket in optimizer.engine.buckets)
     for batch in batches[ranks.rank :: 2]:
         model(**batch).loss.backward()
         optimizer.clip_grad_norm_(0.05)
@@ -370,9 +374,70 @@ def common_memory(ranks: Ranks, dtype: str) -> list[str]:
     return [*everywhere[0][1], *everywhere[1][1], *(["losses"] if everywhere[0][0] != everywhere[1][0] else [])]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_that_all_ranks_read_is_replaced_when_they_have_read_it(dtype: str) -> None:
-    assert run_world(2, common_memory, dtype) == []
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", "travelling"), ("bfloat16", "resident")])
+def test_memory_that_all_ranks_read_is_replaced_when_they_have_read_it(dtype: str, weights: str) -> None:
+    assert run_world(2, common_memory, dtype, weights) == []
+
+
+def moved(ranks: Ranks) -> list[str]:
+    """Plans of which a rank copies other bytes over its link, in the third and fourth step, than is predicted."""
+    wrong = []
+    for dtype, stage, site, gather in (
+        ("float32", 3, "host", "host"),
+        ("float32", 3, "streamed", "host"),
+        ("float32", 3, "streamed", "network"),
+        ("bfloat16", 2, "host", "host"),
+        ("bfloat16", 3, "host", "network"),
+        ("bfloat16", 3, "streamed", "host"),
+    ):
+        model: Any = build("llama", dtype=getattr(torch, dtype))
+        options: dict[str, Any] = {"site": site, "gather": gather, "zero": {"stage": stage}}
+        options |= {"weights": "streamed", "prefetch": 1} if stage == 3 else {}
+        batch = tokens("llama", 1)[0]
+        plan = plan_for(model, batch=tuple(batch["input_ids"].shape), max_grad_norm=1.0, world_size=2, **options)
+        assert plan.layout is not None
+        optimizer, seen = stow(model, plan, device="cpu"), []
+        transfer = optimizer.engine.transfer
+        for _ in range(4):
+            before = transfer.bytes_up, transfer.bytes_down
+            model(**batch).loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append((transfer.bytes_up - before[0], transfer.bytes_down - before[1]))
+        predicted = traffic(plan.facts, plan.layout, plan.facts.machine.rates or ASSUMED)
+        if not seen[2] == seen[3] == predicted:
+            wrong.append(f"{dtype} {options}: {seen[2:]}, not {predicted}")
+        optimizer.close()
+    return wrong
+
+
+def test_bytes_over_the_link_of_a_rank_are_those_that_are_predicted() -> None:
+    assert run_world(2, moved) == []
+
+
+def apart(ranks: Ranks) -> str:
+    """The second rank says that its memory is in a file that is something else where the first one looks for it."""
+    model: Any = build("llama")
+    plan: Any = plan_of(model, site="host", weights="travelling", ranks=2, gather="host")
+    former = CommonHost.__init__
+
+    def elsewhere(self: CommonHost, *args: Any) -> None:
+        former(self, *args)
+        self._token = self._token + ranks.rank
+
+    with patch.object(CommonHost, "__init__", elsewhere), pytest.raises(RuntimeError) as caught:
+        stow(model, plan, groups_of(model, 1), device="cpu")
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, str(caught.value))
+    assert everywhere[0] == everywhere[1]
+    return str(caught.value)
+
+
+def test_memory_that_is_on_another_machine_is_refused_on_all_ranks() -> None:
+    line = run_world(2, apart)
+    assert line.startswith("strategies.offload.gather: rank 0 cannot read the memory of another one (another file): ")
+    assert line.endswith("write strategies.offload.gather: network")
 
 
 def test_no_exchange_depends_on_timing() -> None:

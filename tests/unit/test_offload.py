@@ -12,13 +12,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from strategies.core.compose import compose, in_order
-from strategies.core.facts import Facts, Home, MachineFacts, Precision, UnitKind
-from strategies.core.layout import Site
+from strategies.core.facts import Facts, Home, MachineFacts, Precision, Rates, UnitKind
+from strategies.core.layout import Site, common_bytes
 from strategies.core.plan import Kind, Plan, Travel
 from strategies.core.protocol import BITWISE, Refusal
 from strategies.core.registry import find
 from strategies.core.sizes import check_budget, parse_bytes, written
 from strategies.core.validate import validate
+from strategies.planner.gather import from_host
+from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.plan_table import rows, table, to_json
 from tests.helpers.fakes import CPU, block, facts, run_facts
 from tests.helpers.layouts import random_facts, transformer
@@ -160,6 +162,40 @@ def test_zero_beside_offload_shares_its_buckets(precision: Precision) -> None:
         shared(2, weights="streamed")
     with pytest.raises(Refusal, match="ranks that share the state, or the model, agree on a step first"):
         shared(3, update_in_backward=True)
+
+
+def test_where_ranks_get_weights_from() -> None:
+    """From the host that all of them are on, unless the network is faster; asked for across machines it is refused."""
+    link = 24e9
+    slow, fast = (
+        replace(ASSUMED, up_bytes_per_s=link, dram_bytes_per_s=60e9, net_bytes_per_s=n) for n in (None, 10 * link)
+    )
+
+    def plan(rates: Rates | None, here: int, stage: int = 3, **options: Any) -> Plan:
+        known = transformer(world_size=4)
+        known = replace(known, machine=replace(known.machine, rates=rates, ranks=here))
+        zero = {"zero": find("zero").model_validate({"stage": stage})} if stage else {}
+        asked = {"weights": "streamed"} if stage == 3 else {}
+        strategies = {"offload": offload(site="host", **asked, **options), "buffers": find("buffers")(), **zero}
+        return compose(strategies, known)
+
+    def common(made: Plan) -> bool:
+        assert made.layout is not None and made.addresses is not None
+        return common_bytes(made.layout) > 0
+
+    assert common(plan(slow, 4)) and common(plan(slow, 4, stage=1))
+    assert not any(
+        common(each) for each in (plan(fast, 4), plan(slow, 2), plan(None, 4), plan(slow, 4, gather="network"))
+    )
+    assert common(plan(fast, 4, gather="host")) and common(plan(None, 4, gather="host"))
+    with pytest.raises(Refusal, match=r"offload.gather = 'host': 4 ranks are on machines of 2 each; write auto or net"):
+        plan(slow, 2, gather="host")
+    with pytest.raises(
+        Refusal, match=r"offload.gather = 'host': ranks have parts of weights with strategies.zero only"
+    ):
+        plan(slow, 4, stage=0, gather="host")
+    eight = replace(fast, net_bytes_per_s=link)  # peers as fast as the link: 7/8 over the one, or all over the other
+    assert [from_host(replace(eight, net_bytes_per_s=share * link), 8) for share in (0.8, 0.9)] == [True, False]
 
 
 def test_refusals() -> None:

@@ -26,6 +26,7 @@ METHODS = {"pin_memory", "mmap", "new_empty", "new_zeros", "new_ones", "new_full
 # Who else makes memory, with what, and why. Results of operators (``clone``, ``stack``) belong to torch's allocator.
 ALLOWED: dict[str, dict[str, str]] = {
     "memory/accelerator.py": {"zeros": "one number, whose failure clears CUDA's last error"},
+    "memory/common_host.py": {"frombuffer": "16 bytes that tell a rank's memory from any other file"},
     "activations.py": {"empty_strided": "a saved tensor that is back: counted as saved on the device, as any other"},
     "chunked_loss.py": {
         "empty": "one number per token, the losses; and a tensor of none, which shows how many hold a storage",

@@ -86,8 +86,8 @@ class HostMemory(ArenaMemory):
         self._mapping: Any = None
         if num_bytes:
             try:
-                own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-                self._mapping = mmap.mmap(*((-1, num_bytes, own) if file is None else (file, num_bytes)))
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file is None else mmap.MAP_SHARED
+                self._mapping = mmap.mmap(-1 if file is None else file, num_bytes, flags=flags)
             except OSError as error:
                 raise OutOfMemoryError(f"{owner} needs {human(num_bytes)} of host memory: {error}") from None
             self._advise("MADV_HUGEPAGE")

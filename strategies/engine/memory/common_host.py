@@ -2,8 +2,8 @@
 
 Problem. Consumer cards cannot copy to each other. What a rank gets from another one over the network goes down from
 that one's device, through the host's memory, and up again, although the host has had it from the start: a weight that
-travels rests in the arenas of its ranks. So each rank maps the first part of the others' arenas, which has the copies
-of such weights (``common_bytes``), and copies all spans of a weight up by itself.
+travels rests in the arenas of its ranks, and one that is updated on the host is there anew. So each rank maps the first
+part of the others' arenas, which has those weights (``common_bytes``), and copies all spans up by itself.
 
 Each rank makes one file that exists in memory only (``memfd_create``) and ends with the last process that has mapped
 it; the others open it by way of ``/proc``. Behind the copies it has one number per bucket: how many times the rank's

@@ -1,0 +1,63 @@
+"""Host memory that ranks read of each other: what is seen, what is waited for, and who is given up; one process."""
+
+import os
+import subprocess
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from strategies.core.facts import Home
+from strategies.core.layout import Spot
+from strategies.engine.memory.common_host import CommonHost
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two() -> tuple[CommonHost, CommonHost]:
+    """Two ranks that have mapped each other's memory, as ``connect`` leaves them."""
+    first, second = CommonHost(8192, 3, CPU), CommonHost(8192, 3, CPU)
+    for one, other, at in ((first, second, 0), (second, first, 1)):
+        theirs = one._open(os.getpid(), other._file, other._size, other._token.tolist())
+        one._memories = [one.own, theirs] if at == 0 else [theirs, one.own]
+        one._processes = [os.getpid()] * 2
+    return first, second
+
+
+def test_each_sees_what_the_other_writes(two: tuple[CommonHost, CommonHost]) -> None:
+    first, second = two
+    spot = Spot(Home.HOST, 4096, 4096)
+    (mine, theirs), (seen, _) = (one.spans(spot, torch.float32, 5) for one in two)
+    mine.fill_(3.0)
+    assert seen.tolist() == [3.0] * 5 and theirs.tolist() == [0.0] * 5
+    assert not second.own.memory[:8192].any() and first.own.memory[4096:4116].view(torch.float32).eq(3.0).all()
+
+
+def test_a_reader_waits_for_the_others_and_not_for_itself(two: tuple[CommonHost, CommonHost]) -> None:
+    first, second = two
+    first.wait(1, 0, timeout_s=5.0)
+    threading.Timer(0.05, second.count, (1, 2)).start()
+    first.wait(1, 2, timeout_s=60.0)
+    assert int(first._counts(first._memories[1])[1]) == 2 and not first._counts(first.own).any()
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_for_a_collective(
+    two: tuple[CommonHost, CommonHost],
+) -> None:
+    first, second = two
+    second.count(0, 1)
+    with pytest.raises(dist.DistError, match="Timed out waiting 0 s for the weights of rank 1"):
+        first.wait(0, 2, timeout_s=0.0)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    first._processes[1] = ended.pid
+    with pytest.raises(dist.DistError, match="rank 1 has ended, and this one waits for its weights"):
+        first.wait(0, 2, timeout_s=60.0)
+
+
+def test_a_processor_that_may_reorder_writes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(RuntimeError, match="on a aarch64: write strategies"):
+        CommonHost(4096, 1, CPU)
