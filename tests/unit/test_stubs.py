@@ -1,5 +1,6 @@
 """Blocks that are alike are counted by three of them, with the numbers of all."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,7 +93,17 @@ def test_of_blocks_that_are_alike_three_run() -> None:
     assert len(set(list(saved.values())[1:])) == 1
 
 
-def test_blocks_that_only_look_alike_all_run() -> None:
+def test_blocks_that_only_look_alike_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a second count, although somebody still refers to what the first one has made."""
+    once, held = counting_alike._count, []
+
+    def refer(model: Any, *args: Any) -> Any:
+        try:
+            return once(model, *args)
+        finally:
+            held.extend(weakref.ref(param) for param in model.parameters())
+
+    monkeypatch.setattr(counting_alike, "_count", refer)
     saved, ran = counted(1, 1, 2, 1, 1, 2)
     assert ran == [1] * 6
     assert saved["layers.2"] == saved["layers.5"] > saved["layers.1"] == saved["layers.4"]

@@ -64,9 +64,13 @@ def _count(model: Any, call: Callable[[], Any], compute: torch.dtype | None, ali
 
 
 def _materialise(model: Any, absent: Collection[str]) -> None:
-    """Give all modules fake tensors but those of ``absent`` blocks."""
+    """Give all modules fake tensors but those of ``absent`` blocks, and those that have some from a count before.
+
+    Of those others may hold weak references, and torch would not replace them.
+    """
     without = {module for name in absent for module in model.get_submodule(name).modules()}
     for module in model.modules():
-        if module not in without:
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if module not in without and any(tensor.device.type == "meta" for tensor in own):
             module.to_empty(device="cpu", recurse=False)
     model.tie_weights()  # each name has got a tensor of its own
