@@ -26,6 +26,7 @@ from strategies.core.layout import (
     Bucket,
     Item,
     Layout,
+    Reduction,
     Site,
     aligned,
     needs,
@@ -58,7 +59,8 @@ class OffloadRequest:
     """The options of ``strategies.offload``. Budgets in bytes; ``gpu_memory`` and ``host_memory`` as they were written.
 
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
-    how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well.
+    how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
+    ``reduction`` how they add gradients.
     """
 
     device_bytes: int
@@ -74,6 +76,7 @@ class OffloadRequest:
     keeps_copies: bool = True
     ways: int = 1
     splits_gradients: bool = False
+    reduction: Reduction = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class StatePlacements:
             moments=facts.run.moments,
             grad_slots=1 + max(passing.values(), default=1),
             keeps_copies=request.keeps_copies,
+            reduction=request.reduction,
         )
         ticks = ticks_of(self._empty.units)
         self._received = received_bytes(replace(self._empty, buckets=self._buckets))

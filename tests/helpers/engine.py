@@ -274,6 +274,7 @@ def plan_of(
     moments: int = 2,
     ranks: int = 1,
     split: bool = True,
+    reduction: str = "exact",
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -282,7 +283,8 @@ def plan_of(
         weights: "resident", "travelling" (all that only blocks use), or "some": of those every other one, and
             embedding and head.
         bucket: "half" a block, "one", or "several".
-        ranks: that share each bucket; ``split``: and the gradients that wait on the device.
+        ranks: that share each bucket; ``split``: and the gradients that wait on the device; ``reduction``: how they add
+            them.
     """
     if not _machines:
         _machines.append(probe())
@@ -304,6 +306,7 @@ def plan_of(
         gradients=park,
         prefetch=prefetch,
         update_in_backward=in_backward,
+        reduction=reduction,
         bucket_size="auto" if bucket == "one" else str(int(share * block_bytes(facts))),
     )
     assert made.layout is not None

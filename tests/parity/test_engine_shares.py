@@ -64,7 +64,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
 }
 OTHERS = Table({name: levels[::-1] for name, levels in FACTORS.items()}, FORBIDDEN)
 ROWS = {
-    2: [*Table(FACTORS, FORBIDDEN, strength=3).rows(), *OTHERS.rows()],
+    2: [*Table(FACTORS, FORBIDDEN, strength=3).rows(), *({**row, "reduction": "fast"} for row in OTHERS.rows())],
     4: list(Table(FACTORS, FORBIDDEN).rows()),
 }
 
@@ -91,7 +91,8 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", **how: Any) -> tuple[Resul
     ]
     wanted = plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)
     model = made(case)
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "split")}
+    asked = ("site", "weights", "bucket", "park", "prefetch", "split", "reduction")
+    where = {name: case[name] for name in asked if name in case}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
     how = how or {"transfer": TRANSFERS[case["transfer"]]()}
     return wanted, stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)

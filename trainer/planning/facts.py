@@ -159,8 +159,8 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
         rates = rates.shared_by(local_world_size)
     if machine.device_kind == "cpu":
         runtime = ENGINE_HOST_BYTES if engine else RUNTIME_HOST_BYTES
-        return MachineFacts("cpu", host - runtime, host, runtime, rates)
-    return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates)
+        return MachineFacts("cpu", host - runtime, host, runtime, rates, local_world_size)
+    return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates, local_world_size)
 
 
 def asked(count: ModelCount, config: RunConfig) -> ModelCount:
