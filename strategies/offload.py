@@ -112,8 +112,8 @@ class Offload(Strategy):
     reduction: Reduction = Field(
         default="exact",
         description="How ranks that share the state (zero) add their gradients. exact: in the order of ranks, with the "
-        "bits of one process that accumulates. fast: by one reduce-scatter, which needs no memory to receive them and "
-        "sends less between machines, and adds in another order (1e-4 of the largest weight; two ranks: the same bits).",
+        "bits of one process that accumulates. fast: by one reduce-scatter, which needs no memory to receive them, "
+        "sends less between machines and adds in another order (1e-4 of the largest weight; two ranks: the same bits).",
     )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto", description="Updates start while backward runs; auto: where nothing is clipped."

@@ -107,9 +107,7 @@ class Estimate:
         after = max(forward + load.kernel_s, _together(updating, copies, dram))
         return before + after
 
-    def _copies(
-        self, up_s: float, down_s: float, num_bytes: int, exchanged: int, summed: int = 0
-    ) -> tuple[float, int]:
+    def _copies(self, up_s: float, down_s: float, num_bytes: int, exchanged: int, summed: int = 0) -> tuple[float, int]:
         """Seconds of the slowest road, and bytes of the host's memory, of copies together with exchanges, of which
         ``summed`` are of gradients.
         """
