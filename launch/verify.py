@@ -148,11 +148,12 @@ def of_engine(config: RunConfig, real: Plan, num_ranks: int, steps: int) -> int:
 
 def declared(config: RunConfig, num_ranks: int) -> tuple[float, str]:
     """The tolerance that the strategies declare for comparisons with plain training, and the reasons."""
+    from strategies.core.compose import in_order
     from strategies.engine.memory import accelerator
     from trainer.planning.facts import run_facts
 
     facts = run_facts(config, num_ranks, accelerated=accelerator.kind() is not None)
-    parities = [strategy.parity(facts) for strategy in config.strategies.values()]
+    parities = [strategy.parity(facts) for strategy in in_order(config.strategies).values()]
     reasons = "; ".join(parity.reason for parity in parities if parity.reason)
     return max((parity.tolerance for parity in parities), default=0.0), reasons
 

@@ -25,7 +25,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from strategies.core.facts import Facts, Home, Precision, RunFacts
-from strategies.core.layout import Layout, common_bytes, leads
+from strategies.core.layout import Layout, Reduction, common_bytes, leads
 from strategies.core.plan import RUN, Conflict, Decision, EngineSet, Plan, Stow, Travel
 from strategies.core.protocol import BITWISE, MemoryRefusal, Parity, Phase, Refusal, Requirement, Strategy
 from strategies.core.sizes import AUTO, check_budget, human, parse_bytes
@@ -36,6 +36,7 @@ from strategies.planner.state_placement import OffloadRequest
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")  # Hugging Face's names of the engine's update rules
 _ROUNDING = "the engine computes with bf16 weights and keeps fp32 masters; plain training autocasts fp32 weights"
+_ORDER = "plain data parallelism adds the gradients of more than two ranks in another order; Adam enlarges that"
 _KERNELS = "the CPU's kernel updates what rests on the host; it differs from the device's in the last bit"
 
 
@@ -114,6 +115,12 @@ class Offload(Strategy):
         description="How ranks that share the state (strategies.zero) get each other's parts of weights that are on "
         "the host: over the network, or out of its memory, if all ranks are on one machine; auto: by the rates.",
     )
+    reduction: Reduction = Field(
+        default="exact",
+        description="How ranks that share the state (zero) add their gradients. exact: in the order of ranks, with the "
+        "bits of one process that accumulates. fast: by one reduce-scatter, which needs no memory to receive them, "
+        "sends less between machines and adds in another order (1e-4 of the largest weight; two ranks: the same bits).",
+    )
     update_in_backward: bool | Literal["auto"] = Field(
         default="auto", description="Updates start while backward runs; auto: where nothing is clipped."
     )
@@ -126,9 +133,13 @@ class Offload(Strategy):
         return shared
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit in fp32 if one kernel updates everything; bf16 rounds at other places than autocast."""
+        """Bit for bit in fp32 if one kernel updates everything and at most two ranks share the state; bf16 rounds at
+        other places than autocast.
+        """
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
+        if self._ways(run) > 2:
+            return Parity(1e-4, _ORDER)
         return Parity(1e-4, _KERNELS) if run.accelerated and self.site in ("auto", "host") else BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
@@ -153,6 +164,9 @@ class Offload(Strategy):
         if not self.weight_copies and run.precision is Precision.FP32:
             cure = "in fp32 the copy on the host is the master itself; leave it out"
             yield Refusal("strategies.offload.weight_copies", False, cure)
+        if self.reduction == "fast" and not self._stage:
+            cure = "is about ranks that share the state; write strategies.zero with stage 1, 2 or 3 beside it, or exact"
+            yield Refusal("strategies.offload.reduction", "fast", cure)
         if self._sums_over_ranks(run) and self.gradients == "host":
             cure = "micro-batches would be summed on the host before the ranks are; write auto or device"
             yield Refusal("strategies.offload.gradients", "host", cure)
@@ -192,7 +206,7 @@ class Offload(Strategy):
             cure = "gradients of a tied head's two ends are added before any update; leave strategies.offload out"
             raise Refusal("strategies.pipeline.stages", facts.run.stages, f"cannot go with strategies.offload: {cure}")
         machine, budget = facts.machine, device_budget(facts.machine, self.gpu_memory)
-        if self.gather == "host" and machine.ranks < facts.run.world_size:
+        if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
             cure = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each; write auto or network"
             raise Refusal("strategies.offload.gather", "host", cure)
         if machine.has_accelerator and budget > machine.device_bytes:
@@ -203,7 +217,7 @@ class Offload(Strategy):
     def _common_host(self, facts: Facts) -> bool:
         """Whether ranks read weights out of each other's host memory."""
         machine, ways = facts.machine, self._ways(facts.run)
-        if ways == 1 or machine.ranks < facts.run.world_size or self.gather != "auto":
+        if ways == 1 or 0 < machine.ranks < facts.run.world_size or self.gather != "auto":
             return self.gather == "host"
         return machine.rates is not None and from_host(machine.rates, ways)
 
@@ -234,6 +248,7 @@ class Offload(Strategy):
             gradients="device" if self._sums_over_ranks(facts.run) else self.gradients,
             keeps_copies=self.weight_copies,
             common_host=self._common_host(facts),
+            reduction=self.reduction,
         )
 
     def _travels(self, facts: Facts, layout: Layout) -> Iterator[Travel]:

@@ -314,7 +314,7 @@ class MachineFacts:
     host_bytes: int
     runtime_host_bytes: int = 0  # Python, torch and libraries, before any tensor
     rates: Rates | None = None  # this rank's part; None: unknown
-    ranks: int = 1
+    ranks: int = 0  # of the job that are on it; 0: all
 
     @property
     def has_accelerator(self) -> bool:

@@ -19,7 +19,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     STEPS     4 per parameter: torch counts updates per parameter
     VISIT     4 m, and 4 for a master, on the device, in shared slots: state that is brought there for its update
     SCRATCH   fp32 copy of a stretch of bf16 gradient, on the device, one for all buckets
-    RECEIVED  on the device, one for all: the gradients of a bucket's span from all ranks, before they are added
+    RECEIVED  on the device, one for all: the gradients of a bucket's span from all ranks, before they are added; only
+              if they are added in the order of ranks (``reduction``)
     SAVED     on the host, one for all: tensors that forward saved and that wait there for backward
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
@@ -59,7 +60,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from strategies.core.facts import Home
 
@@ -68,6 +69,7 @@ ALIGN_BYTES = 512  # every parameter starts on such a boundary: full-width copie
 ALIGNMENT: Mapping[Home, int] = {Home.DEVICE: ALIGN_BYTES, Home.HOST: PAGE_BYTES}
 SCRATCH_ELEMENTS = 1 << 22  # 16 MiB in fp32; a stretch of this many elements is updated at a time in mixed precision
 Range: TypeAlias = tuple[int, int]  # ticks, half-open
+Reduction: TypeAlias = Literal["exact", "fast"]
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -172,6 +174,8 @@ class Layout:
             their way up), and for visiting state.
         keeps_copies: weights that travel rest on the host in the dtype of compute, even beside their masters.
         common_host: the ranks are on one machine, and read weights out of each other's host memory.
+        reduction: how ranks that share a bucket add its gradients. "exact": each owner in the order of ranks; "fast":
+            while they are sent, in the order of the library's reduce-scatter.
     """
 
     buckets: tuple[Bucket, ...]
@@ -184,6 +188,7 @@ class Layout:
     visit_slots: int = 2
     keeps_copies: bool = True
     common_host: bool = False
+    reduction: Reduction = "exact"
 
     @property
     def num_ticks(self) -> int:
@@ -307,7 +312,12 @@ def common_needs(layout: Layout, hosted_bytes: int = 0) -> Iterator[Need]:
 
 
 def received_bytes(layout: Layout) -> int:
-    """Size of the RECEIVED region; 0 if ranks share no bucket that is trained."""
+    """Size of the RECEIVED region; 0 if ranks share no bucket that is trained, or gradients are added on the way."""
+    return largest_shared(layout) if layout.reduction == "exact" else 0
+
+
+def largest_shared(layout: Layout) -> int:
+    """Bytes of the largest gradient that ranks add; 0 if there is none."""
     return max(
         (bucket.weight_bytes for bucket in layout.buckets if bucket.ways > 1 and bucket.group is not None), default=0
     )

@@ -6,7 +6,9 @@
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
 order of ranks, as that process does one micro-batch after the other, and an element-wise update of a span has the bits
-of the update of the whole. Both divide by N first, which is exact for powers of two. The norm of a parameter is a
+of the update of the whole. Both divide by N first, which is exact for powers of two. With ``reduction: fast`` the
+library adds while it sends (``reduce_scatter``), in an order of its own: of N ranks, N - 1 additions of each element
+round otherwise; all else is the same, and two ranks have the same bits. The norm of a parameter is a
 reduction in an order of its own, so it needs all elements in one place: most parameters have one owner, who computes
 it; of one that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
 
@@ -52,7 +54,8 @@ class Shares:
 
     Args:
         hosts: a group of the same ranks, for what the hosts agree on.
-        received: bytes on the device, as many as the gradient of the largest shared bucket has.
+        received: bytes on the device, as many as the gradient of the largest shared bucket has. None: ``reduction`` is
+            fast, or nothing is trained.
     """
 
     def __init__(self, group: ProcessGroup, hosts: ProcessGroup, transfer: Transfer, received: Tensor | None) -> None:
@@ -73,25 +76,17 @@ class Shares:
         """The mean of all ranks' gradients in this rank's span, and of a parameter that begins there all of it. What
         any rank has a gradient for has one on all. A collective.
         """
-        assert bucket.grad is not None and self._received is not None
-        transfer, share = self._transfer, bucket.spec.share
+        assert bucket.grad is not None
         self._note(f"added gradients of {bucket.name}")
         bucket.grad.div_(self.ranks)
-        received = self._received.view(bucket.grad.dtype)[: bucket.spec.num_elements]
-        transfer.wait(Lane.NET, transfer.record(Lane.COMPUTE))
+        self._transfer.wait(Lane.NET, self._transfer.record(Lane.COMPUTE))
         if bucket.sources:  # gradients may take their place, which all ranks have read by then
-            transfer.wait(Lane.NET, bucket.arrived)
-        transfer.reads(Lane.NET, bucket.grad)
-        transfer.writes(Lane.NET, received)
-        with transfer.on(Lane.NET):
-            dist.all_to_all_single(received, bucket.grad, group=self._group)
-        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
-        transfer.reads(Lane.COMPUTE, received)
-        transfer.writes(Lane.COMPUTE, bucket.grad)
-        own = bucket.own(bucket.grad)
-        own.copy_(received[:share])
-        for rank in range(1, self.ranks):
-            own.add_(received[rank * share :][:share])
+            self._transfer.wait(Lane.NET, bucket.arrived)
+        self._transfer.reads(Lane.NET, bucket.grad)
+        if self._received is None:
+            self._add_on_the_way(bucket, bucket.grad)
+        else:
+            self._add_in_order(bucket, bucket.grad, self._received)
         if bucket.spec.cut:
             self._complete_the_last(bucket, bucket.grad)
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:  # it leaves now; others are asked about later
@@ -99,6 +94,27 @@ class Shares:
             for index, flag in enumerate(on_any_rank(mine, self._hosts)):
                 if flag and not mine[index]:
                     bucket.grads.touch(index)
+
+    def _add_in_order(self, bucket: BucketState, grad: Tensor, memory: Tensor) -> None:
+        transfer, own, share = self._transfer, bucket.own(grad), bucket.spec.share
+        received = memory.view(grad.dtype)[: bucket.spec.num_elements]
+        transfer.writes(Lane.NET, received)
+        with transfer.on(Lane.NET):
+            dist.all_to_all_single(received, grad, group=self._group)
+        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
+        transfer.reads(Lane.COMPUTE, received)
+        transfer.writes(Lane.COMPUTE, grad)
+        own.copy_(received[:share])
+        for rank in range(1, self.ranks):
+            own.add_(received[rank * share :][:share])
+
+    def _add_on_the_way(self, bucket: BucketState, grad: Tensor) -> None:
+        """In place, as NCCL and gloo allow where the result is this rank's span of what is sent."""
+        transfer, own = self._transfer, bucket.own(grad)
+        transfer.writes(Lane.NET, own)
+        with transfer.on(Lane.NET):
+            dist.reduce_scatter_tensor(own, grad, group=self._group)
+        transfer.wait(Lane.COMPUTE, transfer.record(Lane.NET))
 
     def _complete_the_last(self, bucket: BucketState, grad: Tensor) -> None:
         """What the other ranks have of the parameter that goes on behind this rank's span comes there, for its norm.

@@ -70,8 +70,7 @@ class Candidates:
         self._facts, self._request, self._placements = facts, request, placements
         self._host_room, self._seconds = host_room, seconds
         self._sizes, self._all = placements.sizes, placements.all()
-        how = {"in_backward": request.in_backward, "common_host": request.common_host}
-        self._estimate = Estimate(facts, **how) if seconds else None
+        self._estimate = Estimate(facts, request) if seconds else None
         self._load = cache(self._load_of)
 
     def layouts(self, device_room: int) -> list[Layout]:

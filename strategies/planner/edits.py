@@ -68,6 +68,9 @@ def _edits(facts: Facts, request: OffloadRequest, saved: int) -> Iterator[tuple[
     if request.site != "auto" or request.weights != "auto" or request.gradients != "auto":
         free = replace(request, site="auto", weights="auto", gradients="auto")
         yield ("strategies.offload.site, weights, gradients: auto", facts, free, saved)
+    if request.ways > 2 and request.reduction == "exact":
+        summed = replace(request, reduction="fast")
+        yield ("strategies.offload.reduction: fast (adds in another order)", facts, summed, saved)
     if run.precision is Precision.FP32 and machine.rates is not None and machine.rates.gemm_bf16_flops_per_s:
         half = replace(run, precision=Precision.BF16)
         params = tuple(replace(param, dtype="bfloat16") for param in facts.params)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Home
 from strategies.core.layout import Bucket, Site
-from strategies.planner.state_placement import Place
+from strategies.planner.exchanges import gather_rate, sums_slowdown
+from strategies.planner.state_placement import OffloadRequest, Place
 from strategies.planner.step_cost import TOUCHED_BYTES, unit_seconds
 
 
@@ -42,18 +43,18 @@ class Load:
 
 
 class Estimate:
-    """Estimates for one model and run. The machine's rates must be known.
+    """Estimates for one model and run, as ``request`` wants it. The machine's rates must be known."""
 
-    Args:
-        common_host: weights that come from the host are read there from all ranks, not exchanged.
-    """
-
-    def __init__(self, facts: Facts, *, in_backward: bool, common_host: bool = False) -> None:
+    def __init__(self, facts: Facts, request: OffloadRequest) -> None:
         assert facts.machine.rates is not None
-        self._common_host = common_host
-        self._rates, self._run, self._in_backward = facts.machine.rates, facts.run, in_backward
+        self._rates, self._run, self._in_backward = facts.machine.rates, facts.run, request.in_backward
+        self._common_host = request.common_host
         times = unit_seconds(facts, self._rates)
         self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
+        self._gathers, self._sums = (
+            gather_rate(facts, self._rates),
+            sums_slowdown(facts, self._rates, request.reduction),
+        )
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
 
     def load(self, placed: Iterable[tuple[Bucket, Place]]) -> Load:
@@ -101,24 +102,28 @@ class Estimate:
         if self._in_backward:
             compute = passes * (forward + backward) + load.kernel_s
             rising = coming + back_up + again_up
-            copying, moved = self._copies(rising / up, going / down, rising + going, in_before + load.gathered)
+            exchanged = in_before + load.gathered
+            copying, moved = self._copies(rising / up, going / down, rising + going, exchanged, load.exchanged)
             return max(compute, _together(updating, (copying, moved), dram))
         first = self._hosted  # saved by the pass under whose forward the updates run
         rising, falling = back_up + again_up, load.grads + saved - first
         computing = passes * backward + (passes - 1) * forward
-        copies = self._copies(rising / up, falling / down, rising + falling, in_before)
+        copies = self._copies(rising / up, falling / down, rising + falling, in_before, load.exchanged)
         before = max(computing, _together((0.0, 0.0), copies, dram))
         leaving = load.state + first
         copies = self._copies(coming / up, leaving / down, coming + leaving, load.gathered)
         after = max(forward + load.kernel_s, _together(updating, copies, dram))
         return before + after
 
-    def _copies(self, up_s: float, down_s: float, num_bytes: int, exchanged: int) -> tuple[float, int]:
-        """Seconds of the slowest road, and bytes of the host's memory, of copies together with exchanges."""
+    def _copies(self, up_s: float, down_s: float, num_bytes: int, exchanged: int, summed: int = 0) -> tuple[float, int]:
+        """Seconds of the slowest road, and bytes of the host's memory, of copies together with exchanges, of which
+        ``summed`` are of gradients.
+        """
         rates = self._rates
         through_host = exchanged if rates.net_bytes_per_s is None else 0
         up_s, down_s = up_s + through_host / rates.up_bytes_per_s, down_s + through_host / rates.down_bytes_per_s
-        return max(up_s, down_s, exchanged / rates.exchange_bytes_per_s()), num_bytes + 2 * through_host
+        exchanging = (exchanged + (self._sums - 1) * summed) / self._gathers
+        return max(up_s, down_s, exchanging), num_bytes + 2 * through_host
 
 
 def _together(one: tuple[float, float], other: tuple[float, float], rate: float) -> float:

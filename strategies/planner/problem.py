@@ -145,7 +145,8 @@ class Shared:
         dram: bytes per second of the host's memory: each byte of a copy counts once, an update what it touches.
         device: bytes per second of the device's memory: copies, and updates on the device.
         cores: there is no accelerator; compute, copies and updates on the host run on the same cores.
-        network: bytes per second that a rank sends to others.
+        network: bytes per second that a rank sends to others in a gather.
+        sums: how many times as long gradients take to their owners as a gather of as many bytes.
         through_host: exchanges cross the links and the host's memory, in both directions.
     """
 
@@ -153,6 +154,7 @@ class Shared:
     device: float = inf
     cores: bool = False
     network: float = inf
+    sums: float = 1.0
     through_host: bool = False
 
 

@@ -26,6 +26,7 @@ from strategies.core.layout import (
     Bucket,
     Item,
     Layout,
+    Reduction,
     Site,
     aligned,
     needs,
@@ -59,7 +60,7 @@ class OffloadRequest:
 
     ``prefetch`` is how many ticks ahead of its use a weight comes at most; None: as early as memory allows. ``ways`` is
     how many ranks hold a span of each bucket, ``splits_gradients`` whether of gradients on the device as well, and
-    ``common_host`` whether they read each other's copies of weights.
+    ``reduction`` how they add gradients; ``common_host``: they read weights out of each other's host memory.
     """
 
     device_bytes: int
@@ -76,6 +77,7 @@ class OffloadRequest:
     ways: int = 1
     splits_gradients: bool = False
     common_host: bool = False
+    reduction: Reduction = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class StatePlacements:
             grad_slots=1 + max(passing.values(), default=1),
             keeps_copies=request.keeps_copies,
             common_host=request.common_host,
+            reduction=request.reduction,
         )
         ticks = ticks_of(self._empty.units)
         self._received = received_bytes(replace(self._empty, buckets=self._buckets))

@@ -23,6 +23,7 @@ from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Rates, UnitKind
 from strategies.core.layout import SCRATCH_ELEMENTS, Bucket, Item, Layout, Site, rounded_to_fetch, ticks_of, uses
 from strategies.core.plan import Plan
 from strategies.planner.addresses import slot_numbers, weight_packing
+from strategies.planner.exchanges import gather_rate, sums_slowdown
 from strategies.planner.problem import Eviction, Link, Problem, Shared, Tick, Update, Weight
 from strategies.planner.simulate import Outcome, simulate
 from strategies.planner.tasks import Resource, build_tasks
@@ -121,7 +122,8 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
             rates.dram_bytes_per_s,
             rates.device_bytes_per_s,
             cores=not facts.machine.has_accelerator,
-            network=rates.exchange_bytes_per_s(),
+            network=gather_rate(facts, rates),
+            sums=sums_slowdown(facts, rates, layout.reduction),
             through_host=rates.net_bytes_per_s is None,
         ),
     )

@@ -119,14 +119,17 @@ class TaskBuilder:
         task.seconds = num_bytes / (link.up if resource is Resource.UP else link.down)
         return task
 
-    def _exchange(self, label: str, num_bytes: int, after: Task) -> Task:
+    def _exchange(self, label: str, num_bytes: int, after: Task, slowdown: float = 1.0) -> Task:
         """With the other ranks; ``after`` itself if there is nothing to exchange."""
         if not num_bytes:
             return after
         task = self._task(Resource.NET, label, [after])
-        task.seconds = num_bytes / self._problem.shared.network
+        task.seconds = slowdown * num_bytes / self._problem.shared.network
         task.num_bytes = num_bytes * self._problem.shared.through_host
         return task
+
+    def _to_owners(self, name: str, update: Update, after: Task) -> Task:
+        return self._exchange(f"gradient {name}", update.exchange_bytes, after, self._problem.shared.sums)
 
     def _work(self, label: str, seconds: float, after: Iterable[Task | None]) -> Task:
         """A task of compute, after all compute before it."""
@@ -174,7 +177,7 @@ class TaskBuilder:
                 update = self._problem.weights[weight].update
                 if update is not None and update.exchange_bytes and weight not in ending:
                     name = self._problem.weights[weight].name
-                    self._landed[weight] = self._exchange(f"gradient {name}", update.exchange_bytes, made)
+                    self._landed[weight] = self._to_owners(name, update, made)
             if todo.hosted_bytes:
                 self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
                 self._saved[tick].stream = 1
@@ -216,7 +219,7 @@ class TaskBuilder:
         update, name = self._update(weight), self._problem.weights[weight].name
         slot = None if is_first else update.arrival_slot
         self._slot = self._free(update.grad_slot)
-        there = self._exchange(f"gradient {name}", update.exchange_bytes, made)
+        there = self._to_owners(name, update, made)
         down = there
         if update.sends_down:
             waits = (there, self._slot, self._free(slot))

@@ -6,12 +6,13 @@ is of the same kind. ``to_json`` lists each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, leads
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads
 from strategies.core.plan import Plan
 from strategies.core.sizes import human
+from strategies.planner.exchanges import crosses, leaving, sum_bound
 from strategies.planner.memory_rows import UPDATES
 from strategies.report.table import table
 
@@ -29,7 +30,29 @@ def lines(plan: Plan) -> list[str]:
         # Embedding, blocks and head each have rows of their own; a bucket of several units is of the first one's kind.
         key = (bucket.site, bucket.grad_home, bucket.grad_split, bucket.resident, kinds[bucket.units[0]])
         groups.setdefault(key, []).append(bucket)
-    return table(HEADER, (_cells(some, layout, addresses) for some in groups.values()))
+    return [*table(HEADER, (_cells(some, layout, addresses) for some in groups.values())), *_sums(plan, layout)]
+
+
+def _sums(plan: Plan, layout: Layout) -> Iterator[str]:
+    """How ranks add gradients, what that changes in a sum, and its bytes."""
+    fast, shared = layout.reduction == "fast", [bucket for bucket in layout.buckets if bucket.ways > 1]
+    size = human(largest_shared(layout))
+    if not shared:
+        if fast:
+            yield "reduction: fast has no effect, since no ranks share a gradient"
+        return
+    ranks, dtype = shared[0].ways, shared[0].dtype
+    words = f"exact, in the order of ranks; {size} of the device receive them"
+    if fast:
+        bound = f"at most {sum_bound(ranks, dtype):.2g} of the sizes of its parts ({dtype})"
+        words = f"fast, on their way, which saves {size} of the device; a sum differs from the exact one by "
+        words += bound if ranks > 2 else "nothing, since two numbers have one sum"
+    if crosses(plan.facts):
+        here, other = (leaving(plan.facts, each) for each in (("fast", "exact") if fast else ("exact", "fast")))
+        words += f"; {here:.0%} of each go to other machines ({'exact' if fast else 'fast'}: {other:.0%})"
+        if plan.facts.machine.rates and not plan.facts.machine.rates.net_across_bytes_per_s:
+            words += ", how fast is unknown here: simulated as if all were on one"
+    yield f"gradients of {ranks} ranks are added: {words}"
 
 
 def _cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.ranks
 DEVICE = "sim:0"
 SLOW_US = 2_000
 ROWS = list(Table({name: levels for name, levels in FACTORS.items() if name != "transfer"}, FORBIDDEN).rows())
+FAST = {"site": "streamed", "weights": "travelling", "park": "host", "clip": "tight", "reduction": "fast"}
 TRAVEL = {"site": "streamed", "weights": "streamed", "gradients": "device"}
 SAVED = {"policy": "selective", "activation_offloading": True}
 
@@ -56,7 +57,7 @@ def there(ranks: Ranks, rows: list[Row]) -> list[str]:
 
 
 def test_the_bits_of_one_process() -> None:
-    assert run_world(2, there, ROWS, deepspeed=False) == []
+    assert run_world(2, there, [*ROWS, {**ROWS[0], **FAST, "split": False}], deepspeed=False) == []
 
 
 def waits(ranks: Ranks) -> list[dict[str, int]]:

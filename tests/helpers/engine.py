@@ -275,6 +275,7 @@ def plan_of(
     ranks: int = 1,
     split: bool = True,
     gather: str = "network",
+    reduction: str = "exact",
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -284,7 +285,7 @@ def plan_of(
             embedding and head.
         bucket: "half" a block, "one", or "several".
         ranks: that share each bucket; ``split``: and the gradients that wait on the device; ``gather``: how they get
-            each other's parts of weights.
+            each other's parts of weights; ``reduction``: how they add gradients.
     """
     if not _machines:
         _machines.append(probe())
@@ -307,6 +308,7 @@ def plan_of(
         prefetch=prefetch,
         gather=gather if ranks > 1 else "auto",
         update_in_backward=in_backward,
+        reduction=reduction,
         bucket_size="auto" if bucket == "one" else str(int(share * block_bytes(facts))),
     )
     assert made.layout is not None

@@ -5,7 +5,7 @@ State is read with each library's own access to it and not with the code that sa
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,17 @@ def shared(ranks: int, stage: int = 3, **training: Any) -> Kind:
     """The memory engine, its buckets shared by the ranks; under stage 1 with all weights on each device."""
     options = OFFLOAD if stage == 3 else {"offload": {"site": "host"}}
     return Kind(ranks, {**options, "zero": {"stage": stage}}, training)
+
+
+def together(ranks: int, **training: Any) -> Kind:
+    """The engine's buckets shared by ranks, each with one of the micro-batches of a step of 12 rows; clipped."""
+    return shared(ranks, per_device_train_batch_size=12 // ranks, max_grad_norm=0.05, **training)
+
+
+def accumulating(micro_batches: int, **training: Any) -> Kind:
+    """One process with the micro-batches of as many ranks."""
+    kind = together(micro_batches, gradient_accumulation_steps=micro_batches, **training)
+    return replace(kind, ranks=1, strategies=OFFLOAD if training.get("bf16") else {})
 
 
 def zero(stage: int, ranks: int = 1, **training: Any) -> Kind:
@@ -234,6 +245,12 @@ def _state_of(trainer: Any, param: Any) -> dict[str, Any]:
 def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
     """The names under which they do not have the same bits."""
     return [name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name))]
+
+
+def far(one: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerance: float) -> list[str]:
+    """The names under which the norm of their difference is more than ``tolerance`` of their norm."""
+    pairs = {name: (one[name].double(), other[name].double()) for name in one.keys() | other.keys()}
+    return [name for name, (first, second) in pairs.items() if (first - second).norm() > tolerance * first.norm()]
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

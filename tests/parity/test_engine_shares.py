@@ -6,8 +6,9 @@ all of them plainly; compared are weights, norms, moments, masters and counts, p
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from strategies.engine.shares import Shares
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Lane, Transfer
 from strategies.engine.updates import Updates
-from strategies.planner.step_cost import traffic
+from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.doubles import Vacant
 from tests.helpers.engine import (
@@ -69,7 +70,7 @@ FACTORS: Mapping[str, Sequence[object]] = {
 }
 OTHERS = Table({name: levels[::-1] for name, levels in FACTORS.items()}, FORBIDDEN)
 ROWS = {
-    2: [*Table(FACTORS, FORBIDDEN, strength=3).rows(), *OTHERS.rows()],
+    2: [*Table(FACTORS, FORBIDDEN, strength=3).rows(), *({**row, "reduction": "fast"} for row in OTHERS.rows())],
     4: list(Table(FACTORS, FORBIDDEN).rows()),
 }
 
@@ -96,7 +97,8 @@ def both(ranks: Ranks, row: Row, device: str = "cpu", **how: Any) -> tuple[Resul
     ]
     wanted = plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)
     model = made(case)
-    where = {name: case[name] for name in ("site", "weights", "bucket", "park", "prefetch", "split", "gather")}
+    asked = ("site", "weights", "bucket", "park", "prefetch", "split", "gather", "reduction")
+    where = {name: case[name] for name in asked if name in case}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
     how = how or {"transfer": TRANSFERS[case["transfer"]]()}
     return wanted, stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
@@ -123,6 +125,70 @@ def test_the_bits_of_one_process(num_ranks: int) -> None:
 
 def test_there_are_many_combinations() -> None:
     assert sum(len({title(row) for row in rows}) for rows in ROWS.values()) >= 120
+
+
+def summed_fast(ranks: Ranks) -> dict[str, Any]:
+    """Every sum of two trainings with ``reduction: fast`` beside the one in the order of ranks: at most by how many eps
+    of the parts' sizes they differ; what was called; bytes that a rank sent for each sum, and those that the plan has;
+    and how far the weights are from plain training's.
+    """
+    called, sums, sent = Counter[str](), Counter[str](), dict[str, int]()
+    found: dict[str, Any] = {"eps": 0.0, "different": 0, "weights": 0.0, "sent": {}}
+    for name in ("reduce_scatter_tensor", "all_to_all_single"):
+        former = getattr(dist, name)
+
+        def counted(to: Any, of: Any, *given: Any, former: Any = former, name: str = name, **named: Any) -> None:
+            called[name] += 1
+            sent[name] = of.nbytes - to.nbytes
+            former(to, of, *given, **named)
+
+        setattr(dist, name, counted)
+    sum_to_owners = Shares.sum_to_owners
+
+    def compared(self: Shares, bucket: Any) -> None:
+        parts = [torch.empty_like(bucket.grad) for _ in range(ranks.world_size)]
+        dist.all_gather(parts, bucket.grad / ranks.world_size)
+        spans = [bucket.own(part) for part in parts]
+        before = called["reduce_scatter_tensor"]
+        sum_to_owners(self, bucket)
+        assert called["reduce_scatter_tensor"] == before + 1
+        sums["cut" if bucket.spec.cut else "whole"] += 1
+        if not bucket.spec.cut:  # of the others spans go to the owners of their first elements, too
+            found["sent"][bucket.name] = sent["reduce_scatter_tensor"]
+        exact = reduce(torch.add, spans)
+        size = reduce(torch.add, [span.double().abs() for span in spans]) * torch.finfo(exact.dtype).eps
+        apart = (bucket.own(bucket.grad).double() - exact.double()).abs()
+        found["different"] += int((apart > 0).sum())
+        found["eps"] = max(found["eps"], float((apart / size.clamp_min(1e-300)).max()))
+
+    Shares.sum_to_owners = compared  # type: ignore[method-assign]  # in this process, which ends with the test
+    row = {"model": "llama", "bucket": "one", "clip": "tight", "tied": False, "groups": 1, "frozen": False}
+    row |= {"recompute": "none", "prefetch": 2, "split": True, "transfer": "watched", "reduction": "fast"}
+    row |= {"weights": "travelling", "site": "host", "park": "host", "dtype": "float32"}
+    wanted, shared = both(ranks, row)
+    for name in (name for name in wanted.tensors if name.endswith("weight")):
+        exact = wanted.tensors[name]
+        found["weights"] = max(found["weights"], float((exact - shared.tensors[name]).abs().max() / exact.abs().max()))
+    found["sent"].clear()
+    model, how = build("llama", dtype=torch.bfloat16), {"site": "device", "reduction": "fast"}
+    plan = plan_for(model, max_grad_norm=0.05, world_size=ranks.world_size, zero={"stage": 3}, debug=True, **how)
+    stowed(model, plan, tokens("llama", 4)[ranks.rank :: 4], max_norm=0.05, transfer=RaceDetector())
+    assert plan.layout is not None
+    weights = problem_of(plan.facts, plan.layout, ASSUMED).weights
+    found["planned"] = {each.name: each.update.exchange_bytes for each in weights if each.update}
+    return found | {"called": called, "sums": sums}
+
+
+def test_a_fast_sum_differs_by_its_roundings() -> None:
+    """Each of two sums of four numbers rounds three times, by half an eps of at most the sum of their sizes. Of two
+    numbers both have the same bits, which is in the table.
+    """
+    found = run_world(4, summed_fast)
+    assert 0 < found["eps"] <= 3 and found["different"] > 0 and found["weights"] < 1e-4
+    sums, called = found["sums"], found["called"]
+    assert sums["cut"] and sums["whole"]
+    assert called == {"reduce_scatter_tensor": sums["cut"] + sums["whole"], "all_to_all_single": sums["cut"]}
+    assert found["sent"] and found["sent"].items() <= found["planned"].items()
 
 
 def orders(ranks: Ranks) -> list[list[str]]:

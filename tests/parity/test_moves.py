@@ -17,6 +17,7 @@ from tests.helpers.moves import (
     RECOMPUTE,
     SAVED,
     Kind,
+    accumulating,
     different,
     made,
     offload,
@@ -26,6 +27,7 @@ from tests.helpers.moves import (
     shared,
     staged,
     tensor,
+    together,
     zero,
 )
 from tests.helpers.releases import HIGHEST_STAGE
@@ -92,6 +94,16 @@ def test_shared_buckets(tmp_path: Path) -> None:
         tmp_path / "bf16", shared(2, **BF16), shared(2, stage=1, **BF16), offload(2, **BF16), shared(3, **BF16)
     )
     all_equal(runs[:3])
+
+
+def test_to_four_ranks_and_back(tmp_path: Path) -> None:
+    """Four ranks that share buckets go on with the bits of one process that accumulates, and it goes on with theirs."""
+    alone = run(accumulating(4), tmp_path / "alone", 5)
+    four = run(together(4), tmp_path / "four", 5, tmp_path / "alone" / f"checkpoint-{SAVED}")
+    back = run(accumulating(4), tmp_path / "back", 5, tmp_path / "four" / f"checkpoint-{2 * SAVED}")
+    assert different(alone[f"saved at {SAVED}"], four["start"]) == [] != different(four["start"], four["end"])
+    assert different(four[f"saved at {2 * SAVED}"], back["start"]) == [] != different(back["start"], back["end"])
+    assert different(alone["end"], four["end"]) == [] == different(four["end"], back["end"])
 
 
 def test_divided_layers(tmp_path: Path) -> None:

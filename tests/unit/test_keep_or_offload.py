@@ -109,7 +109,7 @@ def test_the_estimate_ranks_as_the_simulator_does() -> None:
     rates = known.machine.rates
     assert rates is not None
     asked = request(60 * GIB)
-    placements, estimate = StatePlacements(known, asked), Estimate(known, in_backward=False)
+    placements, estimate = StatePlacements(known, asked), Estimate(known, asked)
     pairs = []
     for placement in placements.all()[::8]:
         for shared in placements.with_streaming(placement):

@@ -344,6 +344,7 @@ options = st.fixed_dictionaries(
         "keeps_copies": st.booleans(),
         "ways": st.sampled_from([1, 1, 2, 3]),
         "splits_gradients": st.booleans(),
+        "reduction": st.sampled_from(["exact", "fast"]),
     }
 )
 

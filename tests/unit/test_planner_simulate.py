@@ -382,6 +382,8 @@ def test_ranks_exchange_what_each_has_a_part_of() -> None:
     ((_, start, _),) = [span for span in spans(found, DOWN) if span[0] == "gradient 1"]
     assert (start - ends["BP 1"] - 3) % found.period == pytest.approx(0)
     assert found.least["network"] == pytest.approx(3 + 3 + 2 + 3)  # gradients; 2 of 3 B and 3 of 5 B of new weights
+    slower = replace(shared, shared=replace(shared.shared, sums=2.0))
+    assert simulate(slower, ()).least["network"] == pytest.approx(2 * (3 + 3) + 2 + 3)
     on_device = with_update(halves, site=Site.DEVICE, seconds=1.0, grad_bytes=1, exchange_bytes=3)
     labels = {label for label, *_ in spans(simulate(on_device, ()), NET)}
     assert labels == {"gather 0", "gather 1", "gradient 0", "gradient 1"}

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from strategies.core.compose import compose
+from strategies.core.compose import compose, in_order
 from strategies.core.facts import Facts, Param, Precision, Rates
 from strategies.core.plan import Plan
 from strategies.core.registry import find
 from strategies.planner.addresses import weight_packing
 from strategies.planner.estimate import _together
+from strategies.planner.exchanges import gather_rate, leaving, sums_slowdown
 from strategies.planner.step_cost import plan_cost, problem_of, unit_flops
 from strategies.planner.tasks import Resource
 from strategies.report import full_report
@@ -125,6 +126,39 @@ def test_launching_kernels_binds_small_updates_on_the_device() -> None:
     priced = plan_cost(planned(known(replace(FAST, launch_s=1.0)), site="device"))
     assert priced is not None
     assert priced.seconds == pytest.approx(15.0 + 6 * 4, rel=1e-3)  # six buckets of one parameter, four kernels each
+
+
+def test_sums_between_machines() -> None:
+    """Two machines of eight ranks. In a ring a gradient of 16 B leaves each machine once, but for what is there, over
+    eight cards: 15/8 B of each rank. Straight to its owners each rank sends 8 B away, at a byte per second. Where
+    machines are fast enough, or there is one, both ways take as long as the links inside.
+    """
+    shared = {"machine": replace(GPU, ranks=8), "run": replace(known().run, world_size=16)}
+    slow, fast, one = (
+        (replace(known(), **shared), replace(FAST, net_bytes_per_s=100.0, net_across_bytes_per_s=1.0)),
+        (replace(known(), **shared), replace(FAST, net_bytes_per_s=1.0, net_across_bytes_per_s=100.0)),
+        (replace(known(), run=shared["run"]), replace(FAST, net_bytes_per_s=1.0, net_across_bytes_per_s=0.01)),
+    )
+    seconds = {
+        reduction: [15 / gather_rate(*each) * sums_slowdown(*each, reduction) for each in (slow, fast, one)]
+        for reduction in ("exact", "fast")
+    }
+    assert seconds == {"exact": pytest.approx([8.0, 15.0, 15.0]), "fast": pytest.approx([15 / 8, 15.0, 15.0])}
+    assert [leaving(slow[0], each) for each in ("exact", "fast")] == pytest.approx([8 / 16, 15 / 8 / 16])
+    about, rates = slow[0], replace(FAST, net_bytes_per_s=1e8, net_across_bytes_per_s=1e6)
+    about = replace(about, machine=replace(about.machine, rates=rates))
+    chosen = {"buffers": find("buffers")(), "zero": find("zero").model_validate({"stage": 3})}
+    plans, costs = {}, {}
+    for each in ("exact", "fast"):
+        offload = find("offload").model_validate({"host_memory": "1TiB", "site": "device", "reduction": each})
+        plans[each] = compose({"offload": offload, **chosen}, about)
+        costs[each] = plan_cost(plans[each])
+    assert costs["exact"] and costs["fast"]
+    gradients = 6 * 4 * BLOCK / 15 / 1e6  # each is one parameter, cut, and goes once more for its norm
+    slower = costs["exact"].outcome.busy[Resource.NET] - costs["fast"].outcome.busy[Resource.NET]
+    assert slower == pytest.approx((8 - 15 / 8) * gradients)
+    advice = in_order({"offload": find("offload").model_validate({}), **chosen})["offload"].suggest(plans["exact"])
+    assert any(line.startswith("  strategies.offload.reduction: fast (adds in another order): ") for line in advice)
 
 
 def test_slots_and_shared_addresses_reach_the_simulator() -> None:

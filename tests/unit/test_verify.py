@@ -162,6 +162,17 @@ def test_one_run_that_differs_is_not_equal(monkeypatch: pytest.MonkeyPatch, caps
     assert code == 0 and lines[-1].startswith("equal within the declared 2e-02: the engine computes with bf16 weights")
 
 
+def test_ranks_that_share_the_engine_declare_its_tolerance() -> None:
+    """And not that of ZeRO in DeepSpeed's engine. Plain data parallelism of more than two adds in another order."""
+    config = offloading({})
+    zero = find("zero").model_validate({"stage": 3})
+    for clip in (0.0, 1.0):
+        training = config.training.model_copy(update={"max_grad_norm": clip})
+        shared = config.model_copy(update={"strategies": {**config.strategies, "zero": zero}, "training": training})
+        assert command.declared(shared, 2) == (0.0, "")
+        assert command.declared(shared, 4)[0] == 1e-4
+
+
 def test_equality_is_not_claimed_of_what_did_not_happen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,68 @@
+"""How fast ranks that share buckets exchange, on one machine and over several. Numbers only.
+
+N ranks, R of them on each machine, exchange W bytes: a weight of which each rank has a span, or a gradient of which
+each has all and wants the sum of its span. Each rank sends (N-1)/N W. How much of that leaves its machine depends on
+the way:
+
+    ring       gathers, and sums that are made on the way (``reduction: fast``). A rank sends to its neighbour only, so
+               one rank of a machine sends to another machine. Libraries lay as many rings as a machine has network
+               cards; one card per rank is assumed, and each sends (N-1)/N W/R
+    straight   gradients to their owners, who add them (``reduction: exact``). A rank sends each other rank its span,
+               so what leaves its machine is (N-R)/N W
+
+With 2 machines of 8 ranks that is 0.12 W and 0.5 W. On one machine both ways take equally long. What a rank sends
+counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the time. That is
+arithmetic; no network was measured.
+
+Where the rate between machines is unknown, all ranks count as if they were on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from strategies.core.facts import Facts, Rates
+from strategies.core.layout import Reduction
+
+EPS: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+
+
+def gather_rate(facts: Facts, rates: Rates) -> float:
+    """Bytes per second that a rank sends in a ring."""
+    (_, here), inside, across = spread(facts), rates.exchange_bytes_per_s(), rates.net_across_bytes_per_s
+    return min(inside, here * across) if across and crosses(facts) else inside
+
+
+def sums_slowdown(facts: Facts, rates: Rates, reduction: Reduction) -> float:
+    """How many times as long a gradient takes to its owners as a gather of as many bytes."""
+    (ranks, here), across = spread(facts), rates.net_across_bytes_per_s
+    if reduction == "fast" or not across or not crosses(facts):
+        return 1.0
+    return gather_rate(facts, rates) / min(rates.exchange_bytes_per_s(), across * (ranks - 1) / (ranks - here))
+
+
+def sum_bound(ranks: int, dtype: str) -> float:
+    """How far a fast sum may be from the exact one, in parts of the sizes of its summands, added up. Each of the two
+    orders of N numbers rounds N - 1 times, by half of the dtype's eps; a single addition rounds alike in either order.
+    """
+    return (ranks - 1) * EPS[dtype] if ranks > 2 else 0.0
+
+
+def leaving(facts: Facts, reduction: Reduction) -> float:
+    """The part of a gradient that a rank sends to other machines."""
+    ranks, here = spread(facts)
+    if not crosses(facts):
+        return 0.0
+    return (ranks - here) / ranks if reduction == "exact" else (ranks - 1) / ranks / here
+
+
+def crosses(facts: Facts) -> bool:
+    """Whether the ranks that share buckets are on several machines."""
+    ranks, here = spread(facts)
+    return here < ranks
+
+
+def spread(facts: Facts) -> tuple[int, int]:
+    """How many ranks share a bucket, and how many of them are on one machine; they are neighbours."""
+    ranks = facts.run.replicas
+    return ranks, min(ranks, facts.machine.ranks or ranks)
