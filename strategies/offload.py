@@ -219,7 +219,9 @@ class Offload(Strategy):
         machine, ways = facts.machine, self._ways(facts.run)
         if ways == 1 or 0 < machine.ranks < facts.run.world_size or self.gather != "auto":
             return self.gather == "host"
-        return machine.rates is not None and from_host(machine.rates, ways)
+        if machine.rates is None:
+            return not machine.has_accelerator  # its network is the same memory, read and written once more
+        return from_host(machine.rates, ways)
 
     def _ways(self, run: RunFacts) -> int:
         """How many ranks hold a span of each bucket."""

@@ -111,11 +111,16 @@ OFFLOAD: tuple[Contender, ...] = (
     Contender("fsdp2", "peers:Fsdp2"),
     Contender("torchao", "peers:TorchAo"),
 )
-# Pairs that leave the same on the device: weights and gradients (zero2), or what is in use (zero3, fsdp2).
+# Pairs that leave the same on the device: weights and gradients (zero2), or what is in use (zero3, fsdp2). Ours gets
+# weights from the common host, or over the network as the others do (network).
+ZERO2: Mapping[str, Any] = {"zero": {"stage": 2}, "site": "host"}
+ZERO3: Mapping[str, Any] = {"zero": {"stage": 3}, "site": "host", "weights": "streamed"}
 OFFLOAD_OVER_RANKS: tuple[Contender, ...] = (
     Contender(PLAIN, "contenders:Plain"),
-    Contender("ours-zero2", "contenders:Ours", {"zero": {"stage": 2}, "site": "host"}),
-    Contender("ours-zero3", "contenders:Ours", {"zero": {"stage": 3}, "site": "host", "weights": "streamed"}),
+    Contender("ours-zero2", "contenders:Ours", {**ZERO2, "gather": "host"}),
+    Contender("ours-zero3", "contenders:Ours", {**ZERO3, "gather": "host"}),
+    Contender("ours-zero2-network", "contenders:Ours", {**ZERO2, "gather": "network"}),
+    Contender("ours-zero3-network", "contenders:Ours", {**ZERO3, "gather": "network"}),
     Contender("deepspeed-zero2", "peers:DeepSpeed", {"stage": 2}),
     Contender("deepspeed-zero3", "peers:DeepSpeed", {"stage": 3}),
     Contender("fsdp2", "peers:Fsdp2"),

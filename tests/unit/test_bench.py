@@ -149,7 +149,8 @@ def test_one_row_for_each_budget() -> None:
         ("--gpu-memory 16GiB --ranks 2", "--gpu-memory: ours-budget is for one rank; leave --ranks out"),
         (
             "--ranks 2 --subjects torchao",
-            "--subjects torchao: must be one of plain, ours-zero2, ours-zero3, deepspeed-zero2, deepspeed-zero3, fsdp2",
+            "--subjects torchao: must be one of plain, ours-zero2, ours-zero3, ours-zero2-network, ours-zero3-network, "
+            "deepspeed-zero2, deepspeed-zero3, fsdp2",
         ),
         ("--subjects ours-budget", "--subjects ours-budget: needs --gpu-memory, for example --gpu-memory 16GiB"),
     ],

@@ -173,9 +173,9 @@ def test_where_ranks_get_weights_from() -> None:
         replace(ASSUMED, up_bytes_per_s=link, dram_bytes_per_s=60e9, net_bytes_per_s=n) for n in (None, 10 * link)
     )
 
-    def plan(rates: Rates | None, here: int, stage: int = 3, **options: Any) -> Plan:
+    def plan(rates: Rates | None, here: int, stage: int = 3, name: str = "card", **options: Any) -> Plan:
         known = transformer(world_size=4)
-        known = replace(known, machine=replace(known.machine, rates=rates, ranks=here))
+        known = replace(known, machine=replace(known.machine, name=name, rates=rates, ranks=here))
         zero = {"zero": find("zero").model_validate({"stage": stage})} if stage else {}
         asked = {"weights": "streamed"} if stage == 3 else {}
         strategies = {"offload": offload(site="host", **asked, **options), "buffers": find("buffers")(), **zero}
@@ -189,7 +189,11 @@ def test_where_ranks_get_weights_from() -> None:
     assert not any(
         common(each) for each in (plan(fast, 4), plan(slow, 2), plan(None, 4), plan(slow, 4, gather="network"))
     )
-    assert common(plan(fast, 4, gather="host")) and common(plan(None, 4, gather="host"))
+    assert (
+        common(plan(None, 4, name="cpu"))
+        and common(plan(fast, 4, gather="host"))
+        and common(plan(None, 4, gather="host"))
+    )
     with pytest.raises(Refusal, match=r"offload.gather = 'host': 4 ranks are on machines of 2 each; write auto or net"):
         plan(slow, 2, gather="host")
     with pytest.raises(
