@@ -82,7 +82,8 @@ class Offload(Strategy):
     )
     host_memory: Budget = Field(
         default=AUTO,
-        description="Host memory to use: a size (200GiB), a share (0.8), or auto: 0.9 of the free memory.",
+        description="Host memory that all ranks of a machine use together: a size (200GiB), a share (0.8), or auto: "
+        "0.9 of the free memory.",
     )
     bucket_size: Annotated[str, AfterValidator(_check_size)] = Field(
         default=AUTO, description="Bytes that are copied together (64MiB); auto: one block."

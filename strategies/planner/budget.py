@@ -19,9 +19,12 @@ def device_budget(machine: MachineFacts, value: str | float = AUTO) -> int:
 
 
 def host_budget(machine: MachineFacts, value: str | float) -> int:
-    """Bytes of host memory that may be used; auto and shares leave out what the process itself needs."""
-    named = isinstance(value, int) or (isinstance(value, str) and value != AUTO)
-    return max(0, _bytes(value, machine.host_bytes) - (0 if named else machine.runtime_host_bytes))
+    """Bytes of host memory that one rank may use, of ``value`` for all ranks of its machine. Auto and shares leave out
+    what the process itself needs.
+    """
+    if isinstance(value, int) or (isinstance(value, str) and value != AUTO):
+        return _bytes(value, machine.host_bytes) // max(1, machine.ranks)
+    return max(0, _bytes(value, machine.host_bytes) - machine.runtime_host_bytes)
 
 
 def loading_bytes(plan: Plan) -> int:

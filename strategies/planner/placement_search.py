@@ -43,6 +43,7 @@ class PlacementSearch:
         self._facts, self._request = facts, request
         self._saved_bytes, self._hosted_bytes = saved_bytes, hosted_bytes
         self._device_room, self._host_room = request.device_bytes - saved_bytes, request.host_bytes - hosted_bytes
+        self._ranks = max(1, facts.machine.ranks)
         self._knows_rates = facts.machine.rates is not None and facts.run.forward_flops > 0
         self._costs: dict[int, tuple[Layout, float]] = {}  # by identity: comparing layouts costs as much as simulating
         self._usual = StatePlacements(facts, request)
@@ -205,7 +206,7 @@ class PlacementSearch:
             f"{written(needed)} or more, or a smaller training.per_device_train_batch_size{self._forced()}"
         )
         if within_host is None:
-            host = written(self._hosted_bytes + least.host_bytes)
+            host = written(self._ranks * (self._hosted_bytes + least.host_bytes))
             cure += f"; the host is too small as well: write {KEY}.host_memory: {host} too"
         key, value = f"{KEY}.gpu_memory", self._request.gpu_memory
         return MemoryRefusal(key, value, cure, home=Home.DEVICE, needed=needed, budget=budget)
@@ -214,12 +215,13 @@ class PlacementSearch:
         hosted, budget = self._hosted_bytes, self._request.host_bytes
         needed = hosted + least_bytes
         part = f", {human(hosted)} of them for tensors that wait for backward" if hosted else ""
+        of_all = f" (for {self._ranks} ranks)" if self._ranks > 1 else ""
         more, machine = "", self._facts.machine
         if other is not None and self._saved_bytes + other.device_bytes <= machine.device_bytes:
             more = f", or {KEY}.gpu_memory: {written(self._saved_bytes + other.device_bytes)}"
         cure = (
             f"{human(needed)} of host memory are needed{part}: {human(needed - budget)} too much for {human(budget)}; "
-            f"write {written(needed)} or more if the machine has it{more}{self._forced()}"
+            f"write {written(self._ranks * needed)} or more{of_all} if the machine has it{more}{self._forced()}"
         )
         key, value = f"{KEY}.host_memory", self._request.host_memory
         return MemoryRefusal(key, value, cure, home=Home.HOST, needed=needed, budget=budget)

@@ -29,7 +29,7 @@ from tests.helpers.tiny import GPT2, LLAMA
 from tests.unit.test_placement_search import options
 from trainer.planning.plan_for import plan_for
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def offload(**options: Any) -> Any:
@@ -275,6 +275,17 @@ def test_budgets() -> None:
     assert budgets(gpu_memory=0.5, host_memory=0.5) == (50 * GIB, 90 * GIB)
     assert budgets(gpu_memory="20GiB", host_memory="30GiB") == (20 * GIB, 30 * GIB)
     assert budgets(gpu_memory=4096, host_memory="1.5KiB") == (4096, 1536)
+    roomy = replace(roomy, ranks=4)  # a size is for all of them, and a share of each one's part is one of the whole
+    assert budgets(host_memory="30GiB")[1] == 30 * GIB // 4 and budgets(host_memory=0.5)[1] == 90 * GIB
+
+
+def test_what_a_refusal_says_to_write_is_enough_for_all_ranks() -> None:
+    known = transformer(world_size=4, machine=replace(machine(100 * GIB, GIB), ranks=4))
+    with pytest.raises(Refusal, match=r"too much for 256 B; write .* or more \(for 4 ranks\)") as caught:
+        plan_of(known, site="host", host_memory="1KiB")
+    enough = str(caught.value).split("write ")[1].split(" or more")[0]
+    plan = plan_of(known, site="host", host_memory=enough)
+    assert 0 <= parse_bytes(enough) // 4 - plan.peak(Home.HOST) < MIB
 
 
 def test_without_an_accelerator_auto_takes_all_and_moves_nothing() -> None:
