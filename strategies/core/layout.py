@@ -261,6 +261,11 @@ def common_bytes(layout: Layout) -> int:
     return sum(aligned(b.weight_bytes // b.ways, Home.HOST) for b in layout.buckets if read_by_all(b, layout))
 
 
+def mapped_bytes(layout: Layout) -> int:
+    """Bytes of the other ranks' memory that this one maps. The system counts them as this process's, too."""
+    return max((bucket.ways - 1 for bucket in layout.buckets), default=0) * common_bytes(layout)
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Memory that a bucket needs: for the whole run, or only while it is in use (``passes``)."""

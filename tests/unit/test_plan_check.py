@@ -1,6 +1,7 @@
 """Predicted against measured: what is counted, when, and what is written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from strategies.core.facts import UnitTimes
-from strategies.core.plan import Home, Plan
+from strategies.core.layout import PAGE_BYTES
+from strategies.core.plan import RUN, Home, Plan, Stow
 from strategies.engine.memory import accelerator
+from tests.helpers import layouts
 from tests.helpers.fakes import CPU, block, facts
 from trainer.machine.block_timing import median_of
 from trainer.run.plan_check import Comparison, PlanCheck
@@ -93,6 +96,16 @@ def test_the_process_holds_both_homes_without_an_accelerator(tmp_path: Path) -> 
     rows = {each.owner: each for each in check.compared()}
     if accelerator.kind() is None:
         assert rows["process, peak"].predicted == plan.peak(Home.HOST) + plan.peak(Home.DEVICE)
+
+
+def test_memory_of_other_ranks_that_a_process_maps_counts_as_its_own(tmp_path: Path) -> None:
+    check = check_of(tmp_path)
+    alone = {each.owner: each.predicted for each in check.compared()}["process, peak"]
+    bucket = layouts.bucket("b", "layers.0", 1024, ways=4, resident_ticks=((0, 1), (1, 2)))
+    shared = replace(layouts.layout(bucket), common_host=True)
+    check._plan = check._plan.amend([Stow(unit=RUN, reason="", layout=shared)], by="offload")
+    rows = {each.owner: each.predicted for each in check.compared()}
+    assert rows["process, peak"] == alone + 3 * PAGE_BYTES
 
 
 def test_the_median_of_the_first_steps_counts(monkeypatch: Any) -> None:

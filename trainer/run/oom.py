@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from strategies.core.layout import mapped_bytes
 from strategies.core.peak import backward_peak, forward_peak
 from strategies.core.plan import Home, Kind, Plan
 from strategies.core.sizes import human
@@ -37,9 +38,10 @@ def explain(config: RunConfig, plan: Plan, error: BaseException) -> list[str]:
     lines = [f"out of memory: {first}"]
     for home, measured in ((Home.DEVICE, device_peak_bytes()), (Home.HOST, host_peak_bytes())):
         if measured is not None:
-            lines.append(
-                f"  {home.value}: {human(plan.peak(home))} predicted, {human(measured)} measured at the peak so far"
-            )
+            mapped = mapped_bytes(plan.layout) if home is Home.HOST and plan.layout is not None else 0
+            others = f" and {human(mapped)} of other ranks' memory" if mapped else ""
+            size = human(plan.peak(home))
+            lines.append(f"  {home.value}: {size}{others} predicted, {human(measured)} measured at the peak so far")
     parts = ((name, human(size)) for name, size in _parts(plan) if size)
     lines += [f"  {line}" for line in table(("on the device", "bytes"), parts, {"bytes"})]
     lines.append("what would free memory on the device, the most first:")

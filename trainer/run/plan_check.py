@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerState
 
 from strategies.backends import deepspeed
 from strategies.core.commit import replace_file
+from strategies.core.layout import mapped_bytes
 from strategies.core.plan import Home, Plan
 from strategies.core.sizes import human
 from strategies.engine import stowed_by
@@ -187,6 +188,7 @@ class PlanCheck(TrainerCallback):  # type: ignore[misc]
             yield Comparison("device, peak", plan.peak(Home.DEVICE), on_device)
         else:
             host += plan.peak(Home.DEVICE)  # the device is this machine's memory
+        host += mapped_bytes(plan.layout) if plan.layout is not None else 0
         yield Comparison("process, peak", host, host_peak_bytes())
         if self._began is not None and (plan.layout is not None or plan.hosted_bytes()):
             facts = plan.facts_as_kept()
