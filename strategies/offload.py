@@ -218,7 +218,7 @@ class Offload(Strategy):
     def _common_host(self, facts: Facts) -> bool:
         """Whether ranks read weights out of each other's host memory."""
         machine, ways = facts.machine, self._ways(facts.run)
-        if ways == 1 or 0 < machine.ranks < facts.run.world_size or self.gather != "auto":
+        if self.gather != "auto" or ways == 1 or 0 < machine.ranks < facts.run.world_size or not machine.in_order:
             return self.gather == "host"
         if machine.rates is None:
             return not machine.has_accelerator  # its network is the same memory, read and written once more

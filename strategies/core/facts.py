@@ -302,6 +302,9 @@ class Rates:
         return self.update_fp32_params_per_s if precision is Precision.FP32 else self.update_bf16_params_per_s
 
 
+IN_ORDER = ("x86_64", "AMD64")  # processors that keep the order of writes, by ``platform.machine``
+
+
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
     """One rank's machine: bytes on its device, and its part of the bytes on the host, which ``ranks`` share.
@@ -315,6 +318,7 @@ class MachineFacts:
     runtime_host_bytes: int = 0  # Python, torch and libraries, before any tensor
     rates: Rates | None = None  # this rank's part; None: unknown
     ranks: int = 0  # of the job that are on it; 0: all
+    in_order: bool = True  # one of ``IN_ORDER``, or not known to be another
 
     @property
     def has_accelerator(self) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from strategies.core.facts import Home
 from strategies.core.layout import Spot
+from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.memory.common_host import CommonHost
 
 CPU = torch.device("cpu")
@@ -50,11 +51,27 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_for_a_collectiv
     second.count(0, 1)
     with pytest.raises(dist.DistError, match="Timed out waiting 0 s for the weights of rank 1"):
         first.wait(0, 2, timeout_s=0.0)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
+    ended = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    assert ended.stdout is not None and ended.stdout.read() == b""  # it is about to end, and nobody has asked for that
     first._processes[1] = ended.pid
-    with pytest.raises(dist.DistError, match="rank 1 has ended, and this one waits for its weights"):
-        first.wait(0, 2, timeout_s=60.0)
+    for _ in range(2):
+        with pytest.raises(dist.DistError, match="rank 1 has ended, and this one waits for its weights"):
+            first.wait(0, 2, timeout_s=60.0)
+        ended.wait()
+
+
+def test_what_a_late_thread_counts_does_not_take_back_what_was_counted_since(
+    two: tuple[CommonHost, CommonHost],
+) -> None:
+    first, second = two
+    second.count(2, 5)
+    second.count(2, 4)
+    first.wait(2, 5, timeout_s=60.0)
+
+
+def test_too_little_memory_is_said_as_for_any_arena() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"the part of the host arena that other ranks read needs 64\.0 TiB"):
+        CommonHost(1 << 46, 1, CPU)
 
 
 def test_a_processor_that_may_reorder_writes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Offload and buffers: one plan whose table adds up to the arenas, options as people write them, live models."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -173,9 +174,9 @@ def test_where_ranks_get_weights_from() -> None:
         replace(ASSUMED, up_bytes_per_s=link, dram_bytes_per_s=60e9, net_bytes_per_s=n) for n in (None, 10 * link)
     )
 
-    def plan(rates: Rates | None, here: int, stage: int = 3, name: str = "card", **options: Any) -> Plan:
+    def plan(rates: Rates | None, here: int, stage: int = 3, on: Mapping[str, Any] = {}, **options: Any) -> Plan:
         known = transformer(world_size=4)
-        known = replace(known, machine=replace(known.machine, name=name, rates=rates, ranks=here))
+        known = replace(known, machine=replace(known.machine, rates=rates, ranks=here, **on))
         zero = {"zero": find("zero").model_validate({"stage": stage})} if stage else {}
         asked = {"weights": "streamed"} if stage == 3 else {}
         strategies = {"offload": offload(site="host", **asked, **options), "buffers": find("buffers")(), **zero}
@@ -186,11 +187,12 @@ def test_where_ranks_get_weights_from() -> None:
         return common_bytes(made.layout) > 0
 
     assert common(plan(slow, 4)) and common(plan(slow, 4, stage=1))
+    assert not common(plan(slow, 4, on={"in_order": False}))
     assert not any(
         common(each) for each in (plan(fast, 4), plan(slow, 2), plan(None, 4), plan(slow, 4, gather="network"))
     )
     assert (
-        common(plan(None, 4, name="cpu"))
+        common(plan(None, 4, on={"name": "cpu"}))
         and common(plan(fast, 4, gather="host"))
         and common(plan(None, 4, gather="host"))
     )

@@ -16,13 +16,14 @@ padded or packed, which most are. Full rows save slightly less.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.compose import degrees, requirements_of
-from strategies.core.facts import Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
+from strategies.core.facts import IN_ORDER, Facts, MachineFacts, Param, Precision, RunFacts, Unit, UnitKind
 from strategies.core.linears import Linear
 from strategies.core.protocol import Axis, Requirement
 from trainer.errors import ConfigError, first_line
@@ -157,10 +158,13 @@ def machine_facts(machine: Machine, local_world_size: int, *, engine: bool = Fal
     host, rates = machine.host_available_bytes // local_world_size, known_rates(machine).rates
     if rates is not None:
         rates = rates.shared_by(local_world_size)
+    here: dict[str, Any] = {"ranks": local_world_size}
+    if machine.origin == "probed":
+        here["in_order"] = platform.machine() in IN_ORDER
     if machine.device_kind == "cpu":
         runtime = ENGINE_HOST_BYTES if engine else RUNTIME_HOST_BYTES
-        return MachineFacts("cpu", host - runtime, host, runtime, rates, local_world_size)
-    return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates, local_world_size)
+        return MachineFacts("cpu", host - runtime, host, runtime, rates, **here)
+    return MachineFacts(machine.name, machine.device_total_bytes, host, ENGINE_HOST_BYTES, rates, **here)
 
 
 def asked(count: ModelCount, config: RunConfig) -> ModelCount:

@@ -86,8 +86,10 @@ class HostMemory(ArenaMemory):
         self._mapping: Any = None
         if num_bytes:
             try:
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file is None else mmap.MAP_SHARED
-                self._mapping = mmap.mmap(-1 if file is None else file, num_bytes, flags=flags)
+                self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                if file is not None:  # of which the system would map more than there is
+                    self._mapping.close()
+                    self._mapping = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED)
             except OSError as error:
                 raise OutOfMemoryError(f"{owner} needs {human(num_bytes)} of host memory: {error}") from None
             self._advise("MADV_HUGEPAGE")

@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,17 +36,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.core.facts import Home
+from strategies.core.facts import IN_ORDER, Home
 from strategies.core.layout import Spot, aligned
 from strategies.engine.memory.arena import HostMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-IN_ORDER = ("x86_64", "AMD64")  # processors that keep the order of writes
 POLL_S = 5e-5
 LOOK_S = 0.5  # between looks at whether the others are alive
 TOKEN_BYTES = 16
+OWNER = "the part of the host arena that other ranks read"
 CURE = "write strategies.offload.gather: network"
 
 
@@ -71,11 +72,12 @@ class CommonHost:
         self.own = self._map(self._file)
         self._memories = [self.own]
         self._processes: list[int] = []
+        self._lock = threading.Lock()
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
         self.own.memory[-TOKEN_BYTES:].copy_(self._token)
 
     def _map(self, file: int) -> HostMemory:
-        return HostMemory(self._size, self._device, "the copies of weights that other ranks read", file)
+        return HostMemory(self._size, self._device, OWNER, file)
 
     def connect(self, hosts: ProcessGroup) -> None:
         """Map the others' parts. A collective: all ranks have written theirs when it begins.
@@ -119,8 +121,13 @@ class CommonHost:
         return [memory.memory[spot.offset : spot.end].view(dtype)[:count] for memory in self._memories]
 
     def count(self, bucket: int, replaced: int) -> None:
-        """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now."""
-        self._counts(self.own)[bucket] = replaced
+        """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now.
+
+        The thread that waits for copies down may come here later than the caller who has loaded weights since.
+        """
+        counts = self._counts(self.own)
+        with self._lock:
+            counts[bucket] = max(replaced, int(counts[bucket]))
 
     def wait(self, bucket: int, replaced: int, timeout_s: float) -> None:
         """Wait until every other rank has ``replaced`` its span of a bucket as often. Events tell of this rank's own.
@@ -142,10 +149,8 @@ class CommonHost:
                         raise dist.DistError(f"Timed out waiting {timeout_s:.0f} s for the weights of rank {rank}")
 
     def _refuse_dead(self, rank: int) -> None:
-        try:
-            os.kill(self._processes[rank], 0)
-        except ProcessLookupError:
-            raise dist.DistError(f"rank {rank} has ended, and this one waits for its weights") from None
+        if not _is_alive(self._processes[rank]):
+            raise dist.DistError(f"rank {rank} has ended, and this one waits for its weights")
 
     def _counts(self, memory: HostMemory) -> Tensor:
         return memory.memory[self.num_bytes : -TOKEN_BYTES].view(torch.int64)
@@ -160,3 +165,12 @@ class CommonHost:
         """Undo ``pin``. What is mapped stays mapped as long as somebody holds a view."""
         for memory in self._memories:
             memory.release()
+
+
+def _is_alive(process: int) -> bool:
+    """Whether a process has not ended; one that has may still be listed, until its parent asks for its end."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2]
+    except OSError:
+        return False
+    return state[:1] not in "ZX"
