@@ -70,7 +70,7 @@ def test_what_a_late_thread_counts_does_not_take_back_what_was_counted_since(
 
 
 def test_too_little_memory_is_said_as_for_any_arena() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"the part of the host arena that other ranks read needs 64\.0 TiB"):
+    with pytest.raises(OutOfMemoryError, match=r"the part of the host arena that other ranks read needs 64\.00 TiB"):
         CommonHost(1 << 46, 1, CPU)
 
 
