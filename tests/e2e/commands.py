@@ -98,6 +98,10 @@ class Job:
 
     def orphans(self) -> list[str]:
         """Living processes of the job's group."""
+        try:
+            os.killpg(self.pid, 0)  # to look at every process of the machine takes longer
+        except ProcessLookupError:
+            return []
         found = subprocess.run(["ps", "-eo", "pgid=,pid=,stat=,args="], capture_output=True, text=True, check=True)
         rows = [line.split(None, 3) for line in found.stdout.splitlines()]
         return [" ".join(row) for row in rows if row[0] == str(self.pid) and not row[2].startswith("Z")]
