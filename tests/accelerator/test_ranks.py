@@ -4,9 +4,6 @@ The memory engine shared by ranks, over a table of cases; and whole runs through
 start it on a machine of its own.
 """
 
-import os
-import subprocess
-import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,18 @@ import torch.distributed as dist
 from strategies.engine import stow
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
 from tests.accelerator.conftest import COPIES_US, KERNELS_US, library
+from tests.accelerator.rank import in_group, started, through_a_config
 from tests.accelerator.test_trainer import config_of, left
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
-from tests.helpers.pairwise import Row, Table
+from tests.helpers.pairwise import Table
 from tests.helpers.simulated import collectives
 from tests.parity.test_engine_shares import FACTORS, FORBIDDEN, train
 from trainer.dist.ranks import Ranks, describe
-from trainer.dist.spawn import run_world
 
 pytestmark = pytest.mark.ranks
 DEVICE = "sim:0"
 SLOW_US = 2_000
-ROWS = list(Table({name: levels for name, levels in FACTORS.items() if name != "transfer"}, FORBIDDEN).rows())
 FAST = {"site": "streamed", "weights": "travelling", "park": "host", "clip": "tight", "reduction": "fast"}
 TRAVEL = {"site": "streamed", "weights": "streamed", "gradients": "device"}
 SAVED = {"policy": "selective", "activation_offloading": True}
@@ -43,9 +39,11 @@ def opened() -> Any:
     return dist.new_group(backend=collectives.NAME)
 
 
-def there(ranks: Ranks, rows: list[Row]) -> list[str]:
+def unlike(ranks: Ranks, group: Any) -> list[str]:
     """What differs; of every other case copies up lag behind all else, of the others copies down."""
-    group, lagging = opened(), cycle((Lane.DOWN, Lane.UP))
+    lagging = cycle((Lane.DOWN, Lane.UP))
+    rows = list(Table({name: levels for name, levels in FACTORS.items() if name != "transfer"}, FORBIDDEN).rows())
+    rows.append({**rows[0], **FAST, "split": False})
 
     def how() -> dict[str, Any]:
         transfer, late = AcceleratorTransfer(torch.device(DEVICE)), next(lagging)
@@ -56,13 +54,9 @@ def there(ranks: Ranks, rows: list[Row]) -> list[str]:
     return train(ranks, rows, DEVICE, how)
 
 
-def test_the_bits_of_one_process() -> None:
-    assert run_world(2, there, [*ROWS, {**ROWS[0], **FAST, "split": False}], deepspeed=False) == []
-
-
-def waits(ranks: Ranks) -> list[dict[str, int]]:
+def waits(ranks: Ranks, group: Any) -> list[dict[str, int]]:
     """What the hosts did with their devices in two steps after two that warm up, for each site of the update."""
-    group, found = opened(), []
+    found = []
     for site in ("host", "streamed"):
         model: Any = build("llama")
         plan: Any = plan_of(model, site=site, weights="travelling", max_norm=0.5, ranks=ranks.world_size)
@@ -81,27 +75,37 @@ def waits(ranks: Ranks) -> list[dict[str, int]]:
     return found
 
 
-def test_no_host_waits_for_its_device() -> None:
+def everything(ranks: Ranks) -> dict[str, Any]:
+    group = opened()
+    return {"waits": waits(ranks, group), "unlike": unlike(ranks, group)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    common = {**describe(Ranks()), "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    started(places, folder, in_group, folder / "found", everything)
+    return dict(torch.load(folder / "found"))
+
+
+def test_the_bits_of_one_process(found: dict[str, Any]) -> None:
+    assert found["unlike"] == []
+
+
+def test_no_host_waits_for_its_device(found: dict[str, Any]) -> None:
     """Ranks compare what they run, and which gradients they have, and for that no device has to come to an end."""
-    for counts in run_world(2, waits, deepspeed=False):
+    assert len(found["waits"]) == 2
+    for counts in found["waits"]:
         assert counts["sync_copies"] == counts["sync_kernels"] == 0 < counts["async_kernels"]
 
 
 def run(folder: Path, strategies: dict[str, Any], num_ranks: int, accumulation: int) -> Any:
     """What a run leaves whose ranks each have a machine."""
     config = config_of(folder, strategies, gradient_accumulation_steps=accumulation)
-    ranks, started = describe(Ranks()), []
-    for rank in range(num_ranks):
-        environment = {**os.environ, **ranks, "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-        command = [sys.executable, "-m", "tests.accelerator.rank", "--config", str(config)]
-        log = (folder / f"log-{rank}").open("w")
-        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=200) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert not any(codes), [(folder / f"log-{rank}").read_text()[-2000:] for rank in range(num_ranks)]
+    ranks = {**describe(Ranks()), "WORLD_SIZE": str(num_ranks)}
+    started([{**ranks, "RANK": str(rank)} for rank in range(num_ranks)], folder, through_a_config, config)
     return left(folder)
 
 

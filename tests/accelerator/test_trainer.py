@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.train import main
+from tests.e2e.commands import write_text_data
 from trainer.errors import ExitCode
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -21,11 +22,11 @@ def config_of(folder: Path, strategies: dict[str, Any], *, tied: bool = False, *
     given |= {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-3, **training}
     config = {
         "model": {"config": {**MODEL, "tie_word_embeddings": tied}, "tokenizer": {"train": "bpe", "vocab_size": 300}},
-        "data": {"path": "pydoc", "max_length": 32, "eval_fraction": 0.02},
+        "data": {"path": str(folder / "text.jsonl"), "max_length": 32, "eval_fraction": 0.1},
         "training": {"output_dir": str(folder / "run"), **given},
         "strategies": strategies,
     }
-    folder.mkdir(exist_ok=True)
+    write_text_data(folder / "text.jsonl")
     (folder / "c.yaml").write_text(json.dumps(config))
     return folder / "c.yaml"
 

@@ -98,6 +98,10 @@ class Job:
 
     def orphans(self) -> list[str]:
         """Living processes of the job's group."""
+        try:
+            os.killpg(self.pid, 0)  # to look at every process of the machine takes longer
+        except ProcessLookupError:
+            return []
         found = subprocess.run(["ps", "-eo", "pgid=,pid=,stat=,args="], capture_output=True, text=True, check=True)
         rows = [line.split(None, 3) for line in found.stdout.splitlines()]
         return [" ".join(row) for row in rows if row[0] == str(self.pid) and not row[2].startswith("Z")]
@@ -161,19 +165,21 @@ class Server:
         while (line := self._process.stdout.readline()) != "ready\n":
             assert line, "the server of ranks did not start"
 
-    def start(self, num_ranks: int, arguments: Sequence[str], folder: Path) -> Forked:
+    def start(self, num_ranks: int, arguments: Sequence[str], folder: Path, *, to_the_end: bool = False) -> Forked:
         assert self._process.stdin is not None and self._process.stdout is not None
         out, err = _outputs(folder)
         code, port = out.with_name("code"), str(free_port())
         rank = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": port}
         ranks = [rank | {"RANK": str(i), "LOCAL_RANK": str(i), "MASTER_ADDR": "127.0.0.1"} for i in range(num_ranks)]
         job = {"environments": ranks, "arguments": list(arguments), "out": str(out), "err": str(err), "code": str(code)}
+        job |= {"to_the_end": to_the_end}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return Forked(int(self._process.stdout.readline()), out, err, code)
 
-    def run(self, num_ranks: int, config: Path, *overrides: str) -> Result:
-        return self.start(num_ranks, ["--config", str(config), *overrides], config.parent).wait()
+    def run(self, num_ranks: int, config: Path, *overrides: str, to_the_end: bool = False) -> Result:
+        arguments = ["--config", str(config), *overrides]
+        return self.start(num_ranks, arguments, config.parent, to_the_end=to_the_end).wait()
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -3,8 +3,9 @@
 Run as a program. Each line on its input is one job; each job gets a session (hence a process group) of its own, led
 by a process that does what a launcher does: it starts the ranks, ends the others when one has failed, and writes the
 first failure's code into the file ``code``. A rank runs ``launch/train.py`` as ``__main__`` and leaves through the
-interpreter's own shutdown, where unclosed gloo groups would show. Nothing here has run a kernel or opened a group: a
-process forked after that may hang.
+interpreter's own shutdown, where unclosed gloo groups would show. It stays in there for a while, but only a job that is
+to run ``to_the_end`` takes all modules apart: that copies the pages of everything imported, half a second per rank.
+Nothing here has run a kernel or opened a group: a process forked after that may hang.
 """
 
 import importlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 REPO = Path(__file__).resolve().parents[2]
+WINDOW_S = 0.1
 
 
 def main() -> int:
@@ -48,7 +50,7 @@ def lead(job: dict[str, Any]) -> int:
         pid = os.fork()
         if pid == 0:
             os.environ.update(environment)
-            train(job["arguments"])
+            train(job["arguments"], job["to_the_end"])
         pids.append(pid)
     code = wait(pids)
     draft = Path(job["code"] + ".draft")
@@ -57,10 +59,26 @@ def lead(job: dict[str, Any]) -> int:
     os._exit(0)
 
 
-def train(arguments: list[str]) -> NoReturn:
+class LastModule:
+    """Among the modules: goes when the interpreter is shutting down, before they are taken apart."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.sleep, self.leave = code, time.sleep, os._exit
+
+    def __del__(self) -> None:
+        self.sleep(WINDOW_S)  # a thread that asks for the interpreter's lock now dies, and the process with it
+        self.leave(self.code)
+
+
+def train(arguments: list[str], to_the_end: bool) -> NoReturn:
     script = str(REPO / "launch" / "train.py")
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if not to_the_end:
+            sys.modules["last"] = LastModule(int(end.code or 0))  # type: ignore[assignment]
+        raise
     sys.exit(0)  # the command has ended by SystemExit; this one is for the type checker
 
 

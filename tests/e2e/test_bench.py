@@ -123,10 +123,10 @@ def measured_over_ranks(ranks: Ranks, contenders: Sequence[Contender]) -> Result
 
 
 def stand_in_for_cpu_adam() -> None:
-    """Compiling DeepSpeed's kernel takes a minute or more; where nobody has done so yet, torch computes the same."""
-    from trainer.dist.deepspeed_ops import CPU_ADAM, cache_folder
+    """Compiling DeepSpeed's kernel takes minutes; torch computes the same where nobody has built it with this torch."""
+    from launch.doctor import CPU_ADAM, Status, cache_folder, op_row
 
-    if (cache_folder() / CPU_ADAM.name / f"{CPU_ADAM.name}.so").exists():
+    if op_row(CPU_ADAM, cache_folder() / CPU_ADAM.name, Path(torch.__file__).parent).status is Status.OK:
         return
     from deepspeed.ops.op_builder import CPUAdamBuilder
 

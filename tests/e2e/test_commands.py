@@ -49,14 +49,20 @@ def test_plan_that_does_not_fit(tmp_path: Path) -> None:
     assert found.lines("plan: ")
 
 
-def test_plan_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_plan_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from launch.plan import main
+
     config = str(write_config(tmp_path))
-    found = plan(tmp_path, "--config", config, "--profile", "h100-pcie").check(2).quiet()
-    assert len(found.err.splitlines()) == 1 and found.err.rstrip().endswith("did you mean 'h100-pcie5'?")
-    found = plan(tmp_path, "--config", config, "--explain", "model.layers.7", "--json", "/no/such/folder/x").check(2)
-    assert found.quiet().err.startswith("--explain model.layers.7: no such unit; the units are embedding, ")
-    found = plan(tmp_path, "--config", config, "--json", "/proc/no/plan.json").check(2).quiet()
-    assert found.err.splitlines() == ["--json /proc/no/plan.json: No such file or directory"]
+
+    def refused(*arguments: str) -> str:
+        assert main(["--config", config, *arguments]) == 2
+        return capsys.readouterr().err
+
+    (line,) = refused("--profile", "h100-pcie").splitlines()
+    assert line.endswith("did you mean 'h100-pcie5'?")
+    said = refused("--explain", "model.layers.7", "--json", "/no/such/folder/x")
+    assert said.startswith("--explain model.layers.7: no such unit; the units are embedding, ")
+    assert refused("--json", "/proc/no/plan.json") == "--json /proc/no/plan.json: No such file or directory\n"
 
 
 @needs_stage_3

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import PYTHON, TRAIN, Command, Result, Server, launcher, run, write_config, write_jsonl
+from tests.e2e.commands import PYTHON, TRAIN, Result, Server, launcher, run, write_config, write_jsonl
 
 pytestmark = pytest.mark.ranks
 
@@ -57,11 +57,9 @@ def test_a_bad_config_is_told_once_per_job(config: Path) -> None:
     assert ours == [line]
 
 
-def test_a_refusal_for_memory_is_told_once_per_job_with_its_table(config: Path) -> None:
+def test_a_refusal_for_memory_is_told_once_per_job_with_its_table(server: Server, config: Path) -> None:
     """The first rank plans what would fit, while the others wait for it."""
-    command = [*launcher("deepspeed", 2), TRAIN, "--config", str(config), "strategies={offload: {gpu_memory: 100KiB}}"]
-    found = run(command, config.parent).check(2)
-    lines = [each for each in found.text.splitlines() if not each.startswith("[")]
+    lines = server.run(2, config, "strategies={offload: {gpu_memory: 100KiB}}").check(2).text.splitlines()
     assert sum("gpu_memory = " in each for each in lines) == 1
     assert sum(each.startswith("does it fit? ") for each in lines) == 1
     assert any(each.startswith("full fine-tuning fits: ") for each in lines)
@@ -160,13 +158,12 @@ def test_a_state_larger_than_the_machine_is_never_allocated(config: Path) -> Non
     assert (config.parent / "run" / "plan.json").exists()
 
 
-def test_a_save_that_cannot_be_made_is_one_line_and_training_goes_on(config: Path) -> None:
+def test_a_save_that_cannot_be_made_is_one_line_and_training_goes_on(server: Server, config: Path) -> None:
     """A file stands where a checkpoint is to be: the first rank finds it, all learn it, and the next one is saved."""
     (config.parent / "run").mkdir()
     (config.parent / "run" / "checkpoint-2").write_text("in the way")
     saving = ["training.save_strategy=steps", "training.save_steps=2", "strategies.zero={stage: 1}"]
-    job = Command([*launcher("deepspeed", 2), TRAIN, "--config", str(config), *saving], config.parent)
-    found = job.wait(120.0).check(0)  # and nothing of the job is left 10 s later
+    found = server.run(2, config, *saving).check(0)  # and nothing of the job is left 10 s later
     place = config.parent / "run" / "checkpoint-2"
     what = f"[Errno 17] not a folder, so it is not replaced: '{place}'"
     said = f"{place} was not saved: {what}; older ones are as they were; the next save tries again"

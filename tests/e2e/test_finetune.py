@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import PYTHON, TRAIN, Server, digest, metrics, run, write_config, write_jsonl
+from tests.e2e.commands import Server, digest, metrics, write_config, write_jsonl
 from tests.helpers.releases import HIGHEST_STAGE
 
 pytestmark = pytest.mark.ranks
@@ -64,9 +64,9 @@ def test_adapters_on_an_export(server: Server, pretrained: Path, tmp_path: Path)
     assert len(moved) == 4 and all(tensor.abs().max() > 0 for tensor in moved)
 
 
-def test_the_sample_shows_what_is_masked(pretrained: Path, tmp_path: Path) -> None:
+def test_the_sample_shows_what_is_masked(server: Server, pretrained: Path, tmp_path: Path) -> None:
     config = finetuning(tmp_path, pretrained, {"path": "pydoc", "name": "pairs"})
-    found = run([PYTHON, TRAIN, "--config", str(config), "--show-sample"], tmp_path).check().quiet()
+    found = server.run(1, config, "--show-sample").check().quiet()
     first, row, legend = found.out.splitlines()[0], found.out.splitlines()[1], found.out.splitlines()[-1]
     assert first.startswith("row 0 (prompt/completion): ")
     assert row.startswith("[masked: ") and legend.startswith("outside brackets: trained on")

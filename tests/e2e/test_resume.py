@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import TRAIN, Command, Job, Server, digest, launcher, metrics
+from tests.e2e.commands import Job, Server, digest, metrics
 from tests.e2e.interrupted import config_in
 from tests.helpers.releases import HIGHEST_STAGE
 
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.ranks
 STEPS, SAVE = 8, 4
 STREAMED = {"offload": {"site": "host", "weights": "streamed", "prefetch": 0}}  # its two blocks share one place
 SENT = {"recompute": {"policy": "selective", "activation_offloading": True}}
-CASES: list[tuple[str, int, dict[str, Any]]] = [
-    ("server", 1, {}),
-    ("server", 1, {"zero": {"stage": 0}}),
-    ("deepspeed", 2, {"zero": {"stage": 2}}),
-    ("server", 2, {"zero": {"stage": HIGHEST_STAGE}}),
-    ("server", 1, {**STREAMED, **SENT}),
-    ("server", 2, STREAMED),
-    ("server", 2, {**STREAMED, "zero": {"stage": 3}}),
-    ("server", 2, {"offload": {"site": "host"}, "zero": {"stage": 1}}),
-    ("server", 4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}),
-    ("server", 4, {"pipeline": {"stages": 2, "schedule": "gpipe"}, "offload": {"site": "host"}, "zero": {"stage": 1}}),
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (1, {"zero": {"stage": 0}}),
+    (2, {"zero": {"stage": 2}}),
+    (2, {"zero": {"stage": HIGHEST_STAGE}}),
+    (1, {**STREAMED, **SENT}),
+    (2, STREAMED),
+    (2, {**STREAMED, "zero": {"stage": 3}}),
+    (2, {"offload": {"site": "host"}, "zero": {"stage": 1}}),
+    (4, {"tensor": {"degree": 2}, "zero": {"stage": 2}}),
+    (4, {"pipeline": {"stages": 2, "schedule": "gpipe"}, "offload": {"site": "host"}, "zero": {"stage": 1}}),
 ]
 IDS = [
     "plain",
@@ -64,21 +64,14 @@ def kill_after(job: Job, mark: Path, timeout_s: float = 120.0) -> None:
     job.kill()
 
 
-@pytest.mark.parametrize(("starter", "num_ranks", "strategies"), CASES, ids=IDS)
+@pytest.mark.parametrize(("num_ranks", "strategies"), CASES, ids=IDS)
 def test_killed_and_resumed(
-    starter: str,
-    num_ranks: int,
-    strategies: dict[str, Any],
-    server: Server,
-    tmp_path_factory: pytest.TempPathFactory,
+    num_ranks: int, strategies: dict[str, Any], server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("resume")
     whole, killed = config_of(folder / "whole", strategies), config_of(folder / "killed", strategies)
     server.run(num_ranks, whole).check().quiet()
-    if starter == "server":
-        job: Job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
-    else:
-        job = Command([*launcher(starter, num_ranks), TRAIN, "--config", str(killed)], killed.parent)
+    job = server.start(num_ranks, ["--config", str(killed)], killed.parent)
     kill_after(job, killed.parent / "run" / f"checkpoint-{SAVE}" / "manifest.json")
     assert not (killed.parent / "run" / "export").exists(), "the run was over before it was killed"
     found = server.run(num_ranks, killed, "training.resume_from_checkpoint=auto").check().quiet()

@@ -30,7 +30,7 @@ def test_ends_well(number: int, server: Server, config: Path) -> None:
     if LAUNCHER:
         found = run([*launcher(LAUNCHER, 2), TRAIN, "--config", str(config), *stage], config.parent)
     else:
-        found = server.run(2, config, *stage)
+        found = server.run(2, config, *stage, to_the_end=True)
     found.check().quiet()
     assert found.lines("curves: ")
 

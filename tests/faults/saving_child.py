@@ -1,18 +1,14 @@
-"""A process of its own for ``test_saving.py``: measures memory, meets a full disk, is killed.
-
-python saving_child.py save|load|limit|kill FOLDER host|device
-"""
+"""What processes of ``test_saving.py`` do: one measures memory, one meets a full disk, one is killed."""
 
 import json
+import os
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from strategies.engine import AdamW, StowOptimizer, stow
 from tests.helpers.engine import plan_of
 
@@ -42,7 +38,10 @@ def begin(site: str) -> StowOptimizer:
     return optimizer
 
 
-def main(what: str, folder: Path, site: str) -> None:
+def main(out: Path, what: str, folder: Path, site: str) -> None:
+    """Do ``what`` in ``folder``; what is printed is in the file ``out``."""
+    for number in (1, 2):
+        os.dup2(os.open(out, os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
     optimizer = begin(site)
     if what != "save":
         optimizer.save(folder)
@@ -51,7 +50,7 @@ def main(what: str, folder: Path, site: str) -> None:
         try:
             optimizer.save(folder)
         except OSError as error:
-            print(error)
+            print(error, flush=True)
         optimizer.load(folder)
         return
     if what == "kill":
@@ -69,9 +68,6 @@ def main(what: str, folder: Path, site: str) -> None:
                 "bucket": max(8 * bucket.num_elements for bucket in buckets),
                 "state": sum(8 * bucket.num_elements for bucket in buckets),
             }
-        )
+        ),
+        flush=True,
     )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,12 +1,10 @@
 """Optimizer state on disk: damage is refused by name before anything changes, and no failure costs an earlier save."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,13 @@ from torch import Tensor, nn
 from strategies.core import commit
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.state import saved_state, spans
+from tests.faults import saving_child
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, tokens
+from trainer.dist.spawn import PRELOAD
 
 HOST: dict[str, Any] = {"site": "host", "weights": "travelling", "prefetch": 2}
 RECORD = "optimizer-00000-of-00001.json"
-CHILD = Path(__file__).parent / "saving_child.py"
 
 
 def trained(steps: int = 1, kind: str = "llama", **wishes: Any) -> tuple[nn.Module, StowOptimizer]:
@@ -283,29 +282,36 @@ def _look_around(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def child(*args: object) -> subprocess.Popen[str]:
-    command = [sys.executable, str(CHILD), *map(str, args)]
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def child(what: str, folder: Path, site: str) -> tuple[Any, Path]:
+    """A process forked from one that has the imports, and the file with what it says."""
+    out = folder.with_name("said")
+    out.write_text("")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=saving_child.main, args=(out, what, folder, site))
+    process.start()
+    return process, out
+
+
+def said(what: str, folder: Path, site: str) -> str:
+    process, out = child(what, folder, site)
+    process.join(120)
+    assert process.exitcode == 0, out.read_text()
+    return out.read_text()
 
 
 @pytest.mark.parametrize("what", ["save", "load"])
 @pytest.mark.parametrize("site", ["host", "device"])
 def test_memory(what: str, site: str, tmp_path: Path) -> None:
     """Peak RSS grows by less than one bucket and 12 MiB: buffers, imports of safetensors, headers, allocator slack."""
-    ran = child(what, tmp_path / "optimizer", site)
-    out, _ = ran.communicate(timeout=120)
-    assert ran.returncode == 0, out
-    found = json.loads(out.splitlines()[-1])
+    found = json.loads(said(what, tmp_path / "optimizer", site).splitlines()[-1])
     assert found["state"] > 60 << 20, "the state is too small to show a copy"
     assert found["bucket"] < found["state"] / 8
     assert found["growth"] <= found["bucket"] + (12 << 20), found
 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
-    ran = child("limit", tmp_path / "optimizer", "host")
-    out, _ = ran.communicate(timeout=120)
-    assert ran.returncode == 0, out
+    out = said("limit", tmp_path / "optimizer", "host")
     assert "was not saved: File too large; the earlier save in it is intact" in out
 
 
@@ -314,15 +320,15 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     _, optimizer = trained(0)
     for delay in (0.0, 0.05, 0.15):
         shutil.rmtree(tmp_path / "optimizer", ignore_errors=True)
-        ran = child("kill", tmp_path / "optimizer", "host")
-        assert ran.stdout is not None
-        for line in ran.stdout:
-            if line.startswith("saving again"):
-                break
+        process, out = child("kill", tmp_path / "optimizer", "host")
+        while "saving again" not in out.read_text():
+            assert process.is_alive(), out.read_text()
+            time.sleep(0.001)
         time.sleep(delay)
-        assert ran.poll() is None
-        os.kill(ran.pid, signal.SIGKILL)
-        ran.communicate()
+        assert process.is_alive(), out.read_text()
+        process.kill()
+        process.join()
+        out.unlink()
         folder = tmp_path / "optimizer"
         folder = folder if folder.exists() else commit.earlier(folder)
         saved_state.opened(folder, hashes=True)

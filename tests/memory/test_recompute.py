@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -53,9 +54,15 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids, "attention_mask": mask}
 
 
-def plan_of(model: nn.Module, policy: str) -> Plan:
+@cache
+def facts_of(name: str, attention: str, dtype: torch.dtype) -> Facts:
+    """Counted once for all policies."""
+    model = model_of(name, attention, dtype)
+    return plan_for(model, batch=batch(), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
+
+
+def plan_of(facts: Facts, policy: str) -> Plan:
     """``auto`` under a budget half way between everything and nothing."""
-    facts = plan_for(model, batch=batch(), accumulation=2, max_grad_norm=None, machine=MACHINE).facts
     if policy == "auto":
         low, high = (decided(facts, name).peak(Home.DEVICE) for name in ("full", "none"))
         facts = replace(facts, machine=replace(facts.machine, device_bytes=(low + high) // 2))
@@ -66,11 +73,11 @@ def decided(facts: Facts, policy: str) -> Plan:
     return compose({"recompute": find("recompute")(**OPTIONS[policy])}, facts)
 
 
-def recomputed(model: nn.Module, policy: str) -> Plan:
-    plan = plan_of(model, policy)
+def recomputed(name: str, attention: str, policy: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Plan]:
+    model, plan = model_of(name, attention, dtype), plan_of(facts_of(name, attention, dtype), policy)
     find("recompute")(**OPTIONS[policy]).apply(model, plan)
     model(**batch()).loss.backward()  # the first forward only looks
-    return plan
+    return model, plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -80,8 +87,7 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
     """Measured by weak references to all storages: nobody's account but the allocator's."""
     kept = {}
     for policy in OPTIONS:
-        model = model_of(name, attention, dtype)
-        plan = recomputed(model, policy)
+        model, plan = recomputed(name, attention, policy, dtype)
         with Live() as live:
             loss = model(**batch()).loss
             kept[policy] = live.num_bytes
@@ -99,8 +105,7 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> None:
     for policy in HOSTED:
-        model = model_of(name, attention, torch.bfloat16)
-        plan = recomputed(model, policy)
+        model, plan = recomputed(name, attention, policy, torch.bfloat16)
         room = room_of(model)
         assert room is not None and room.num_refused == 0
         keeps = [plan.keep(unit.name) for unit in plan.facts.units]
@@ -115,8 +120,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
 
 @pytest.mark.parametrize("policy", OPTIONS)
 def test_the_plan_check_counts_the_same(policy: str) -> None:
-    model = model_of("llama", "sdpa")
-    plan = plan_of(model, policy)
+    model, plan = model_of("llama", "sdpa"), plan_of(facts_of("llama", "sdpa", torch.float32), policy)
     find("recompute")(**OPTIONS[policy]).apply(model, plan)
     predicted = sum(plan.saved_bytes(unit.name) for unit in plan.facts.units)
     for _ in range(2):  # the first forward keeps nothing, and is counted as if it did
@@ -130,8 +134,7 @@ def test_the_plan_check_counts_the_same(policy: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_operations_of_backward_are_exact(name: str, attention: str) -> None:
     def flops(policy: str) -> tuple[int, int, Plan]:
-        model = model_of(name, attention)
-        plan = recomputed(model, policy)
+        model, plan = recomputed(name, attention, policy)
         with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as forward:
             loss = model(**batch()).loss
         with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as backward:

@@ -24,6 +24,7 @@ from strategies.engine.checkpointing import checkpoint_blocks, checkpointed, rec
 from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens
+from tests.helpers.pairwise import Table
 from tests.helpers.releases import needs_stage_3
 from tests.helpers.tiny import MODELS
 from trainer.config.sections import RunConfig
@@ -119,12 +120,12 @@ def plainly(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> lis
 
 
 def cases() -> Iterator[Any]:
-    for name in ARCHITECTURES:
-        for attention in ("eager",) if name == "bloom" else ("eager", "sdpa"):
-            for dropout in (False, True):
-                for dtype in DTYPES:
-                    words = f"{name} {attention} {dtype}{' dropout' * dropout}"
-                    yield pytest.param(name, dropout, attention, DTYPES[dtype], id=words)
+    """Any two of attention, dropout and dtype meet in each architecture."""
+    factors = {"name": ARCHITECTURES, "attention": ("eager", "sdpa"), "dropout": (False, True), "dtype": tuple(DTYPES)}
+    for row in Table(factors, [(("name", "bloom"), ("attention", "sdpa"))], strength=3).rows():
+        name, attention, dropout, dtype = (row[factor] for factor in factors)
+        words = f"{name} {attention} {dtype}{' dropout' if dropout else ''}"
+        yield pytest.param(name, dropout, attention, DTYPES[str(dtype)], id=words)
 
 
 @pytest.mark.parametrize(("name", "dropout", "attention", "dtype"), cases())
@@ -178,7 +179,7 @@ def test_with_offload(name: str, dtype: torch.dtype) -> None:
         batches = tokens(name, STEPS * loop["accumulation"])
         wanted = plain(build(name, dtype=dtype), batches, **loop)
         model = build(name, dtype=dtype)
-        _recompute(model, name, policy, batches[0])
+        _recompute(model, name, policy)
         found = stowed(model, plan_of(model, **where), batches, transfer=Delayed(), **loop)
         assert differences(wanted, found) == [], policy
 
@@ -202,7 +203,7 @@ def test_in_a_plain_loop() -> None:
     assert differences(wanted, stowed(model, plan, batches)) == []
 
 
-def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Tensor]) -> None:
+def _recompute(model: nn.Module, name: str, policy: str) -> None:
     if name == "experts":  # data decide which of them run, so that no fake run can count
         kept = ["linear 0", "linear 1", "linear 2"] if policy.startswith("selective") else []
         blocks = [f"layers.{index}" for index in range(0, 4, POLICIES[policy].get("every", 1))]
@@ -214,11 +215,13 @@ def _recompute(model: nn.Module, name: str, policy: str, batch: Mapping[str, Ten
             hosted = {name: [INPUT, *kept] for name in blocks}
         checkpoint_blocks(model, dict.fromkeys(blocks, kept), hosted, room)
         return
-    recompute(
-        model,
-        decided(plan_for(model, batch=batch, max_grad_norm=None, machine=MACHINE).facts, POLICIES[policy]),
-        Delayed(),
-    )
+    recompute(model, decided(_facts(name, next(model.parameters()).dtype), POLICIES[policy]), Delayed())
+
+
+@cache
+def _facts(name: str, dtype: torch.dtype) -> Facts:
+    """Counted once for all policies."""
+    return plan_for(build(name, dtype=dtype), batch=tokens(name, 1)[0], max_grad_norm=None, machine=MACHINE).facts
 
 
 @pytest.mark.parametrize("policy", ["selective", "full", "selective, on the host"])

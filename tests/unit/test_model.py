@@ -1,8 +1,7 @@
 """Building the model: same seed, same bits; what Transformers would have drawn; one copy in memory; clear refusals."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny import GPT2, LLAMA, MODELS, OPT, VOCAB, run_config
-from trainer.config.sections import RunConfig
+from trainer.config.sections import ModelSection, RunConfig
+from trainer.dist.spawn import PRELOAD
 from trainer.errors import ConfigError
 from trainer.model.build import build, load_config
 
@@ -118,42 +118,42 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path: Path, base: Mapping[str,
     assert model.config.use_cache is False
 
 
-MEASURE = """
-import json, resource, sys
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-import transformers.models.llama.modeling_llama
-from trainer.model.build import build, load_config
-from trainer.config.sections import ModelSection
-def peak():  # ru_maxrss begins with what the parent held when it started this process
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-def now(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-tiny = ModelSection(config=dict(model_type="llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=1, vocab_size=32), tokenizer="none")
-build(tiny, load_config(tiny), seed=0, partitioned=False)  # what is loaded once is not the model's
-section = ModelSection.model_validate(json.loads(sys.argv[1]))
-before = now()
-model = build(section, load_config(section), seed=0, partitioned=False)
-weights = sum(p.numel() * p.element_size() for p in model.parameters())
-total = sum(float(p.sum(dtype=torch.float64)) for p in model.parameters())  # touches every page of a mapped file
-grown = peak() - before
-if len(sys.argv) > 2: model.save_pretrained(sys.argv[2])
-print(json.dumps({"grown": grown, "weights": weights, "sum": total}))
-"""
+def resident(name: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
 
 
-def measure(section: Mapping[str, Any], *save_to: str) -> dict[str, float]:
-    """How much the peak of resident memory grows while a model is built, in a process of its own."""
-    command = [sys.executable, "-c", MEASURE, json.dumps(section), *save_to]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def measured(section: Mapping[str, Any], out: Path, saved_to: Path | None) -> None:
+    """Write how much the peak of resident memory grows while a model is built into ``out``."""
+    tiny = ModelSection(config=dict(LLAMA), tokenizer="none")
+    build(tiny, load_config(tiny), seed=0, partitioned=False)  # what is loaded once is not the model's
+    known = ModelSection.model_validate(section)
+    before = resident("VmRSS")
+    model = build(known, load_config(known), seed=0, partitioned=False)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    total = sum(float(p.sum(dtype=torch.float64)) for p in model.parameters())  # touches every page of a mapped file
+    grown = resident("VmHWM") - before
+    if saved_to is not None:
+        model.save_pretrained(saved_to)
+    out.write_text(json.dumps({"grown": grown, "weights": weights, "sum": total}))
+
+
+def measure(section: Mapping[str, Any], out: Path, saved_to: Path | None = None) -> dict[str, float]:
+    """The same in a process of its own, forked from one that has the imports."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=measured, args=(section, out, saved_to))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    return dict(json.loads(out.read_text()))
 
 
 def test_weights_exist_once_while_they_are_built_and_loaded(tmp_path: Path) -> None:
     large = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 4}
-    random = measure({"config": large, "tokenizer": "none"}, str(tmp_path / "saved"))
-    loaded = measure({"name_or_path": str(tmp_path / "saved")})
+    random = measure({"config": large, "tokenizer": "none"}, tmp_path / "random", tmp_path / "saved")
+    loaded = measure({"name_or_path": str(tmp_path / "saved")}, tmp_path / "loaded")
     for built in (random, loaded):
         assert built["weights"] > 250e6  # what else grows, 40 to 80 MB of threads and libraries, does not grow with it
         assert 0.9 * built["weights"] < built["grown"] < 1.5 * built["weights"]

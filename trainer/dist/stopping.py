@@ -30,7 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -102,6 +102,8 @@ class Stop:
         finally:
             self.leave()
             signal.set_wakeup_fd(former_fd)
+            with suppress(BlockingIOError):  # full: the thread is awake
+                interpreters.send(b"\0")  # no signal's number
             thread.join()
             ours.close()
             interpreters.close()
