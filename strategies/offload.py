@@ -210,6 +210,9 @@ class Offload(Strategy):
         if self.gather == "host" and 0 < machine.ranks < facts.run.world_size:
             cure = f"{facts.run.world_size} ranks are on machines of {machine.ranks} each; write auto or network"
             raise Refusal("strategies.offload.gather", "host", cure)
+        if self.gather == "host" and not machine.in_order:
+            cure = "only on x86 may ranks read each other's memory; write auto or network"
+            raise Refusal("strategies.offload.gather", "host", cure)
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes

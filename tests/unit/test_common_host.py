@@ -3,6 +3,10 @@
 import os
 import subprocess
 import threading
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +14,11 @@ import torch.distributed as dist
 
 from strategies.core.facts import Home
 from strategies.core.layout import Spot
+from strategies.engine.common_copies import CommonCopies
 from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.memory.common_host import CommonHost
+from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from tests.helpers import layouts
 
 CPU = torch.device("cpu")
 
@@ -58,6 +65,36 @@ def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_for_a_collectiv
         with pytest.raises(dist.DistError, match="rank 1 has ended, and this one waits for its weights"):
             first.wait(0, 2, timeout_s=60.0)
         ended.wait()
+
+
+class Watched(Transfer):
+    """Events pass when they are let pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed, self.waited = threading.Event(), list[Event]()
+
+    def _host_wait(self, event: Event) -> None:
+        self.waited.append(event)
+        self.passed.wait(60)
+
+
+def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer, met = Watched(), list[int]()
+    monkeypatch.setattr("strategies.engine.common_copies.timeout_of", lambda hosts: timedelta(seconds=1))
+    monkeypatch.setattr(dist, "barrier", lambda group: met.append(len(transfer.waited)))
+    whole = layouts.bucket("b", "layers.0", 1024, ways=2, resident_ticks=((0, 1), (1, 2)))
+    planned = replace(layouts.layout(whole), common_host=True)
+    common: Any = CommonCopies(planned, CPU, None, transfer, beside=True)  # type: ignore[arg-type]
+    bucket: Any = SimpleNamespace(index=0, replaced=7)
+    common.written(bucket, transfer.record(Lane.DOWN))
+    counts = common.host._counts(common.host.own)
+    assert int(counts[0]) == 0
+    transfer.passed.set()
+    common.close()  # after the thread has done its work
+    assert int(counts[0]) == 7
+    common.stop_reading()
+    assert met == [2] and transfer.waited[1].lane is Lane.UP
 
 
 def test_what_a_late_thread_counts_does_not_take_back_what_was_counted_since(

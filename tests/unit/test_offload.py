@@ -188,6 +188,8 @@ def test_where_ranks_get_weights_from() -> None:
 
     assert common(plan(slow, 4)) and common(plan(slow, 4, stage=1))
     assert not common(plan(slow, 4, on={"in_order": False}))
+    with pytest.raises(Refusal, match=r"offload.gather = 'host': only on x86 may ranks read each other's memory"):
+        plan(slow, 4, on={"in_order": False}, gather="host")
     assert not any(
         common(each) for each in (plan(fast, 4), plan(slow, 2), plan(None, 4), plan(slow, 4, gather="network"))
     )
