@@ -83,8 +83,8 @@ class Residency:
             self._bring(bucket, bucket.copy)
         elif bucket.given_up:
             self._bring_rounded(bucket)
-        elif self.common is not None and bucket.sources:
-            self._bring_all(bucket, self.common)
+        elif bucket.sources:
+            self._bring_all(bucket)
         else:
             self._bring(bucket, bucket.copy)
 
@@ -112,14 +112,23 @@ class Residency:
 
     def written(self, bucket: BucketState, after: Event | None = None) -> None:
         """What other ranks read has the newest weights once ``after`` has passed."""
-        if self.common is not None and bucket.sources:
+        if bucket.sources:
+            assert self.common is not None
             self.common.written(bucket, after)
 
-    def _bring_all(self, bucket: BucketState, common: CommonCopies) -> None:
+    def stop_reading(self, bucket: BucketState) -> None:
+        """Before new weights are written from outside: no rank reads the old ones any more. A collective."""
+        if bucket.sources:
+            assert self.common is not None
+            self.common.stop_reading()
+            bucket.load()
+
+    def _bring_all(self, bucket: BucketState) -> None:
         """Copy the spans of all ranks up; nobody replaces them while they are read."""
+        assert self.common is not None
         if self.debug:
             self.transfer.poison(Lane.UP, bucket.weight)
-        common.wait(bucket)
+        self.common.wait(bucket)
         for home, source in zip(bucket.weight.split(bucket.spec.share), bucket.sources, strict=True):
             self.transfer.copy(Lane.UP, home, source)
         bucket.arrive(arrived=self.transfer.record(Lane.UP))
@@ -153,8 +162,8 @@ class Residency:
     def receive(self, bucket: BucketState, source: Tensor) -> None:
         """Copy updated weights from ``source`` on the host into the home of a resident bucket."""
         self.transfer.wait(Lane.UP, bucket.used)
-        if self.common is not None and bucket.sources:
-            self._bring_all(bucket, self.common)
+        if bucket.sources:
+            self._bring_all(bucket)
         else:
             self._bring(bucket, source)
 

@@ -150,9 +150,7 @@ class StateAccess(Copied):
     def set_weight(self, param: nn.Parameter, value: Tensor, *, master: bool = True) -> None:
         """Copy a new weight to every place that has the weight, and to the master unless ``master`` is False."""
         bucket, index = self.settle(param)
-        if self._engine.common is not None and bucket.sources:
-            self._engine.common.stop_reading()
-            bucket.load()
+        self._engine.residency.stop_reading(bucket)
         copy = None if bucket.given_up else bucket.copy  # if it is, the gradient stays, and the master is the weight
         for place in (copy, bucket.master if master else None):
             if place is not None:

@@ -51,10 +51,8 @@ class Estimate:
         self._common_host = request.common_host
         times = unit_seconds(facts, self._rates)
         self._forward, self._backward = sum(one[0] for one in times), sum(one[1] for one in times)
-        self._gathers, self._sums = (
-            gather_rate(facts, self._rates),
-            sums_slowdown(facts, self._rates, request.reduction),
-        )
+        self._gathers = gather_rate(facts, self._rates)
+        self._sums = sums_slowdown(facts, self._rates, request.reduction)
         self._hosted = sum(unit.hosted_bytes for unit in facts.units)
 
     def load(self, placed: Iterable[tuple[Bucket, Place]]) -> Load:

@@ -215,12 +215,12 @@ class PlacementSearch:
         hosted, budget = self._hosted_bytes, self._request.host_bytes
         needed = hosted + least_bytes
         part = f", {human(hosted)} of them for tensors that wait for backward" if hosted else ""
-        of_all = f" (for {self._ranks} ranks)" if self._ranks > 1 else ""
+        each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
         more, machine = "", self._facts.machine
         if other is not None and self._saved_bytes + other.device_bytes <= machine.device_bytes:
             more = f", or {KEY}.gpu_memory: {written(self._saved_bytes + other.device_bytes)}"
         cure = (
-            f"{human(needed)} of host memory are needed{part}: {human(needed - budget)} too much for {human(budget)}; "
+            f"{human(needed)} of host memory are needed{each}{part}: {human(needed - budget)} too much for {human(budget)}; "
             f"write {written(self._ranks * needed)} or more{of_all} if the machine has it{more}{self._forced()}"
         )
         key, value = f"{KEY}.host_memory", self._request.host_memory

@@ -95,9 +95,8 @@ class TaskBuilder:
         self._gate: dict[int, list[Task]] = {}  # per weight: what its next use waits for
         self._weight: dict[int, Task] = {}  # per weight: what makes the host's copy current
         self._leaving: dict[int, Task] = {}  # per weight that was updated on the device: its last copy down
-        self._vacated: dict[
-            int, list[Task | None]
-        ] = {}  # per weight that its update makes: what its addresses wait for
+        # Per weight that its update makes: what its addresses wait for.
+        self._vacated: dict[int, list[Task | None]] = {}
         self._landed: dict[int, Task] = {}  # per weight: its gradient on the host
         self._due: dict[int, list[Task]] = {}  # updates on the device before the next use, and what they wait for
         self._slots: dict[int, Task] = {}  # per slot: after which task it is free

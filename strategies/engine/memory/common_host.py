@@ -6,8 +6,8 @@ travels rests in the arenas of its ranks, and one that is updated on the host is
 part of the others' arenas, which has those weights (``common_bytes``), and copies all spans up by itself.
 
 Each rank makes one file that exists in memory only (``memfd_create``) and ends with the last process that has mapped
-it; the others open it by way of ``/proc``. Behind the copies it has one number per bucket: how many times the rank's
-span of the copy has been replaced, by an update or by a load. All ranks count alike, since they do the same.
+it; the others open it by way of ``/proc``. Behind the weights it has one number per bucket: how many times the rank's
+span has been replaced, by an update or by a load. All ranks count alike, since they do the same.
 
 Ordering.
     read after write   the owner counts when its host or its device has written the span; who wants to read waits, on
@@ -54,7 +54,7 @@ class CommonHost:
     """This rank's part of the memory that all read, and after ``connect`` the others' parts.
 
     Args:
-        num_bytes: of copies, at the start of the arena on the host.
+        num_bytes: of weights, at the start of the arena on the host.
         num_buckets: that may have been replaced.
 
     Raises:
@@ -64,7 +64,9 @@ class CommonHost:
 
     def __init__(self, num_bytes: int, num_buckets: int, device: torch.device) -> None:
         if platform.machine() not in IN_ORDER:
-            raise RuntimeError(f"ranks cannot read each other's memory on a {platform.machine()}: {CURE}")
+            raise RuntimeError(
+                f"ranks cannot read each other's memory: {platform.machine()} may reorder writes: {CURE}"
+            )
         self.num_bytes, self._device = num_bytes, device
         self._size = num_bytes + aligned(8 * num_buckets + TOKEN_BYTES, Home.HOST)
         self._file = os.memfd_create("deepstow-weights")
