@@ -220,8 +220,9 @@ class PlacementSearch:
         if other is not None and self._saved_bytes + other.device_bytes <= machine.device_bytes:
             more = f", or {KEY}.gpu_memory: {written(self._saved_bytes + other.device_bytes)}"
         cure = (
-            f"{human(needed)} of host memory are needed{each}{part}: {human(needed - budget)} too much for {human(budget)}; "
-            f"write {written(self._ranks * needed)} or more{of_all} if the machine has it{more}{self._forced()}"
+            f"{human(needed)} of host memory are needed{each}{part}: {human(needed - budget)} too much for "
+            f"{human(budget)}; write {written(self._ranks * needed)} or more{of_all} if the machine has it{more}"
+            f"{self._forced()}"
         )
         key, value = f"{KEY}.host_memory", self._request.host_memory
         return MemoryRefusal(key, value, cure, home=Home.HOST, needed=needed, budget=budget)
