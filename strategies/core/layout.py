@@ -9,7 +9,8 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
     WEIGHT    e on the device; permanent, or at an address that it shares with weights that are there at other times
     COPY      e on the host, if the weight travels. In fp32 it is the master. Without ``keeps_copies``, in shared slots
               if the master is on the host
-    GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots
+    GRAD      e on the device; permanent if gradients wait there for the update, else one of a few shared slots. None
+              where a gradient goes down from the memory in which backward made it (``grad_direct``)
     PARKED    e on the host, if the update runs there or gradients wait there. In mixed precision the updated weight is
               written here too, and copied up from here: the gradient has been read by then. 0 if it lies in COPY.
               On the device, if ranks share the gradients that wait there (``grad_split``)
@@ -124,6 +125,7 @@ class Bucket:
     resident_ticks: tuple[Range, ...] = ()  # when its weight is on the device; empty: always
     grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
     grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
+    grad_direct: bool = False  # they go down from where backward made them, and backward waits for that; no slot
 
     @property
     def resident(self) -> bool:
@@ -137,7 +139,7 @@ class Bucket:
 
     @property
     def grad_passes(self) -> bool:
-        """Whether its gradient on the device is in a slot that other buckets use, too."""
+        """Whether its gradient leaves the memory that it has on the device before the update."""
         return self.grad_home is Home.HOST or self.grad_split
 
     @property
@@ -287,7 +289,8 @@ def needs(bucket: Bucket, layout: Layout) -> Iterator[Need]:
     if bucket.site is Site.NONE:
         return
     grads_leave = bucket.grad_home is Home.HOST
-    yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=bucket.grad_passes)
+    if not bucket.grad_direct:
+        yield Need(name, Item.GRAD, Home.DEVICE, weight, passes=bucket.grad_passes)
     if bucket.grad_split:
         yield Need(name, Item.PARKED, Home.DEVICE, own)
     elif (grads_leave or bucket.site is Site.HOST) and not parks_in_copy(bucket, layout):

@@ -130,6 +130,8 @@ def _choices(bucket: Bucket, layout: Layout) -> Iterator[str]:
     waits_there = bucket.site in (Site.DEVICE, Site.STREAMED) and bucket.grad_home is Home.DEVICE
     if bucket.grad_split and not (bucket.ways > 1 and waits_there and layout.accumulation == 1):
         yield "ranks share gradients of one micro-batch that wait on the device, and no others"
+    if bucket.grad_direct and not (bucket.site is Site.HOST and bucket.grad_home is Home.HOST and bucket.ways == 1):
+        yield "its gradients need a slot: only those of one rank that wait on the host for an update there do not"
 
 
 def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:

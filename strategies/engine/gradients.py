@@ -6,8 +6,8 @@ from the parameter, so that no other code can add to it or free it; ``param.grad
 
     waits on the device   the slot is the bucket's own; further micro-batches are added in it
     waits there, shared   the slot is one of a ring; of the ranks' sum each rank keeps its span
-    waits on the host     the slot is one of a ring; when the bucket is complete it goes DOWN: the first micro-batch
-                          into PARKED, later ones into ARRIVAL, from where the worker adds them to PARKED
+    waits on the host     the slot is one of a ring; when the bucket is complete it goes DOWN (``gradients_down.py``)
+    waits there, direct   no slot: it goes DOWN from where autograd made it, parameter by parameter
     updated on the host   what waits on the device goes DOWN once, after the last micro-batch
 
 Exactness. Adding in the slot is what autograd does with a gradient that it finds. The norm is that of
@@ -25,7 +25,6 @@ Refused: sparse gradients, and more backward passes than the plan's accumulation
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,11 +33,12 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
 from strategies.engine.bucket_state import BucketState
+from strategies.engine.gradients_down import GradientsDown
 from strategies.engine.norms import TotalNorm, norm_of_all, norms_of, together
 from strategies.engine.rank_sync import average, on_any_rank
 from strategies.engine.shares import Shares
 from strategies.engine.tensors.parameters import on_gradient, take_grad
-from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.updates import Updates
 from strategies.engine.worker import Worker
 
@@ -71,11 +71,11 @@ class Gradients:
     ) -> None:
         self._shares, self._total_norm = shares, total_norm
         self._layout, self._order = layout, order
-        self._transfer, self._worker, self._updates = transfer, worker, updates
+        self._transfer, self._updates = transfer, updates
+        self._down = GradientsDown(layout.accumulation, transfer, worker, shares)
         self._complete, self._settle, self._group, self._hosts = complete, settle, group, hosts
         self._buckets = sorted({bucket.index: bucket for bucket, _ in order}.values(), key=lambda bucket: -bucket.index)
         self.window = 0  # how often all gradients were taken or discarded
-        self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
         self._to_reduce: list[BucketState] = []  # buckets whose turn has not come, last of forward first
         self._done: set[int] = set()  # buckets finished for this update
         self._landed_in: list[tuple[BucketState, int]] = []  # in the order of backward
@@ -105,7 +105,7 @@ class Gradients:
     @torch.no_grad()
     def _land(self, bucket: BucketState, index: int, param: nn.Parameter) -> None:
         grad = take_grad(param)
-        assert grad is not None and bucket.grad is not None
+        assert grad is not None
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{bucket.name}: sparse gradients are not supported: build it with sparse=False")
         bucket.grads.refuse_spent(index)
@@ -113,6 +113,18 @@ class Gradients:
             self._start_pass()
         if bucket.index in self._done:
             self._refuse_pass()
+        if not bucket.spec.grad_direct:
+            self._into_slot(bucket, index, grad)
+        if index not in bucket.grads.touched:
+            self._landed_in.append((bucket, index))
+        bucket.grads.land(index)
+        if bucket.spec.grad_direct:
+            self._down.send_direct(bucket, index, grad)
+        if bucket.grads.complete:
+            self._landed(bucket)
+
+    def _into_slot(self, bucket: BucketState, index: int, grad: Tensor) -> None:
+        assert bucket.grad is not None
         if bucket.spec.grad_passes:
             self._enter_slot(bucket)
         else:  # a gradient that no update has taken may still be on its way down
@@ -123,11 +135,6 @@ class Gradients:
             place.add_(grad)
         else:
             place.copy_(grad)
-        if index not in bucket.grads.touched:
-            self._landed_in.append((bucket, index))
-        bucket.grads.land(index)
-        if bucket.grads.complete:
-            self._landed(bucket)
 
     def _refuse_pass(self) -> NoReturn:
         raise RuntimeError(
@@ -141,7 +148,7 @@ class Gradients:
             self._refuse_pass()
         for bucket in self._buckets:
             if bucket.spec.grad_passes:
-                self._send(bucket)  # incomplete, since some parameters got no gradient
+                self._down.send(bucket)  # incomplete, since some parameters got no gradient
             bucket.grads.new_pass()
         self._fresh = False
         self.passes += 1
@@ -158,14 +165,14 @@ class Gradients:
                     f"{bucket.name} needs the slot of {former.name}, whose gradients the ranks have not exchanged (a "
                     f"parameter has none, or both get theirs at once): set strategies.offload.gradients: device"
                 )
-            self._send(former)  # incomplete: send what has landed
+            self._down.send(former)  # incomplete: send what has landed
         self._updates.enter_slot(bucket, Lane.COMPUTE)
 
     def _landed(self, bucket: BucketState) -> None:
         """All gradients of one micro-batch are in the bucket's slot."""
         if not self.last_pass:
             if bucket.spec.grad_passes:
-                self._send(bucket)
+                self._down.send(bucket)
         elif self._group is None:
             self._finish(bucket)
         elif self._shares is None:  # all ranks reduce in one order, whatever the order in which their gradients land
@@ -224,9 +231,9 @@ class Gradients:
         """No further gradient of ``bucket`` comes for this update."""
         self._done.add(bucket.index)
         if bucket.spec.grad_passes or bucket.spec.site is Site.HOST:
-            self._send(bucket)
+            self._down.send(bucket)
         if bucket.spec.grad_passes and self._layout.accumulation > 1:
-            self._measure_on_host(bucket)
+            self._down.measure(bucket)
         self._complete(bucket)
 
     def _reduce(self, bucket: BucketState) -> None:
@@ -250,71 +257,6 @@ class Gradients:
         for (bucket, index), flag in zip(self._order, known, strict=True):
             if flag and index not in bucket.grads.touched:
                 bucket.grads.touch(index)
-
-    def _send(self, bucket: BucketState) -> None:
-        """DOWN with what has landed: the whole bucket in one copy, or parameter by parameter if some are missing."""
-        grads, transfer = bucket.grads, self._transfer
-        leaving, summed = sorted(grads.unsent), frozenset(grads.summed)
-        if not leaving:
-            return
-        assert bucket.grad is not None and bucket.parked is not None
-        if bucket.spec.grad_passes and self._layout.accumulation == 1:  # the next bucket may take the slot at once
-            whole = [index for index in leaving if bucket.measures(index)]
-            grads.measured(whole, norms_of(bucket.gradients(whole)))
-        if bucket.spec.grad_split and self._shares is not None:
-            self._shares.keep_span(bucket)
-            return
-        adds = not summed.isdisjoint(leaving)
-        target = bucket.arrival if adds else bucket.parked
-        assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
-        if adds:
-            former = self._arrivals.pop(target.data_ptr(), None)
-            if former is not None:
-                transfer.wait(Lane.DOWN, former.result())
-        elif grads.added is not None:  # done long ago: an update has read PARKED since
-            transfer.wait(Lane.DOWN, grads.added.result())
-        # The slot was written by COMPUTE. UP has read PARKED, or the weight's copy that the gradient replaces.
-        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
-        if bucket.parks_in_copy:
-            bucket.give_up_copy()
-        source = bucket.own(bucket.grad)
-        if len(leaving) == len(bucket.params):
-            transfer.copy(Lane.DOWN, target, source)
-        else:
-            for piece in bucket.pieces_in(leaving):
-                transfer.copy(Lane.DOWN, *(flat[piece.at : piece.at + piece.size] for flat in (target, source)))
-        grads.send(sent=transfer.record(Lane.DOWN))
-        if adds:
-            work = partial(self._add, bucket, target, leaving, summed, grads.sent)
-            added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
-            grads.add_on_host(added)
-
-    def _add(
-        self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
-    ) -> Event:
-        """In the worker: add ARRIVAL to PARKED."""
-        assert bucket.parked is not None
-        self._transfer.host_wait(sent)
-        self._transfer.reads(Lane.HOST, arrival)
-        self._transfer.writes(Lane.HOST, bucket.parked)
-        for piece in bucket.pieces_in(indices):
-            target, source = (flat[piece.at : piece.at + piece.size] for flat in (bucket.parked, arrival))
-            if piece.index in summed:
-                target.add_(source)
-            else:
-                target.copy_(source)
-        return self._transfer.record(Lane.HOST)
-
-    def _measure_on_host(self, bucket: BucketState) -> None:
-        """Let the worker compute the norms of gradients that were summed on the host."""
-        touched, sent = sorted(bucket.grads.touched), bucket.grads.sent
-
-        def measure() -> list[Tensor]:
-            assert bucket.parked is not None
-            self._transfer.host_wait(sent)
-            return norms_of([bucket.shaped(bucket.parked, index) for index in touched])
-
-        bucket.grads.measure_on_host(touched, self._worker.submit(bucket.index, measure))
 
     def norms_in(self, bucket: BucketState, device: torch.device) -> list[Tensor]:
         """The norm of each gradient of a finished bucket, as fp32 numbers on ``device``."""
@@ -363,7 +305,7 @@ class Gradients:
         if self.last_pass:
             self.finish()
         elif bucket.spec.grad_passes:
-            self._send(bucket)
+            self._down.send(bucket)
         if not bucket.spec.grad_passes:
             assert bucket.grad is not None
             return bucket.shaped(bucket.grad, index).clone()
@@ -380,8 +322,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Drop the gradients since the last step, after the worker has added what was sent."""
-        for former in self._arrivals.values():
-            former.result()
+        self._down.finish_sums()
         self._clear()
 
     def spend(self) -> None:

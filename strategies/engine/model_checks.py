@@ -15,11 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.engine.optim import UpdateRule
 from strategies.engine.tensors.parameters import ACCUMULATED
 
 NOT_IN_KERNELS = ("amsgrad", "maximize", "differentiable", "capturable", "nesterov", "momentum", "dampening")
+
+
+def refuse_over_ranks(layout: Layout) -> None:
+    """Raise ValueError if ``layout`` is for one rank only."""
+    if layout.accumulation > 1 and any(bucket.grad_home is Home.HOST for bucket in layout.buckets):
+        raise ValueError("over ranks, gradients of several micro-batches must stay on the device: gradients=device")
+    if any(bucket.grad_direct for bucket in layout.buckets):
+        raise ValueError("this plan is for one rank: ranks exchange gradients in slots, and some have none in it")
 
 
 def mismatches(model: nn.Module, layout: Layout, groups: list[dict[str, Any]], rule: UpdateRule) -> Iterator[str]:

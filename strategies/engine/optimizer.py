@@ -37,7 +37,7 @@ from strategies.engine import chunked_loss, state_file
 from strategies.engine.checkpointing import room_of
 from strategies.engine.engine import Engine
 from strategies.engine.memory.accelerator import device_of
-from strategies.engine.model_checks import mismatches, not_in_kernels, unlike
+from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
 from strategies.engine.norms import TotalNorm, norm_of_all
 from strategies.engine.optim import AdamW, UpdateRule
 from strategies.engine.optimizer_state import State
@@ -149,9 +149,8 @@ class StowOptimizer(torch.optim.Optimizer):
         if layout is None or place is None:
             raise ValueError("the plan has no layout: switch strategies.offload on")
         check(layout, place.addresses, hosted_bytes=plan.hosted_bytes())
-        grads_leave = any(bucket.grad_home is Home.HOST for bucket in layout.buckets)
-        if process_group is not None and layout.accumulation > 1 and grads_leave:
-            raise ValueError("over ranks, gradients of several micro-batches must stay on the device: gradients=device")
+        if process_group is not None:
+            refuse_over_ranks(layout)
         complaints = list(mismatches(model, layout, self.param_groups, rule))
         if complaints:
             raise ValueError("the plan was made for something else:\n  " + "\n  ".join(complaints[:8]))

@@ -62,7 +62,7 @@ class Estimate:
         touched = new = grads = state = visiting_grads = exchanged = gathered = 0
         ways = 1
         update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
-        for bucket, (site, grad_home, _) in placed:
+        for bucket, (site, grad_home, *_) in placed:
             size, count, ways = bucket.weight_bytes // bucket.ways, bucket.share, bucket.ways
             exchanged += (bucket.weight_bytes - size) * (site is not Site.NONE)
             coming = bucket.weight_bytes if self._common_host and site is Site.HOST else size

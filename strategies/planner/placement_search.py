@@ -94,12 +94,11 @@ class PlacementSearch:
         """
         if not self._knows_rates:
             return None
-        found = self._candidates.estimated(self._device_room, sure=sure)
-        if found is None and self._small is not None:
-            found = self._small[1].estimated(self._device_room, sure=sure)
-        if found is None:
-            raise self._refusal()
-        return found
+        for candidates in (self._candidates, *self._tight):
+            found = candidates.estimated(self._device_room, sure=sure)
+            if found is not None:
+                return found
+        raise self._refusal()
 
     def _of(self, placements: StatePlacements) -> Candidates:
         seconds = self._seconds if self._knows_rates else None
@@ -116,8 +115,8 @@ class PlacementSearch:
     def _found(self, device_room: int) -> list[Found[Layout]]:
         """The candidates within ``device_room``, simulated."""
         made = self._candidates.layouts(device_room)
-        if self._small is not None and device_room < TIGHT * self._small[2]:
-            made += self._small[1].layouts(device_room)
+        if device_room < TIGHT * _lower_bound(self._usual):
+            made += [layout for candidates in self._tight for layout in candidates.layouts(device_room)]
         return [Found(place(layout).num_bytes(Home.DEVICE), self._seconds(layout), layout) for layout in made]
 
     def _most_bytes(self) -> int:
@@ -130,30 +129,40 @@ class PlacementSearch:
     # --- the least memory --------------------------------------------------------------------------------------------
 
     @cached_property
-    def _small(self) -> tuple[StatePlacements, Candidates, int] | None:
-        """Smaller buckets, if with them the least of the device is less; and the least without them."""
+    def _smaller(self) -> list[StatePlacements]:
+        """Placements that need less of the device than the usual ones: those that need the least, and the same with
+        slots for all gradients, which take less time.
+        """
         least = _lower_bound(self._usual)
         smallest = min(self._others(), key=_lower_bound, default=self._usual)
-        return (smallest, self._of(smallest), least) if _lower_bound(smallest) < least else None
+        with_slots = StatePlacements(self._facts, self._request, smallest.bucket_bytes)
+        found = [smallest, with_slots] if smallest.direct else [smallest]
+        return [one for one in found if _lower_bound(one) < least]
+
+    @cached_property
+    def _tight(self) -> list[Candidates]:
+        return [self._of(placements) for placements in self._smaller]
 
     def _others(self, request: OffloadRequest | None = None) -> Iterator[StatePlacements]:
-        """Placements of other buckets than the usual ones, if the request leaves them open. Of many placements, only
-        those of the smallest buckets, which need the smallest slots.
+        """Placements of other buckets than the usual ones, if the request leaves them open, and of the usual ones
+        without slots for embedding and head. Of many placements, only those of the smallest buckets, which need the
+        smallest slots.
         """
-        block = block_bytes(self._facts)
-        if self._request.bucket_bytes is not None or not block:
-            return
+        block, wanted = block_bytes(self._facts), request or self._request
         usual = capacity(self._facts) or block
         few = len(self._usual.all()) <= SAMPLE
-        for size in (block, *(-(-block // part) for part in PARTS), 1) if few else (1,):
-            if size != usual:
-                yield StatePlacements(self._facts, request or self._request, size)
+        sizes = (block, *(-(-block // part) for part in PARTS), 1) if few else (1,)
+        if self._request.bucket_bytes is not None or not block:
+            sizes = ()
+        for size in dict.fromkeys((*sizes, usual)):
+            made = StatePlacements(self._facts, wanted, None if size == usual else size, direct=True)
+            if made.direct or size != usual:
+                yield made
 
     @cached_property
     def _least_device(self) -> Least | None:
         """What needs the least of the device within the budget of the host."""
-        families = [self._usual] if self._small is None else [self._usual, self._small[0]]
-        return self._least_memory(families).device(self._host_room)
+        return self._least_memory([self._usual, *self._smaller[:1]]).device(self._host_room)
 
     @cached_property
     def _exceeds_both(self) -> bool:

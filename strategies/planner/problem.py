@@ -57,6 +57,7 @@ class Update:
         grad_slot, arrival_slot, visit_slot: the slot for its gradient on the device, for a gradient that arrives on the
             host to be added, and for its visiting state; weights of the same slot use it in turn. None: its own memory.
         exchange_bytes: of its gradient, that a rank sends to others.
+        grad_direct: its gradient goes down from where it is made, and compute waits for that.
         copy_slot: the slot on the host that its master is rounded into for each reload. None: the host has a copy.
         from_master: an update on the device makes the weight from its master, and needs no weight before.
     """
@@ -68,6 +69,7 @@ class Update:
     state_bytes: int = 0
     grad_home: Home = Home.DEVICE
     grad_slot: int | None = None
+    grad_direct: bool = False
     arrival_slot: int | None = None
     visit_slot: int | None = None
     copy_slot: int | None = None

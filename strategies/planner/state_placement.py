@@ -11,6 +11,10 @@ the link both carry state, and each would idle while the other works. (Interleav
 performance model is from "Deep Optimizer States", arXiv 2410.21316.)
 
 A bucket whose state rests on the device keeps its weight there too, unless both are forced by options.
+
+A gradient of embedding or head is there twice for a moment: where backward made it, and in its slot, which no block's
+gradient needs as large. Where memory is scarce it goes down from where backward made it (``direct``). That memory is
+then free when the copy is done and not before, so the device waits for it.
 """
 
 from __future__ import annotations
@@ -41,11 +45,13 @@ from strategies.planner.offloadable import offloadable
 
 
 class Place(NamedTuple):
-    """Where a bucket's state rests, where its gradient waits, and whether each rank then has its span of it alone."""
+    """Where a bucket's state rests, where its gradient waits, whether each rank then has its span of it alone, and
+    whether it goes there without a slot."""
 
     site: Site
     grad_home: Home
     grad_split: bool
+    grad_direct: bool
 
 
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
@@ -118,14 +124,17 @@ class _Cost(NamedTuple):
 
 class StatePlacements:
     """The placements that a request allows. ``weights`` and ``ticks``: per bucket, its weight's bytes on the device and
-    the ticks that use it.
+    the ticks that use it. ``direct``: buckets whose gradients may do without a slot.
 
     Args:
         bucket_bytes: the capacity of buckets, if the request leaves it open; None: what is fastest to copy.
+        direct: gradients of embedding and head that wait on the host, for updates there, have no slot.
     """
 
-    def __init__(self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None) -> None:
-        self._request = request
+    def __init__(
+        self, facts: Facts, request: OffloadRequest, bucket_bytes: int | None = None, *, direct: bool = False
+    ) -> None:
+        self._request, self.bucket_bytes = request, bucket_bytes
         size = request.bucket_bytes or bucket_bytes or capacity(facts)
         self._buckets = form(facts, size, request.ways)
         movable = offloadable(facts, self._buckets, size)
@@ -140,6 +149,7 @@ class StatePlacements:
         names = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
         # Embedding and head are large: slots for their state, or gradients, would cost more memory than they free.
         self._streamable = [i for i, bucket in enumerate(self._buckets) if set(bucket.units) <= names]
+        self.direct = set(self._without_slots(facts)) if direct else set[int]()
         # Several micro-batches are summed before the ranks are, as torch's data parallelism does.
         splits = request.splits_gradients and request.ways > 1 and facts.run.accumulation == 1
         self._shared = self._sendable.intersection(self._streamable) if splits else set[int]()
@@ -175,6 +185,12 @@ class StatePlacements:
         self._largest_unit = cache(self._largest_unit_of)
         self._costs = cache(self._cost)
         self.sizes = cache(self._sizes)
+
+    def _without_slots(self, facts: Facts) -> Iterator[int]:
+        """Buckets of embedding and head whose gradients no update on the device, and no other rank, reads in a slot."""
+        if self._request.site in ("auto", "host") and self._request.ways == facts.run.replicas == 1:
+            others = self._sendable.difference(self._streamable)
+            yield from (index for index in others if self._buckets[index].group is not None)
 
     def _free(self, indices: list[int], *, even_if: bool = False) -> list[int]:
         """Those of ``indices`` whose state may rest where their weight does not."""
@@ -280,7 +296,12 @@ class StatePlacements:
             sites[index] = Site.STREAMED
         shared = self._shared - down
         return [
-            Place(site, Home.HOST if index in down else Home.DEVICE, index in shared and site in ON_DEVICE)
+            Place(
+                site,
+                Home.HOST if index in down else Home.DEVICE,
+                index in shared and site in ON_DEVICE,
+                index in self.direct and index in down and site is Site.HOST,
+            )
             for index, site in enumerate(sites)
         ]
 

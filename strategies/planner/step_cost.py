@@ -215,6 +215,7 @@ def _update(
         state_bytes=state,
         grad_home=bucket.grad_home,
         grad_slot=slots.get((bucket.name, Item.GRAD)),
+        grad_direct=bucket.grad_direct,
         arrival_slot=slots.get((bucket.name, Item.ARRIVAL)),
         visit_slot=slots.get((bucket.name, Item.VISIT)),
         copy_slot=slots.get((bucket.name, Item.COPY)),

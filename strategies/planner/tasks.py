@@ -5,7 +5,8 @@ tick        waits for the tick before it, its weights' reloads and new values, a
 reload      waits for the tick before its issue, the reload needed before it, the weight on the host, and new weights
             at the same addresses that still go down
 round       where the host has only the master, the CPU rounds it into a slot first; the reload frees the slot
-gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration
+gradient    goes down after the weight's last use: once per pass if it rests on the host, else once per iteration.
+            Compute goes on when its slot is free; where it has none, when it is on the host
 sum         a further micro-batch's gradient that rests on the host is added there by the CPU
 update      waits for its gradient (``in_backward``), or for all of them, because it needs the norm. One that makes a
             weight from its master on the device takes the place of the reload before it
@@ -100,7 +101,7 @@ class TaskBuilder:
         self._landed: dict[int, Task] = {}  # per weight: its gradient on the host
         self._due: dict[int, list[Task]] = {}  # updates on the device before the next use, and what they wait for
         self._slots: dict[int, Task] = {}  # per slot: after which task it is free
-        self._slot: Task | None = None  # what compute waits for: the slot of the gradient that it has just made
+        self._slot: Task | None = None  # what compute waits for: a place for the gradient that it has just made
         self._saved: dict[int, Task] = {}  # per forward tick of this pass: the copy down of what it saved
 
     def _task(self, resource: Resource, label: str, after: Iterable[Task | None]) -> Task:
@@ -224,6 +225,8 @@ class TaskBuilder:
             waits = (there, self._slot, self._free(slot))
             down = self._copy(Resource.DOWN, f"gradient {name}", update.grad_bytes, waits)
         self._occupy(update.grad_slot, down)
+        if update.grad_direct:
+            self._slot = down
         self._landed[weight] = down
         if update.grad_home is Home.HOST and not is_first:
             added = self._on_cpu(f"sum {name}", SUM_NUMBERS * update.grad_bytes, [down])

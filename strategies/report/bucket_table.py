@@ -28,7 +28,8 @@ def lines(plan: Plan) -> list[str]:
     groups: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in layout.buckets:
         # Embedding, blocks and head each have rows of their own; a bucket of several units is of the first one's kind.
-        key = (bucket.site, bucket.grad_home, bucket.grad_split, bucket.resident, kinds[bucket.units[0]])
+        grads = (bucket.grad_home, bucket.grad_split, bucket.grad_direct)
+        key = (bucket.site, grads, bucket.resident, kinds[bucket.units[0]])
         groups.setdefault(key, []).append(bucket)
     return [*table(HEADER, (_cells(some, layout, addresses) for some in groups.values())), *_sums(plan, layout)]
 
@@ -60,7 +61,8 @@ def _cells(some: Sequence[Bucket], layout: Layout, addresses: Addresses) -> tupl
     name = first.name if len(some) == 1 else f"{first.name} to {last.name} ({len(some)})"
     spots = [addresses.of(bucket.name, Item.WEIGHT) for bucket in some]
     where = f"{human(min(s.offset for s in spots))} to {human(max(s.end for s in spots))}"
-    waits = "" if first.site is Site.NONE else f"on the {first.grad_home.value}{', shared' * first.grad_split}"
+    how = ", shared" * first.grad_split + ", without a slot" * first.grad_direct
+    waits = "" if first.site is Site.NONE else f"on the {first.grad_home.value}{how}"
     total = human(sum(bucket.weight_bytes for bucket in some))
     return (name, total, UPDATES[first.site], waits, _travels(some, layout), where)
 
@@ -95,6 +97,7 @@ def to_json(plan: Plan) -> list[dict[str, Any]]:
             "gradients": bucket.grad_home.value,
             "ways": bucket.ways,
             "splits_gradients": bucket.grad_split,
+            "direct_gradients": bucket.grad_direct,
             "stays": [list(ticks) for ticks in bucket.resident_ticks],
             "addresses": {
                 item.value: {"home": spot.home.value, "offset": spot.offset, "bytes": spot.num_bytes}

@@ -74,6 +74,7 @@ class BucketEntry(Entry):
     gradients: Home = Field(description="where they wait for the norm and for further micro-batches")
     ways: int = Field(1, description="ranks that hold a span of it each")
     splits_gradients: bool = Field(False, description="of those that wait on the device each rank keeps its span alone")
+    direct_gradients: bool = Field(False, description="they go down from where backward made them; no slot")
     stays: list[Range]
     addresses: dict[Item, SpotEntry]
 
@@ -297,6 +298,7 @@ def _bucket(entry: BucketEntry, params: list[ParameterEntry]) -> Bucket:
         grad_home=entry.gradients,
         ways=entry.ways,
         grad_split=entry.splits_gradients,
+        grad_direct=entry.direct_gradients,
     )
 
 

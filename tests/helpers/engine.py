@@ -247,11 +247,11 @@ class Made:
     facts: Any
 
     @classmethod
-    def of(cls, layout: Layout, params: Iterable[Param], ranks: int = 1) -> Made:
+    def of(cls, layout: Layout, params: Iterable[Param], ranks: int = 1, *, debug: bool = True) -> Made:
         """``layout`` at its addresses, if it is valid."""
         addresses = place(layout)
         check(layout, addresses, params)
-        here = SimpleNamespace(addresses=addresses, debug=True)
+        here = SimpleNamespace(addresses=addresses, debug=debug)
         return cls(layout, here, SimpleNamespace(run=SimpleNamespace(replicas=ranks), units=()))
 
     def hosted_bytes(self) -> int:
@@ -276,6 +276,7 @@ def plan_of(
     split: bool = True,
     gather: str = "network",
     reduction: str = "exact",
+    direct: bool = False,
 ) -> Made:
     """What the planner makes of these wishes; of those it has no word for, its layout changed by hand.
 
@@ -286,6 +287,7 @@ def plan_of(
         bucket: "half" a block, "one", or "several".
         ranks: that share each bucket; ``split``: and the gradients that wait on the device; ``gather``: how they get
             each other's parts of weights; ``reduction``: how they add gradients.
+        direct: gradients that wait on the host, for updates there, have no slot.
     """
     if not _machines:
         _machines.append(probe())
@@ -320,6 +322,9 @@ def plan_of(
             buckets = tuple(replace(b, grad_home=Home.DEVICE) if b in wide else b for b in buckets)
     if not split:
         buckets = tuple(replace(b, grad_split=False) for b in buckets)
+    if direct:
+        down = [b for b in buckets if b.site is Site.HOST and b.grad_home is Home.HOST]
+        buckets = tuple(replace(b, grad_direct=b in down) for b in buckets)
     blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]

@@ -41,6 +41,7 @@ def transformer(
     tied: bool = False,
     groups: bool = True,
     frozen: bool = False,
+    words: int = 100,
     **more: Any,
 ) -> Facts:
     """A small transformer: two matrices and a norm per block; ``groups`` puts norms into one of their own."""
@@ -50,7 +51,7 @@ def transformer(
     def param(name: str, unit: str, size: int, group: int | None, users: tuple[str, ...] = ()) -> Param:
         return Param(f"{unit}.{name}", unit, size, dtype, group, users)
 
-    params = [param("tokens", "embedding", 100 * width, base, ("head",) if tied else ())]
+    params = [param("tokens", "embedding", words * width, base, ("head",) if tied else ())]
     for index in range(blocks):
         unit = f"layers.{index}"
         params += [
@@ -60,7 +61,7 @@ def transformer(
         ]
     params.append(param("norm", "head", width, norm))
     if not tied:
-        params.append(param("output", "head", 100 * width, base))
+        params.append(param("output", "head", words * width, base))
     return facts_of(*params, **more)
 
 

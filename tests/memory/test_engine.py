@@ -13,6 +13,7 @@ import torch
 
 from strategies.core.layout import Item, Site
 from strategies.core.plan import Home, Plan
+from strategies.core.protocol import MemoryRefusal
 from strategies.engine import StowOptimizer, stow
 from strategies.planner.step_cost import evictions_of, problem_of, traffic
 from strategies.planner.tasks import build_tasks
@@ -64,6 +65,18 @@ def train(model: Any, plan: Plan, steps: int = 3) -> tuple[StowOptimizer, int]:
         optimizer.zero_grad()
     optimizer.drain()
     return optimizer, live.peak
+
+
+def test_the_least_memory_of_a_model_with_many_words_is_what_it_takes() -> None:
+    """No gradient of embedding or head is there twice: without slots it has the memory in which backward made it."""
+    model = model_of(MODELS["llama"] | {"vocab_size": 4096})
+    with pytest.raises(MemoryRefusal) as refused:
+        plan_for(model, batch=(ROWS, LENGTH), max_grad_norm=1.0, gpu_memory="1KiB")
+    plan = plan_for(model, batch=(ROWS, LENGTH), max_grad_norm=1.0, gpu_memory=refused.value.needed)
+    assert [bucket.name for bucket in plan.layout.buckets if bucket.grad_direct] == ["embedding", "head"]  # type: ignore[union-attr]
+    optimizer, besides = train(model, plan)
+    measured = optimizer.device_bytes + besides
+    assert 0.99 * measured <= plan.peak(Home.DEVICE) <= refused.value.needed <= 1.02 * measured
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

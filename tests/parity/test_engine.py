@@ -104,6 +104,21 @@ def test_slots_of_several_sizes(site: str, accumulation: int) -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("where", ["host", "host, travelling", "mixed"])
+@pytest.mark.parametrize("model", ["llama", "experts"])
+def test_gradients_without_slots(model: str, where: str, dtype: torch.dtype, accumulation: int) -> None:
+    """They go down from where backward made them, one by one; some experts get none."""
+    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.05, "groups": 2}
+    batches = tokens(model, STEPS * accumulation)
+    wanted = plain(build(model, dtype=dtype), batches, **loop)
+    for transfer in (Delayed(), RaceDetector()):
+        plan = plan_of(build(model, dtype=dtype), **{**LAYOUTS[where], "park": "host"}, direct=True, **loop)
+        assert any(bucket.grad_direct for bucket in plan.layout.buckets)
+        assert differences(wanted, stowed(build(model, dtype=dtype), plan, batches, transfer=transfer, **loop)) == []
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("where", [name for name in LAYOUTS if "travelling" in name])
 def test_masters_as_the_only_copy(where: str, accumulation: int) -> None:
     """Weights that travel are rounded as they are fetched, unless a gradient needs the copy's place."""

@@ -7,6 +7,7 @@ a weight was, and under the race detector.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from strategies.engine.bucket_state import BucketState
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.doubles import Vacant
+from tests.helpers.engine import Made
 from tests.helpers.masters import Masters
 from tests.helpers.sides import ground
 from trainer.machine.probe import probe
@@ -37,6 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "host": {"site": "host", "gradients": "host", "prefetch": 0},
     "host, sent late": {"site": "host", "gradients": "device", "prefetch": 1},
     "host, two ahead": {"site": "host", "gradients": "host", "prefetch": 2, "bucket_size": "4KiB"},
+    "host, without slots": {"site": "host", "gradients": "host", "prefetch": 1, "direct": True},
     "streamed": {"site": "streamed", "gradients": "host", "prefetch": 0},
     "streamed, ahead": {"site": "streamed", "gradients": "host", "prefetch": 1, "bucket_size": "8KiB"},
 }
@@ -94,9 +97,12 @@ def made(**options: Any) -> Net:
 
 def stowed(layout: str, transfer: Transfer, max_norm: float = NORM, **options: Any) -> tuple[Any, Any]:
     model = made(**options)
-    wishes = {"weights": "streamed", **(LAYOUTS | WITHOUT_COPIES)[layout]}
-    plan = plan_for(model, machine=MACHINE, max_grad_norm=max_norm, debug=not isinstance(transfer, Vacant), **wishes)
-    assert plan.layout is not None
+    wishes: dict[str, Any] = {"weights": "streamed", **(LAYOUTS | WITHOUT_COPIES)[layout]}
+    direct, debug = wishes.pop("direct", False), not isinstance(transfer, Vacant)
+    plan: Any = plan_for(model, machine=MACHINE, max_grad_norm=max_norm, debug=debug, **wishes)
+    if direct:
+        buckets = (replace(bucket, grad_direct=True) for bucket in plan.layout.buckets)
+        plan = Made.of(replace(plan.layout, buckets=tuple(buckets)), plan.facts.params, debug=debug)
     special = rounded_to_fetch if layout in WITHOUT_COPIES else parks_in_copy
     assert sum(special(bucket, plan.layout) for bucket in plan.layout.buckets) >= 4
     rule = AdamW(lr=LR)

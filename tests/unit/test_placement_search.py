@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home, Param
-from strategies.core.layout import Layout, Site
+from strategies.core.layout import Item, Layout, Site
 from strategies.core.protocol import Refusal
 from strategies.core.sizes import parse_bytes
 from strategies.core.validate import validate
-from strategies.planner.addresses import place
+from strategies.planner.addresses import place, slot_pools
 from strategies.planner.buckets import block_bytes
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
@@ -253,6 +253,22 @@ def test_a_device_that_is_too_small() -> None:
     least = parse_bytes(text.split("write ")[1].split(" or more")[0])
     assert set(travels(choose(known, request(least), 1000))) >= {"embedding", "layers.0/0", "layers.0/1", "head"}
     assert "1000 B of them for forward and backward" in text
+
+
+def test_where_memory_is_scarce_a_head_of_many_words_has_no_slot_for_its_gradient() -> None:
+    known = transformer(words=2000, groups=False)
+    least = parse_bytes(refusal(known, 1000).split("write ")[1].split(" or more")[0])
+    tight = chosen(known, least, saved=1000)
+    assert [b.name for b in tight.buckets if b.grad_direct] == ["embedding", "head"]
+    slots = [pool for pool in slot_pools(tight) if pool.item is Item.GRAD]
+    head, block = 4 * (64 * 2000 + 128), 4 * 8 * 64 * 64  # with its norm, and the larger part of a block
+    assert [(pool.num_slots, pool.slot_bytes) for pool in slots] == [(3, block)]
+    assert device_bytes(tight) == head + 3 * block
+    assert not any(b.grad_direct for b in chosen(known, 3 * least).buckets)
+    shared = replace(known, run=replace(known.run, world_size=2))
+    text = refusal(shared, 1000)
+    over_ranks = chosen(shared, parse_bytes(text.split("write ")[1].split(" or more")[0]), saved=1000)
+    assert not any(b.grad_direct for b in over_ranks.buckets)
 
 
 def test_a_refusal_names_what_was_forced() -> None:

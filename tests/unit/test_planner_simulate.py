@@ -307,6 +307,18 @@ def test_compute_waits_for_the_slot_of_the_gradient_that_it_has_made() -> None:
         assert min(after) == pytest.approx(wait)  # after the last pass it waits for the update as well
 
 
+def test_compute_waits_until_a_gradient_without_a_slot_is_down() -> None:
+    """7 bytes at 2.5 a second: 2.8 s after BP 1 and BP 0, and none after a gradient that has memory of its own."""
+    update = {"grad_bytes": 7, "seconds": 0.0, "grad_home": Home.HOST}
+    problem = replace(with_update(two_blocks(link=Link(0, 1e9, 2.5)), **update), accumulation=2)
+    direct = with_update(problem, **update, grad_direct=True)
+    for weights, waits in ((direct.weights, (2.8, 2.8)), ((problem.weights[0], direct.weights[1]), (2.8, 0.0))):
+        compute = spans(simulate(replace(problem, weights=weights), ()), COMPUTE)
+        for name, wait in zip(("BP 1", "BP 0"), waits, strict=True):
+            after = [then[1] - now[2] for now, then in pairwise(compute) if now[0] == name]
+            assert min(after) == pytest.approx(wait)
+
+
 def test_a_tick_waits_for_the_slots_of_all_gradients_that_it_makes() -> None:
     """BP 0 makes two gradients, a second each; the slot of the first one still sends what BP 1 made, for 7 s."""
     problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)

@@ -101,6 +101,8 @@ def test_settings(changes: dict[str, Any], words: str) -> None:
         (4, {"grad_home": Home.HOST}, "cannot wait on the host"),
         (0, {"grad_split": True}, "ranks share gradients of one micro-batch that wait on the device"),
         (0, {"grad_split": True, "ways": 2, "site": Site.HOST}, "ranks share gradients of one micro-batch"),
+        (0, {"grad_direct": True, "grad_home": Home.HOST, "site": Site.STREAMED}, "need a slot"),
+        (0, {"grad_direct": True, "grad_home": Home.DEVICE, "site": Site.HOST}, "need a slot"),
     ],
 )
 def test_buckets(index: int, changes: dict[str, Any], words: str) -> None:

@@ -1,0 +1,121 @@
+"""Gradients on their way to the host, and what the worker does with them there.
+
+    first micro-batch    DOWN into PARKED
+    later ones           DOWN into ARRIVAL, a slot, from where the worker adds them to PARKED
+    norms                of a single micro-batch on COMPUTE, before it leaves; of several in PARKED, by the worker
+
+A gradient leaves from its bucket's slot, the whole bucket in one copy or parameter by parameter if some are missing;
+or, without a slot (``grad_direct``), from the tensor in which autograd made it.
+
+Ordering. COMPUTE wrote the source (an event of COMPUTE). UP has read PARKED, or the weight's copy that the gradient
+replaces (``arrived``). The worker has added what ARRIVAL had (its future), and an addition to PARKED is done before the
+next micro-batch overwrites it (``added``). A slot is written again after ``sent`` (``updates.py``). The memory of a
+direct gradient goes back to torch's allocator when this returns, and whoever gets it next writes it on COMPUTE: so
+COMPUTE waits for ``sent`` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from torch import Tensor
+
+from strategies.engine.bucket_state import BucketState
+from strategies.engine.norms import norms_of
+from strategies.engine.shares import Shares
+from strategies.engine.transfer.transfer import Event, Lane, Transfer
+from strategies.engine.worker import Worker
+
+
+class GradientsDown:
+    """Sends gradients to where they wait on the host; ``accumulation``: micro-batches per update."""
+
+    def __init__(self, accumulation: int, transfer: Transfer, worker: Worker, shares: Shares | None) -> None:
+        self._accumulation, self._transfer, self._worker, self._shares = accumulation, transfer, worker, shares
+        self._arrivals: dict[int, Future[Event]] = {}  # by address of the arrival slot: the last addition from it
+
+    def send(self, bucket: BucketState) -> None:
+        """DOWN with what has landed in the slot and was not sent: nothing, all, or some parameters."""
+        leaving = sorted(bucket.grads.unsent)
+        if not leaving:
+            return
+        assert bucket.grad is not None
+        if bucket.spec.grad_passes and self._accumulation == 1:  # the next bucket may take the slot at once
+            whole = [index for index in leaving if bucket.measures(index)]
+            bucket.grads.measured(whole, norms_of(bucket.gradients(whole)))
+        if bucket.spec.grad_split and self._shares is not None:
+            self._shares.keep_span(bucket)
+            return
+        source = bucket.own(bucket.grad)
+        if len(leaving) == len(bucket.params):
+            self._copy(bucket, leaving, [(slice(None), source)])
+        else:
+            places = [slice(piece.at, piece.at + piece.size) for piece in bucket.pieces_in(leaving)]
+            self._copy(bucket, leaving, [(place, source[place]) for place in places])
+
+    def send_direct(self, bucket: BucketState, index: int, grad: Tensor) -> None:
+        """DOWN with the gradient of one parameter, whose memory is free when this returns."""
+        if self._accumulation == 1:
+            bucket.grads.measured([index], norms_of([grad]))
+        (piece,), source = bucket.pieces_in([index]), grad.reshape(-1)
+        self._transfer.writes(Lane.COMPUTE, source)
+        self._copy(bucket, [index], [(slice(piece.at, piece.at + piece.size), source)])
+        self._transfer.wait(Lane.COMPUTE, bucket.grads.sent)
+        self._transfer.writes(Lane.COMPUTE, source)  # by whoever gets the memory next
+
+    def _copy(self, bucket: BucketState, leaving: list[int], parts: Sequence[tuple[slice, Tensor]]) -> None:
+        """Copies of ``leaving``: ``parts`` are places in PARKED, or in ARRIVAL, with what goes there."""
+        grads, transfer, summed = bucket.grads, self._transfer, frozenset(bucket.grads.summed)
+        adds = not summed.isdisjoint(leaving)
+        target = bucket.arrival if adds else bucket.parked
+        assert target is not None, f"{bucket.name}: a second gradient, and no memory to add it"
+        if adds:
+            former = self._arrivals.pop(target.data_ptr(), None)
+            if former is not None:
+                transfer.wait(Lane.DOWN, former.result())
+        elif grads.added is not None:  # done long ago: an update has read PARKED since
+            transfer.wait(Lane.DOWN, grads.added.result())
+        transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), bucket.arrived)
+        if bucket.parks_in_copy:
+            bucket.give_up_copy()
+        for place, source in parts:
+            transfer.copy(Lane.DOWN, target[place], source)
+        grads.send(sent=transfer.record(Lane.DOWN))
+        if adds:
+            work = partial(self._add, bucket, target, leaving, summed, grads.sent)
+            added = self._arrivals[target.data_ptr()] = self._worker.submit(bucket.index, work)
+            grads.add_on_host(added)
+
+    def _add(
+        self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
+    ) -> Event:
+        """In the worker: add ARRIVAL to PARKED."""
+        assert bucket.parked is not None
+        self._transfer.host_wait(sent)
+        self._transfer.reads(Lane.HOST, arrival)
+        self._transfer.writes(Lane.HOST, bucket.parked)
+        for piece in bucket.pieces_in(indices):
+            target, source = (flat[piece.at : piece.at + piece.size] for flat in (bucket.parked, arrival))
+            if piece.index in summed:
+                target.add_(source)
+            else:
+                target.copy_(source)
+        return self._transfer.record(Lane.HOST)
+
+    def measure(self, bucket: BucketState) -> None:
+        """Let the worker compute the norms of gradients that were summed on the host."""
+        touched, sent = sorted(bucket.grads.touched), bucket.grads.sent
+
+        def norms() -> list[Tensor]:
+            assert bucket.parked is not None
+            self._transfer.host_wait(sent)
+            return norms_of([bucket.shaped(bucket.parked, index) for index in touched])
+
+        bucket.grads.measure_on_host(touched, self._worker.submit(bucket.index, norms))
+
+    def finish_sums(self) -> None:
+        """Return when the worker has added what was sent."""
+        for former in self._arrivals.values():
+            former.result()
