@@ -161,6 +161,7 @@ class Param:
         group: index of the optimizer's parameter group; None if it is frozen.
         users: further units that use it, as a tied head does.
         elsewhere: it is read outside of the modules that own it, as by a loss that multiplies by the head's weight.
+        looked_up: its unit only looks rows up in it, as an embedding does, and does not read it in backward.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Param:
     group: int | None
     users: tuple[str, ...] = ()
     elsewhere: bool = False
+    looked_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

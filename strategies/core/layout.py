@@ -122,6 +122,7 @@ class Bucket:
     group: int | None  # of the optimizer; None: frozen
     site: Site
     ways: int = 1  # ranks that hold a span each, see ``share``
+    looked_up: bool = False  # its first unit does not read it in backward, as an embedding
     resident_ticks: tuple[Range, ...] = ()  # when its weight is on the device; empty: always
     grad_home: Home = Home.DEVICE  # where gradients wait for the norm and for further micro-batches
     grad_split: bool = False  # they wait on the device, each rank's span alone; the whole gradient only passes a slot
@@ -208,8 +209,14 @@ def ticks_of(units: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def uses(bucket: Bucket, ticks: Mapping[str, tuple[int, int]]) -> tuple[int, ...]:
-    """The ticks that use ``bucket``, ascending; ``ticks`` as from ``ticks_of``."""
-    return tuple(sorted({tick for unit in bucket.units for tick in ticks[unit]}))
+    """The ticks that read the weight of ``bucket``, ascending; ``ticks`` as from ``ticks_of``."""
+    read = {tick for unit in bucket.units for tick in ticks[unit]}
+    return tuple(sorted(read - {ticks[bucket.units[0]][1]} if bucket.looked_up else read))
+
+
+def gradient_tick(bucket: Bucket, ticks: Mapping[str, tuple[int, int]]) -> int:
+    """The tick after which the gradient of ``bucket`` is complete."""
+    return max(ticks[unit][1] for unit in bucket.units)
 
 
 def leads(bucket: Bucket, layout: Layout) -> tuple[int, int]:

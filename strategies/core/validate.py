@@ -29,6 +29,8 @@ from strategies.core.layout import (
     common_bytes,
     common_needs,
     read_by_all,
+    ticks_of,
+    uses,
 )
 from strategies.core.layout import needs as needs_of
 
@@ -144,11 +146,9 @@ def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:
     here = {tick for start, end in bucket.resident_ticks for tick in range(start, end)}
     if len(here) == layout.num_ticks:
         yield "has resident_ticks, but is never evicted"
-    for unit in bucket.units:
-        forward = layout.units.index(unit)
-        for tick in (forward, layout.num_ticks - 1 - forward):
-            if tick not in here:
-                yield f"is away at tick {tick}, when {unit} uses it"
+    for tick in uses(bucket, ticks_of(layout.units)):
+        if tick not in here:
+            yield f"is away at tick {tick}, when {layout.units[min(tick, layout.num_ticks - 1 - tick)]} uses it"
 
 
 def _params(layout: Layout, params: list[Param]) -> Iterator[str]:

@@ -56,8 +56,9 @@ class Prefetch:
         self._at = next((i for i in earlier if self._order[i] is scope), self._at)
 
     def in_backward(self) -> None:
-        """Start what the rest of backward needs."""
-        self._start(self._order[: max(self._at, 0)][::-1], self._here, backward=True)
+        """Start what the rest of backward reads."""
+        later = self._order[: max(self._at, 0)][::-1]
+        self._start([scope for scope in later if scope.saves_weights], self._here, backward=True)
 
     def used(self) -> set[int]:
         """The buckets, by index, of the scopes of this forward."""

@@ -187,6 +187,7 @@ def _bucket(name: str, params: Sequence[Param], place: dict[str, int], ways: int
         group=group,
         site=Site.NONE if group is None else Site.DEVICE,
         ways=ways,
+        looked_up=all(param.looked_up for param in params),
     )
 
 

@@ -94,6 +94,7 @@ class Weight:
     ``overlapping`` are the weights, by index, that are at the same addresses at other times. Of ``ways`` ranks each
     copies its part over its link, and gets the others' over the network; with ``common_host`` each copies all parts of
     what comes from the host. ``on_host``: there is a copy of it, which an update on the device writes too.
+    ``gradient_tick``: after which its gradient is complete; None: its last use.
     """
 
     name: str
@@ -104,6 +105,12 @@ class Weight:
     ways: int = 1
     on_host: bool = False
     common_host: bool = False
+    gradient_tick: int | None = None
+
+    @property
+    def done(self) -> int:
+        """The tick after which its gradient is complete."""
+        return self.uses[-1] if self.gradient_tick is None else self.gradient_tick
 
     @property
     def reload_bytes(self) -> int:

@@ -20,7 +20,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 from strategies.core.facts import HOST_UPDATE_BYTES, Facts, Rates, UnitKind
-from strategies.core.layout import SCRATCH_ELEMENTS, Bucket, Item, Layout, Site, rounded_to_fetch, ticks_of, uses
+from strategies.core.layout import (
+    ITEM_BYTES,
+    SCRATCH_ELEMENTS,
+    Bucket,
+    Item,
+    Layout,
+    Site,
+    gradient_tick,
+    rounded_to_fetch,
+    ticks_of,
+    uses,
+)
 from strategies.core.plan import Plan
 from strategies.planner.addresses import slot_numbers, weight_packing
 from strategies.planner.exchanges import gather_rate, sums_slowdown
@@ -110,6 +121,7 @@ def problem_of(facts: Facts, layout: Layout, rates: Rates) -> Problem:
                 overlapping.get(index, ()),
                 bucket.ways,
                 on_host=not bucket.resident,
+                gradient_tick=gradient_tick(bucket, ticks_by_unit),
                 common_host=layout.common_host and bucket.ways > 1 and not rounded_to_fetch(bucket, layout),
             )
             for index, bucket in enumerate(layout.buckets)
@@ -211,7 +223,8 @@ def _update(
         site=bucket.site,
         seconds=seconds,
         touched_bytes=touched,
-        grad_bytes=bucket.weight_bytes // bucket.ways,
+        # Without a slot parameters go one by one, and the room between them does not.
+        grad_bytes=ITEM_BYTES[bucket.dtype] * elements if bucket.grad_direct else bucket.weight_bytes // bucket.ways,
         state_bytes=state,
         grad_home=bucket.grad_home,
         grad_slot=slots.get((bucket.name, Item.GRAD)),

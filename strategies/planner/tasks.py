@@ -82,12 +82,12 @@ class TaskBuilder:
         self._leaves = {gap.weight for gap in issues} | {i for i, weight in enumerate(weights) if weight.on_host}
         self._away = {gap.weight for gap in issues if gap.before >= count}  # over the boundary
         self._order = sorted(range(len(weights)), key=lambda index: problem.rank[index])
-        # Per tick: the weights whose first use it is, whose last, and all that it uses.
-        self._first, self._last, self._users = ([list[int]() for _ in range(count)] for _ in range(3))
+        # Per tick: the weights whose first use it is, whose gradients are complete after it, and all that it uses.
+        self._first, self._done, self._users = ([list[int]() for _ in range(count)] for _ in range(3))
         for index in self._order:
             uses = weights[index].uses
             self._first[uses[0]].append(index)
-            self._last[uses[-1]].append(index)
+            self._done[weights[index].done].append(index)
             for tick in dict.fromkeys(uses):
                 self._users[tick].append(index)
         self._ends: list[Task | None] = [None] * count  # the ticks of the pass before
@@ -170,10 +170,10 @@ class TaskBuilder:
                 self._update_on_device(weight, number)
             waits = [task for weight in self._users[tick] for task in self._gate.pop(weight, [])]
             waits += self._saved_of(tick, number)
-            ending = [weight for weight in self._last[tick] if self._sends(weight, is_last)]
+            ending = [weight for weight in self._done[tick] if self._sends(weight, is_last)]
             made = self._tick(todo, waits, ending, is_first=number % self._problem.accumulation == 0)
             self._ends[tick] = made
-            for weight in self._last[tick] if is_last else ():
+            for weight in self._done[tick] if is_last else ():
                 update = self._problem.weights[weight].update
                 if update is not None and update.exchange_bytes and weight not in ending:
                     name = self._problem.weights[weight].name
@@ -182,7 +182,7 @@ class TaskBuilder:
                 self._saved[tick] = self._copy(Resource.DOWN, f"saved by {todo.name}", todo.hosted_bytes, [made])
                 self._saved[tick].stream = 1
             if is_last and self._problem.in_backward:
-                for weight in self._last[tick]:
+                for weight in self._done[tick]:
                     self._submit(weight, made, number)
                     if weight in self._due:
                         self._update_on_device(weight, number)
@@ -296,7 +296,7 @@ class TaskBuilder:
             size = update.state_bytes + (update.grad_bytes if hosted else 0)
             after = (slot, *([] if early and not hosted else waits))
             visit = self._copy(Resource.UP, f"state {info.name}", size, after)
-            visit.priority = (number, info.uses[-1] if early else info.uses[0], self._problem.rank[weight])
+            visit.priority = (number, info.done if early else info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
         done = self._work(f"update {info.name}", update.seconds, (*gate, *vacated, *waits))
         done.touched_bytes = update.touched_bytes

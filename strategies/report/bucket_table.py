@@ -98,6 +98,7 @@ def to_json(plan: Plan) -> list[dict[str, Any]]:
             "ways": bucket.ways,
             "splits_gradients": bucket.grad_split,
             "direct_gradients": bucket.grad_direct,
+            "looked_up": bucket.looked_up,
             "stays": [list(ticks) for ticks in bucket.resident_ticks],
             "addresses": {
                 item.value: {"home": spot.home.value, "offset": spot.offset, "bytes": spot.num_bytes}

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from strategies.core.facts import Facts, Home, UnitKind
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Range, Site, Spot, ticks_of, uses
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Range, Site, Spot, gradient_tick, ticks_of
 from strategies.core.peak import host_room
 from strategies.core.plan import Plan
 from strategies.core.validate import validate
@@ -75,6 +75,7 @@ class BucketEntry(Entry):
     ways: int = Field(1, description="ranks that hold a span of it each")
     splits_gradients: bool = Field(False, description="of those that wait on the device each rank keeps its span alone")
     direct_gradients: bool = Field(False, description="they go down from where backward made them; no slot")
+    looked_up: bool = Field(False, description="its first unit does not read it in backward, as an embedding")
     stays: list[Range]
     addresses: dict[Item, SpotEntry]
 
@@ -228,7 +229,7 @@ def ticks(layout: Layout) -> list[TickEntry]:
             if end < count or not over_the_end:
                 ends.setdefault(end - 1, []).append(bucket.name)
         if bucket.site is not Site.NONE:
-            done.setdefault(max(uses(bucket, at)), []).append(bucket.name)
+            done.setdefault(gradient_tick(bucket, at), []).append(bucket.name)
     names = [*layout.units, *reversed(layout.units)]
     return [
         TickEntry(
@@ -299,6 +300,7 @@ def _bucket(entry: BucketEntry, params: list[ParameterEntry]) -> Bucket:
         ways=entry.ways,
         grad_split=entry.splits_gradients,
         grad_direct=entry.direct_gradients,
+        looked_up=entry.looked_up,
     )
 
 

@@ -59,9 +59,18 @@ def list_params(
             group=group_of.get(first) if parameter.requires_grad else None,
             users=tuple(dict.fromkeys(unit_of[name] for name in others if unit_of[name] != unit_of[first])),
             elsewhere=first in elsewhere,
+            looked_up=unit_of[first] == EMBEDDING and _is_looked_up(model, [first, *others], unit_of),
         )
         for parameter, (first, *others) in names.items()
     )
+
+
+def _is_looked_up(model: nn.Module, names: list[str], unit_of: Mapping[str, str]) -> bool:
+    """Whether all modules of the embedding that own a parameter of these names only look rows up in it."""
+    from torch import nn
+
+    owners = (model.get_submodule(name.rpartition(".")[0]) for name in names if unit_of[name] == EMBEDDING)
+    return all(isinstance(owner, nn.Embedding) for owner in owners)
 
 
 # The names in transformers.Trainer.get_decay_parameter_names, the same in 5.17 and 5.23. Asking it would load all of
