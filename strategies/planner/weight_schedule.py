@@ -5,8 +5,9 @@ search never evicts is resident; the rest gets the ticks at which the plan has i
 these. Activations are not part of it: the arena is allocated at the start and never shrinks, so every tick has the same
 room.
 
-A packing may need more than the bytes alive at its worst tick. The search then runs again with that much less, until
-its result can be packed; the last resort is the plan with every gap evicted.
+A packing may need more than the bytes alive at its worst tick. The search then runs again with that much less, twice as
+much each time, since a budget that is a little smaller often has the same result; the last resort is the plan with every
+gap evicted.
 
 Updates are left out of the search: a weight that the CPU updates crosses the link once per iteration whatever is
 decided here. So are saved tensors on the host. ``step_cost.py`` evaluates the whole layout with all of them.
@@ -58,7 +59,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
     if sum(weight.num_bytes for weight in problem.weights) <= room:
         return layout
     budget = room
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         try:
             found = greedy.choose(replace(problem, budget=budget))
         except DoesNotFit:
@@ -67,7 +68,7 @@ def fitted(facts: Facts, layout: Layout, indices: Collection[int], room: int, ah
         excess = _num_bytes(made, indices) - room
         if excess <= 0:
             return _kept_where_free(made)
-        budget -= excess
+        budget -= excess << attempt
     made = _scheduled(layout, groups, problem, at_need(problem.gaps))
     excess = _num_bytes(made, indices) - room
     if excess > 0:
