@@ -26,7 +26,7 @@ from strategies.planner.least_memory import SAMPLE, Least, LeastMemory
 from strategies.planner.monotone import Found, at_budget
 from strategies.planner.state_placement import PARTS as EIGHTHS
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
-from strategies.planner.step_cost import cost_of
+from strategies.planner.step_cost import seconds_of
 
 TIGHT = 1.3  # up to so many times the least, smaller buckets are tried as well
 KEY = "strategies.offload"
@@ -110,7 +110,7 @@ class PlacementSearch:
         rates = self._facts.machine.rates
         assert rates is not None
         if id(layout) not in self._costs:
-            self._costs[id(layout)] = (layout, cost_of(self._facts, layout, rates).seconds)
+            self._costs[id(layout)] = (layout, seconds_of(self._facts, layout, rates))
         return self._costs[id(layout)][1]
 
     def _found(self, device_room: int) -> list[Found[Layout]]:

@@ -32,6 +32,8 @@ from strategies.planner.problem import Eviction, Problem, Tick, Update, need_ord
 class Resource(Enum):
     """What works in parallel to the others."""
 
+    __hash__ = object.__hash__  # by identity; Enum's own looks the name up each time
+
     COMPUTE = "compute"
     UP = "link up"
     DOWN = "link down"
