@@ -25,7 +25,7 @@ from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.estimate import Estimate, Load
 from strategies.planner.greedy import DoesNotFit
-from strategies.planner.least_memory import fewest_copies, movable
+from strategies.planner.least_memory import fewest_copies
 from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
 
 ESTIMATED = 24  # placements that are estimated, each with several shares of streamed updates
@@ -195,7 +195,7 @@ class Candidates:
         if place(made).num_bytes(Home.HOST) <= self._host_room:
             return made
         excess = self._sizes(placement).weights - room
-        some = fewest_copies(movable(self._placements, placement), excess) or []
+        some = fewest_copies(self._placements.movable(placement), excess) or []
         made = weight_schedule.only_while_used(layout, [weight.index for weight in some])
         addresses = place(made)
         within = addresses.num_bytes(Home.HOST) <= self._host_room
