@@ -75,7 +75,9 @@ class Candidates:
 
     def layouts(self, device_room: int) -> list[Layout]:
         """Layouts whose arenas are within ``device_room`` and the room on the host, what moves the least first."""
-        made = self._windows(device_room) if self._request.weights == "streamed" else self._fitting(device_room)
+        if self._request.weights != "streamed":
+            return self._fitting(device_room)
+        made = self._windows(device_room)
         return [layout for layout in made if place(layout).num_bytes(Home.HOST) <= self._host_room]
 
     def estimated(self, device_room: int, *, sure: bool) -> float | None:
