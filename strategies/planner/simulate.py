@@ -135,7 +135,7 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
     for gap in need_order(problem, issues):
         tick = gap.before % count
         released = issues[gap] - gap.before + tick - 1  # the tick that must have ended; < 0: of the iteration before
-        needed[tick].append((released, problem.up_seconds(problem.weights[gap.weight].reload_bytes)))
+        needed[tick].append((released, problem.reload_seconds[gap.weight]))
     work = [(tick.seconds, copies) for tick, copies in zip(problem.ticks, needed, strict=True)]
     ends, clock, arrived = [0.0] * count, 0.0, 0.0
     grown = (0.0, 0.0)

@@ -154,7 +154,7 @@ def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction,
     """No reload earlier than ``ahead`` ticks before its use; coming later than planned never needs more memory."""
     if ahead is None:
         return tuple(evictions)
-    return tuple(replace(eviction, issue=max(eviction.issue, eviction.gap.before - ahead)) for eviction in evictions)
+    return tuple(Eviction(gap, max(issue, gap.before - ahead)) for gap, issue in evictions)
 
 
 def _scheduled(layout: Layout, groups: Groups, problem: Problem, evictions: Sequence[Eviction]) -> Layout:
