@@ -234,5 +234,5 @@ def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> No
 
 
 if __name__ == "__main__":
-    gc.set_threshold(100_000)  # planning makes many small objects; to look for cycles at every 700 takes a fifth of it
+    gc.set_threshold(1_000_000)  # imports and planning make many small objects; to look for cycles often takes a tenth
     sys.exit(main())

@@ -216,7 +216,7 @@ class Offload(Strategy):
         if machine.has_accelerator and budget > machine.device_bytes:
             has = f"more than the device has, {human(machine.device_bytes)}; write auto, for 0.9 of it"
             key, size = "strategies.offload.gpu_memory", machine.device_bytes
-            raise MemoryRefusal(key, self.gpu_memory, has, home=Home.DEVICE, needed=budget, budget=size)
+            raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, home=Home.DEVICE, budget=size)
 
     def _common_host(self, facts: Facts) -> bool:
         """Whether ranks read weights out of each other's host memory."""

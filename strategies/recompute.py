@@ -46,7 +46,7 @@ from strategies.planner.activation_policy import (
 )
 from strategies.planner.budget import device_budget
 from strategies.planner.keep_or_offload import keep_costs
-from strategies.planner.step_cost import cost_of, empty
+from strategies.planner.step_cost import empty, seconds_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -165,7 +165,7 @@ class Recompute(Strategy):
             pairs = zip(facts.units, options, strict=True)
             blocks = ((unit.name, option) for unit, option in pairs if unit.kind is UnitKind.BLOCK)
             kept = plan.amend((option.keep(name, "") for name, option in blocks), by="recompute").facts_as_kept()
-            return cost_of(kept, empty(kept), rates).seconds
+            return seconds_of(kept, empty(kept), rates)
 
         spare = machine.host_bytes - plan.peak(Home.HOST)
         costs = keep_costs(facts, rates, may_host=self._may_host(facts))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 
@@ -34,8 +35,16 @@ class UserError(Exception):
     code: ExitCode = ExitCode.FAILED
 
     def __init__(self, lines: str | Iterable[str]) -> None:
-        self.lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
-        super().__init__("\n".join(self.lines))
+        self._lines: tuple[str, ...] = (lines,) if isinstance(lines, str) else tuple(lines)
+        super().__init__()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Complete sentences, one per problem."""
+        return self._lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
 
     @property
     def says_more(self) -> bool:
@@ -57,12 +66,25 @@ class TooLargeError(ConfigError):
     """Memory is not enough: ``needed`` bytes on the ``home`` (device or host), of which there may be ``budget``.
 
     ``what_fits`` makes the table of what would fit; it may fail in any way.
+
+    Args:
+        find_line, find_needed: may take seconds; they are called if somebody reads what they find.
     """
 
-    def __init__(self, line: str, home: str, needed: int, budget: int) -> None:
-        super().__init__(line)
-        self.home, self.needed, self.budget = home, needed, budget
+    def __init__(self, find_line: Callable[[], str], home: str, find_needed: Callable[[], int], budget: int) -> None:
+        super().__init__(())
+        self.home, self.budget = home, budget
+        self._find_line, self._find_needed = cache(find_line), cache(find_needed)
         self.what_fits: Callable[[], Iterable[str]] | None = None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return (self._find_line(),)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that would be enough."""
+        return self._find_needed()
 
     @property
     def says_more(self) -> bool:

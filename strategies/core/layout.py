@@ -61,7 +61,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.core.facts import Home
 
@@ -275,8 +275,7 @@ def mapped_bytes(layout: Layout) -> int:
     return max((bucket.ways - 1 for bucket in layout.buckets), default=0) * common_bytes(layout)
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Memory that a bucket needs: for the whole run, or only while it is in use (``passes``)."""
 
     bucket: str

@@ -46,26 +46,22 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
         grads: bytes of gradients that each unit's backward makes and leaves where they were not before.
     """
     before, after, highest = sum([unit.waiting for unit in units]), 0, 0
-    arriving = [0, *[unit.hosted for unit in units]]
-    for index in reversed(range(len(units))):
-        unit, own = units[index], grads[index]
+    arriving = [0, *[unit.hosted for unit in units]][: len(units)]
+    for unit, own, hosted in zip(reversed(units), reversed(grads), reversed(arriving), strict=True):
         before -= unit.waiting
-        there = before + unit.working + arriving[index] + _beyond(unit.temporaries, own) + after
+        there, temporaries = own, unit.temporaries
+        if temporaries is not None:
+            # Temporaries of its backward together with what has landed of its gradients. Those that land where there
+            # is memory for them already leave only the former. Not all of them have landed while the largest
+            # temporaries are there: ``landing`` is what was counted, with whole gradients.
+            there = temporaries.backward + own
+            if temporaries.landing < there:
+                there = temporaries.landing
+        there += before + unit.working + hosted + after
         if there > highest:
             highest = there
         after += own
     return highest
-
-
-def _beyond(temporaries: Temporaries | None, grads: int) -> int:
-    """Temporaries of a unit's backward together with what has landed of its ``grads``.
-
-    Gradients that land where there is memory for them already leave only the former. Not all of them have landed while
-    the largest temporaries are there: ``landing`` is what was counted, with whole gradients.
-    """
-    if temporaries is None:
-        return grads
-    return min(temporaries.backward + grads, temporaries.landing)
 
 
 def forward_peak(units: Sequence[Saved]) -> int:

@@ -359,11 +359,11 @@ class Plan:
         at_step = sum(reserve.num_bytes for reserve in self.reserves(home) if reserve.when is When.STEP)
         grads = [self.num_bytes(unit.name, Kind.GRAD, home) for unit in self.facts.units]
         all_along = sum(grads) if self.facts.run.accumulation > 1 else 0
-        landing = [0] * len(grads) if all_along else grads
+        landing, stepping = [0] * len(grads) if all_along else grads, sum(grads) + at_step
 
         def peak(kept: Sequence[Saved]) -> int:
             passes = passes_peak(kept, landing, self.facts.run.in_flight)
-            return standing + max(sum(grads) + at_step, all_along + passes)
+            return standing + max(stepping, all_along + passes)
 
         return peak
 

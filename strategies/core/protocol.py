@@ -14,9 +14,10 @@ declares here (``requires``, ``excludes``, ``gemm_timing``, ...). It also declar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -180,17 +181,48 @@ class Refusal(ValueError):
     """A strategy cannot work with these facts. Holds the dotted key, its value, and why or what to write instead."""
 
     def __init__(self, key: str, value: object, cure: str) -> None:
-        self.key, self.value, self.cure = key, value, cure
-        written = str(value).lower() if isinstance(value, bool) else repr(value)
-        super().__init__(f"{key} = {written}: {cure}")
+        super().__init__(key, value)
+        self.key, self.value, self._cure = key, value, cure
+
+    @property
+    def cure(self) -> str:
+        """Why, or what to write instead."""
+        return self._cure
+
+    def __str__(self) -> str:
+        written = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
+        return f"{self.key} = {written}: {self.cure}"
 
 
 class MemoryRefusal(Refusal):
-    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``."""
+    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``.
 
-    def __init__(self, key: str, value: object, cure: str, *, home: Home, needed: int, budget: int) -> None:
-        super().__init__(key, value, cure)
-        self.home, self.needed, self.budget = home, needed, budget
+    Args:
+        find_cure, find_needed: may take seconds; they are called if somebody reads what they find.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        value: object,
+        find_cure: Callable[[], str],
+        find_needed: Callable[[], int],
+        *,
+        home: Home,
+        budget: int,
+    ) -> None:
+        super().__init__(key, value, "")
+        self.home, self.budget = home, budget
+        self._find_cure, self._find_needed = cache(find_cure), cache(find_needed)
+
+    @property
+    def cure(self) -> str:
+        return self._find_cure()
+
+    @property
+    def needed(self) -> int:
+        """Bytes that would be enough."""
+        return self._find_needed()
 
 
 class Idle(Exception):

@@ -67,7 +67,8 @@ def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
         return start
 
     read = {bucket.name: read_by_all(bucket, layout) for bucket in layout.buckets}
-    for need in sorted(all_needs(layout), key=lambda need: need.item is not read[need.bucket]):
+    found = all_needs(layout)
+    for need in sorted(found, key=lambda need: need.item is not read[need.bucket]):
         if not need.passes:
             spots[need.bucket, need.item] = Spot(need.home, take(need.home, need.num_bytes), need.num_bytes)
     moving = travelling(layout)
@@ -75,7 +76,7 @@ def place(layout: Layout, hosted_bytes: int = 0) -> Addresses:
     start = take(Home.DEVICE, packing.arena)
     for bucket, offset in zip(moving, packing.offsets, strict=True):
         spots[bucket.name, Item.WEIGHT] = Spot(Home.DEVICE, start + offset, bucket.weight_bytes)
-    for pool in slot_pools(layout):
+    for pool in _pools(layout, found):
         start = take(pool.home, pool.num_bytes)
         for index, need in enumerate(pool.members):
             offset = start + index % pool.num_slots * pool.slot_bytes
@@ -115,8 +116,12 @@ def _packed(weights: tuple[tuple[tuple[str, ...], tuple[Range, ...], int], ...])
 
 def slot_pools(layout: Layout) -> Iterator[SlotPool]:
     """The slots for gradients, arrivals and visiting states: one pool for each class of sizes, the largest first."""
+    return _pools(layout, all_needs(layout))
+
+
+def _pools(layout: Layout, found: Iterable[Need]) -> Iterator[SlotPool]:
     members: dict[Item, list[Need]] = {}
-    for need in all_needs(layout):
+    for need in found:
         if need.passes and need.item is not Item.WEIGHT:
             members.setdefault(need.item, []).append(need)
     for item, passing in members.items():

@@ -25,7 +25,7 @@ from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
 from strategies.planner.estimate import Estimate, Load
 from strategies.planner.greedy import DoesNotFit
-from strategies.planner.least_memory import fewest_copies, movable
+from strategies.planner.least_memory import fewest_copies
 from strategies.planner.state_placement import OffloadRequest, StatePlacement, StatePlacements
 
 ESTIMATED = 24  # placements that are estimated, each with several shares of streamed updates
@@ -75,7 +75,9 @@ class Candidates:
 
     def layouts(self, device_room: int) -> list[Layout]:
         """Layouts whose arenas are within ``device_room`` and the room on the host, what moves the least first."""
-        made = self._windows(device_room) if self._request.weights == "streamed" else self._fitting(device_room)
+        if self._request.weights != "streamed":
+            return self._fitting(device_room)
+        made = self._windows(device_room)
         return [layout for layout in made if place(layout).num_bytes(Home.HOST) <= self._host_room]
 
     def estimated(self, device_room: int, *, sure: bool) -> float | None:
@@ -195,7 +197,7 @@ class Candidates:
         if place(made).num_bytes(Home.HOST) <= self._host_room:
             return made
         excess = self._sizes(placement).weights - room
-        some = fewest_copies(movable(self._placements, placement), excess) or []
+        some = fewest_copies(self._placements.movable(placement), excess) or []
         made = weight_schedule.only_while_used(layout, [weight.index for weight in some])
         addresses = place(made)
         within = addresses.num_bytes(Home.HOST) <= self._host_room

@@ -63,10 +63,12 @@ class Estimate:
         ways = 1
         update, touch = rates.update_params_per_s(run.precision), TOUCHED_BYTES / rates.device_bytes_per_s
         for bucket, (site, grad_home, *_) in placed:
-            size, count, ways = bucket.weight_bytes // bucket.ways, bucket.share, bucket.ways
-            exchanged += (bucket.weight_bytes - size) * (site is not Site.NONE)
-            coming = bucket.weight_bytes if self._common_host and site is Site.HOST else size
-            gathered += (bucket.weight_bytes - coming) * (site is not Site.NONE)
+            whole, count, ways = bucket.weight_bytes, bucket.share, bucket.ways
+            size = whole // ways
+            coming = whole if self._common_host and site is Site.HOST else size
+            if site is not Site.NONE:
+                exchanged += whole - size
+                gathered += whole - coming
             if site is Site.HOST:
                 cpu += count / update
                 touched += HOST_UPDATE_BYTES * count

@@ -35,7 +35,7 @@ from strategies.planner.activation_policy import KeepCosts, KeepOption, Tradeoff
 from strategies.planner.addresses import place
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
-from strategies.planner.step_cost import cost_of
+from strategies.planner.step_cost import seconds_of
 
 GRID = 4  # positions per curve, besides the first
 TRIED = 3  # positions that are worked out: of the curve on which nothing goes to the host, and of the others
@@ -162,7 +162,7 @@ class _Search:
         if found is None:
             return inf
         assert self.rates is not None
-        return cost_of(self._kept(position).facts_as_kept(), found, self.rates).seconds
+        return seconds_of(self._kept(position).facts_as_kept(), found, self.rates)
 
     def _estimate(self, position: Position) -> float:
         try:

@@ -34,20 +34,10 @@ from strategies.core.facts import Home
 from strategies.core.layout import Layout
 from strategies.planner import weight_schedule
 from strategies.planner.addresses import place
-from strategies.planner.state_placement import PARTS, StatePlacement, StatePlacements
+from strategies.planner.state_placement import PARTS, Movable, StatePlacement, StatePlacements
 
 SAMPLE = 64  # placements up to which all are looked at
 COARSE, AROUND, CLOSER = 16, 3, 4  # of more: the first ones, the best around which it goes on, how much closer then
-
-
-@dataclass(slots=True)  # not frozen: a search makes a million
-class Movable:
-    """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
-
-    index: int
-    num_bytes: int
-    copy_bytes: int
-    ticks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +156,7 @@ class LeastMemory:
 
         def within(placement: StatePlacement) -> _Point | None:
             left = host_room - family.sizes(placement).host
-            weights = movable(family, placement)
+            weights = family.movable(placement)
             if left < 0 or (self._all_leave and sum(weight.copy_bytes for weight in weights) > left):
                 return None
             return self._point(family, placement, weights if self._all_leave else most_freed(weights, int(left)))
@@ -179,7 +169,7 @@ class LeastMemory:
             excess = sizes.weights + sizes.rest - device_room
             if excess > sizes.weights - family.largest_unit(placement):
                 return None  # not even all of them free so much
-            weights = movable(family, placement)
+            weights = family.movable(placement)
             some = weights if self._all_leave else fewest_copies(weights, excess)
             return None if some is None else self._point(family, placement, some)
 
@@ -188,7 +178,7 @@ class LeastMemory:
     def _point(self, family: StatePlacements, placement: StatePlacement, some: Sequence[Movable] | None) -> _Point:
         """The point at which ``some`` weights are offloaded; None: all that may be."""
         sizes = family.sizes(placement)
-        some = movable(family, placement) if some is None else some
+        some = family.movable(placement) if some is None else some
         device = sizes.weights + sizes.rest - freed(some)
         host = sizes.host + sum(weight.copy_bytes for weight in some)
         return _Point(family, placement, tuple(weight.index for weight in some), device, host)
@@ -213,12 +203,6 @@ class LeastMemory:
             if _bytes(made, other) <= room and (best is None or _bytes(made, wanted) < _bytes(best, wanted)):
                 best = made
         return best
-
-
-def movable(family: StatePlacements, placement: StatePlacement) -> list[Movable]:
-    """The weights that may be offloaded in ``placement``."""
-    copies = family.copies(placement)
-    return [Movable(index, family.weights[index], copy, family.ticks[index]) for index, copy in copies.items()]
 
 
 def _bytes(least: Least, home: Home) -> int:

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import TypeAlias
+from math import inf
 
 from strategies.planner.problem import Problem
 from strategies.planner.tasks import COPIES, Resource, Task
 
-Queue: TypeAlias = tuple[Resource, int]
 UP, DOWN, DRAM, DEVICE, CORES = range(5)  # the media
 
 
@@ -36,10 +35,12 @@ class _Running:
     ``needs`` are (medium, units per second at full speed). ``end`` is when its latency ends, then when it does.
     """
 
-    __slots__ = ("end", "moving", "needs", "speed", "task")
+    __slots__ = ("end", "moving", "needs", "queue", "speed", "task")
 
-    def __init__(self, task: Task, now: float, latency: float, needs: Sequence[tuple[int, float]]) -> None:
-        self.task, self.needs, self.speed = task, needs, 1.0
+    def __init__(
+        self, task: Task, queue: _Queue, now: float, latency: float, needs: Sequence[tuple[int, float]]
+    ) -> None:
+        self.task, self.queue, self.needs, self.speed = task, queue, needs, 1.0
         self.moving = not latency
         self.end = now + (latency or task.seconds)
 
@@ -53,6 +54,17 @@ class _Running:
         self.speed = speed
 
 
+class _Queue:
+    """Ready tasks in order of priority, whether one runs, and the one that ended last."""
+
+    __slots__ = ("busy", "previous", "ready")
+
+    def __init__(self) -> None:
+        self.ready: list[tuple[tuple[int, ...], int, Task]] = []
+        self.busy = False
+        self.previous: Task | None = None
+
+
 class SimulatedMachine:
     """Queues of tasks whose waits are over, and the running ones."""
 
@@ -60,39 +72,54 @@ class SimulatedMachine:
         link, shared = problem.link, problem.shared
         self._latency, self._duplex, self._cores = link.latency, link.duplex, shared.cores
         self._capacity = (link.up, link.down, shared.dram, shared.device, 1.0)
-        self._ready: dict[Queue, list[tuple[tuple[int, ...], int, Task]]] = {}
-        self._running: dict[Queue, _Running] = {}
+        self._queues: dict[tuple[Resource, int], _Queue] = {}
+        self._running: list[_Running] = []
+        self._changed = False  # whether other tasks use media than those whose speeds are set
 
     def offer(self, task: Task) -> None:
         """Queue ``task``: everything it waits for has ended."""
-        heappush(self._ready.setdefault((task.resource, task.stream), []), (task.priority, task.number, task))
+        key = (task.resource, task.stream)
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = _Queue()
+        heappush(queue.ready, (task.priority, task.number, task))
 
     def start(self, now: float) -> None:
         """Start the next ready task of each idle queue, and set the speed of all that run."""
-        for queue, ready in self._ready.items():
-            if ready and queue not in self._running:
-                task = heappop(ready)[2]
-                task.start = now
+        for queue in self._queues.values():
+            if queue.ready and not queue.busy:
+                task = heappop(queue.ready)[2]
+                task.start, queue.busy = now, True
                 latency = self._latency if task.resource in COPIES else 0.0
-                self._running[queue] = _Running(task, now, latency, self._needs(task))
-        self._share(now)
+                one = _Running(task, queue, now, latency, self._needs(task))
+                self._running.append(one)
+                self._changed |= one.moving and bool(one.needs)
+        if self._changed:
+            self._share(now)
+            self._changed = False
 
     def next_time(self) -> float | None:
         """When the next task or latency ends; None if nothing runs."""
-        return min([one.end for one in self._running.values()], default=None)
+        return min([one.end for one in self._running], default=None)
 
     def finish(self, now: float) -> list[Task]:
-        """The tasks that have ended by ``now``."""
-        done = []
-        for queue, one in list(self._running.items()):
-            if one.end > now:
-                continue
-            if not one.moving:
+        """The tasks that have ended by ``now``; the cause of each is what it waited for last."""
+        done, going = [], []
+        for one in self._running:
+            if one.end <= now and not one.moving:
                 one.begin(now)
-            if one.end <= now:
-                one.task.end = now
-                del self._running[queue]
-                done.append(one.task)
+                self._changed |= bool(one.needs)
+            if one.end > now:
+                going.append(one)
+                continue
+            task, queue = one.task, one.queue
+            self._changed |= bool(one.needs)
+            before, cause = queue.previous, task.cause
+            if cause is None or (before is not None and before.end > cause.end):
+                task.cause = before
+            task.end, queue.busy, queue.previous = now, False, task
+            done.append(task)
+        self._running = going
         return done
 
     def _needs(self, task: Task) -> list[tuple[int, float]]:
@@ -108,21 +135,19 @@ class SimulatedMachine:
         return found
 
     def _share(self, now: float) -> None:
-        """Set the speed of every running task."""
-        load = [0.0] * len(self._capacity)
-        moving = [one for one in self._running.values() if one.moving]
+        """Set the speed of every running task; those that need no medium are never slower."""
+        load, moving = [0.0] * len(self._capacity), [one for one in self._running if one.moving and one.needs]
         for one in moving:
             for medium, need in one.needs:
                 load[medium] += need
         both = self._duplex if load[UP] and load[DOWN] else 1.0
-        slower: dict[int, float] = {}  # of media that all together need more of than there is
-        for medium, (has, wanted) in enumerate(zip(self._capacity, load, strict=True)):
-            if wanted:
-                rate = has * both if medium <= DOWN else has
-                if wanted > rate:
-                    slower[medium] = rate / wanted
+        factors, slower = [1.0] * len(load), False  # of media that all together need more of than there is
+        for medium, wanted in enumerate(load):
+            rate = self._capacity[medium] * both if medium <= DOWN else self._capacity[medium]
+            if wanted > rate:
+                factors[medium], slower = rate / wanted, True
         for one in moving:
-            speed = min([slower.get(medium, 1.0) for medium, _ in one.needs], default=1.0) if slower else 1.0
+            speed = min([factors[medium] for medium, _ in one.needs]) if slower else 1.0
             if speed != one.speed:
                 one.at(speed, now)
 
@@ -154,29 +179,24 @@ def least_seconds(problem: Problem, tasks: Sequence[Task]) -> dict[str, float]:
     return found
 
 
-def run(tasks: Sequence[Task], problem: Problem) -> None:
-    """Set start and end of all ``tasks``, and what each one waited for last."""
-    machine, now, left = SimulatedMachine(problem), 0.0, len(tasks)
+def run(tasks: Sequence[Task], problem: Problem, iterations: float = inf) -> None:
+    """Set start and end of all ``tasks`` of so many ``iterations``, and what each one waited for last."""
+    machine, now = SimulatedMachine(problem), 0.0
+    left = sum(task.iteration < iterations for task in tasks)
     for task in tasks:
         if not task.waits:
             machine.offer(task)
-    previous: dict[Queue, Task] = {}
-    while True:
+    while left:
         machine.start(now)
         then = machine.next_time()
         if then is None:
             break
         now = then
         for task in machine.finish(now):
-            left -= 1
-            queue = (task.resource, task.stream)
-            before = previous.get(queue)
-            if task.cause is None or (before is not None and before.end > task.cause.end):
-                task.cause = before
-            previous[queue] = task
+            left -= task.iteration < iterations
             for later in task.then:
                 later.waits -= 1
                 later.cause = task  # the last one to end is what it waited for
                 if not later.waits:
                     machine.offer(later)
-    assert left == 0, f"{left} tasks wait for each other"
+    assert not left, f"{left} tasks wait for each other"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from strategies.core.facts import Facts, Home
 from strategies.core.layout import ITEM_BYTES, Layout
@@ -26,7 +26,7 @@ from strategies.planner.least_memory import SAMPLE, Least, LeastMemory
 from strategies.planner.monotone import Found, at_budget
 from strategies.planner.state_placement import PARTS as EIGHTHS
 from strategies.planner.state_placement import OffloadRequest, StatePlacements
-from strategies.planner.step_cost import cost_of
+from strategies.planner.step_cost import seconds_of
 
 TIGHT = 1.3  # up to so many times the least, smaller buckets are tried as well
 KEY = "strategies.offload"
@@ -109,7 +109,7 @@ class PlacementSearch:
         rates = self._facts.machine.rates
         assert rates is not None
         if id(layout) not in self._costs:
-            self._costs[id(layout)] = (layout, cost_of(self._facts, layout, rates).seconds)
+            self._costs[id(layout)] = (layout, seconds_of(self._facts, layout, rates))
         return self._costs[id(layout)][1]
 
     def _found(self, device_room: int) -> list[Found[Layout]]:
@@ -202,39 +202,54 @@ class PlacementSearch:
     # --- refusals ----------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refusal:
-        device = self._everything.device(self._host_room)
-        return self._no_device(device) if self._here is None else self._no_host(self._here.host_bytes, device)
+        request = self._request
+        if self._here is None:
+            key, budget = f"{KEY}.gpu_memory", request.device_bytes
+            find = (self._no_device, self._needed_device)
+            return MemoryRefusal(key, request.gpu_memory, *find, home=Home.DEVICE, budget=budget)
+        key, needs = f"{KEY}.host_memory", self._hosted_bytes + self._here.host_bytes
+        cure, budget = partial(self._no_host, needs), request.host_bytes
+        return MemoryRefusal(key, request.host_memory, cure, lambda: needs, home=Home.HOST, budget=budget)
 
-    def _no_device(self, within_host: Least | None) -> Refusal:
-        least = within_host or self._everything.device()
+    @cached_property
+    def _within_host(self) -> Least | None:
+        """What needs the least of the device within the budget of the host, of everything."""
+        return self._everything.device(self._host_room)
+
+    @cached_property
+    def _anywhere(self) -> Least:
+        """The same; if the budget of the host is too small for all, without it."""
+        least = self._within_host or self._everything.device()
         assert least is not None, "without limits there is a plan"
-        needed, budget = self._saved_bytes + least.device_bytes, self._request.device_bytes
+        return least
+
+    def _needed_device(self) -> int:
+        return self._saved_bytes + self._anywhere.device_bytes
+
+    def _no_device(self) -> str:
+        needed, budget = self._needed_device(), self._request.device_bytes
         cure = (
             f"{human(needed)} are needed, {human(self._saved_bytes)} of them for forward and backward, with everything "
             f"on the host that may be there: {human(needed - budget)} too much for {human(budget)}; write "
             f"{written(needed)} or more, or a smaller training.per_device_train_batch_size{self._forced()}"
         )
-        if within_host is None:
-            host = written(self._ranks * (self._hosted_bytes + least.host_bytes))
+        if self._within_host is None:
+            host = written(self._ranks * (self._hosted_bytes + self._anywhere.host_bytes))
             cure += f"; the host is too small as well: write {KEY}.host_memory: {host} too"
-        key, value = f"{KEY}.gpu_memory", self._request.gpu_memory
-        return MemoryRefusal(key, value, cure, home=Home.DEVICE, needed=needed, budget=budget)
+        return cure
 
-    def _no_host(self, least_bytes: int, other: Least | None) -> Refusal:
-        hosted, budget = self._hosted_bytes, self._request.host_bytes
-        needed = hosted + least_bytes
+    def _no_host(self, needed: int) -> str:
+        hosted, budget, other = self._hosted_bytes, self._request.host_bytes, self._within_host
         part = f", {human(hosted)} of them for tensors that wait for backward" if hosted else ""
         each, of_all = (" on each rank", f" (for {self._ranks} ranks)") if self._ranks > 1 else ("", "")
         more, machine = "", self._facts.machine
         if other is not None and self._saved_bytes + other.device_bytes <= machine.device_bytes:
             more = f", or {KEY}.gpu_memory: {written(self._saved_bytes + other.device_bytes)}"
-        cure = (
+        return (
             f"{human(needed)} of host memory are needed{each}{part}: {human(needed - budget)} too much for "
             f"{human(budget)}; write {written(self._ranks * needed)} or more{of_all} if the machine has it{more}"
             f"{self._forced()}"
         )
-        key, value = f"{KEY}.host_memory", self._request.host_memory
-        return MemoryRefusal(key, value, cure, home=Home.HOST, needed=needed, budget=budget)
 
     def _forced(self) -> str:
         forced = [name for name in ("site", "weights", "gradients") if getattr(self._request, name) != "auto"]

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 from strategies.core.facts import Home
 from strategies.core.layout import Site
@@ -167,8 +168,7 @@ class Shared:
     through_host: bool = False
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Gap:
+class Gap(NamedTuple):
     """The ticks ``after`` < t < ``before`` at which a weight is idle; ``before`` may lie in the next iteration."""
 
     weight: int
@@ -176,8 +176,7 @@ class Gap:
     before: int
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
+class Eviction(NamedTuple):
     """A weight leaves in ``gap``; its reload is issued when tick ``issue`` - 1 has ended."""
 
     gap: Gap
@@ -236,6 +235,11 @@ class Problem:
     def up_seconds(self, num_bytes: int) -> float:
         """Seconds of a copy to the device while nothing else moves."""
         return self.link.latency + num_bytes / min(self.link.up, self.shared.dram, self.shared.device)
+
+    @cached_property
+    def reload_seconds(self) -> tuple[float, ...]:
+        """Seconds of each weight's copy to the device."""
+        return tuple(self.up_seconds(weight.reload_bytes) for weight in self.weights)
 
     @cached_property
     def compute_seconds(self) -> float:

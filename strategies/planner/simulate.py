@@ -82,18 +82,9 @@ def simulate(
     Args:
         builder: makes the tasks of an iteration.
     """
-    if iterations < 3:
-        raise ValueError(f"{iterations} iterations; the first two are not like the others")
-    # One iteration more: its first copies run in the measured one.
-    tasks = build_tasks(problem, evictions, iterations + 1, builder)
+    tasks = _tasks(problem, evictions, iterations, builder)
     run(tasks, problem)
-    least = least_seconds(problem, [task for task in tasks if task.iteration == iterations - 1])
-    ends = [
-        {r: max((t.end for t in tasks if t.resource is r and t.iteration == at), default=0.0) for r in Resource}
-        for at in (iterations - 2, iterations - 1)
-    ]
-    period = max(*(ends[1][r] - ends[0][r] for r in Resource), *least.values())
-    end = ends[1][Resource.COMPUTE]
+    least, period, end = _measured(problem, tasks, iterations)
     start = end - period
     within = [t for t in tasks if t.end > start and t.start < end]
     spans = {r: _joined((max(t.start, start), min(t.end, end)) for t in within if t.resource is r) for r in Resource}
@@ -109,6 +100,33 @@ def simulate(
     )
 
 
+def simulated_period(problem: Problem, evictions: Sequence[Eviction], iterations: int = 4) -> float:
+    """The period of ``simulate``, in less time: what runs after the measured iteration does not matter."""
+    tasks = _tasks(problem, evictions, iterations, TaskBuilder)
+    run(tasks, problem, iterations)
+    _, period, _ = _measured(problem, tasks, iterations)
+    return period
+
+
+def _tasks(problem: Problem, evictions: Sequence[Eviction], iterations: int, builder: type[TaskBuilder]) -> list[Task]:
+    if iterations < 3:
+        raise ValueError(f"{iterations} iterations; the first two are not like the others")
+    # One iteration more: its first copies run in the measured one.
+    return build_tasks(problem, evictions, iterations + 1, builder)
+
+
+def _measured(problem: Problem, tasks: Sequence[Task], iterations: int) -> tuple[dict[str, float], float, float]:
+    """What the last of ``iterations`` needs at least, its period, and when its compute ended."""
+    ends = [dict.fromkeys(Resource, 0.0) for _ in range(iterations + 1)]
+    for task in tasks:
+        of = ends[task.iteration]
+        if task.end > of[task.resource]:
+            of[task.resource] = task.end
+    least = least_seconds(problem, [task for task in tasks if task.iteration == iterations - 1])
+    before, last = ends[iterations - 2 : iterations]
+    return least, max(*(last[r] - before[r] for r in Resource), *least.values()), last[Resource.COMPUTE]
+
+
 def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
     """Seconds per iteration of a plan that moves only weights to the device."""
     count = len(problem.ticks)
@@ -117,7 +135,7 @@ def reload_period(problem: Problem, evictions: Sequence[Eviction]) -> float:
     for gap in need_order(problem, issues):
         tick = gap.before % count
         released = issues[gap] - gap.before + tick - 1  # the tick that must have ended; < 0: of the iteration before
-        needed[tick].append((released, problem.up_seconds(problem.weights[gap.weight].reload_bytes)))
+        needed[tick].append((released, problem.reload_seconds[gap.weight]))
     work = [(tick.seconds, copies) for tick, copies in zip(problem.ticks, needed, strict=True)]
     ends, clock, arrived = [0.0] * count, 0.0, 0.0
     grown = (0.0, 0.0)

@@ -50,11 +50,16 @@ class Place(NamedTuple):
 
     site: Site
     grad_home: Home
-    grad_split: bool
-    grad_direct: bool
+    grad_split: bool = False
+    grad_direct: bool = False
 
 
 ON_DEVICE = (Site.DEVICE, Site.STREAMED)
+# The same objects for all buckets: a search places them many million times.
+STAYS = {site: Place(site, Home.DEVICE) for site in Site}
+LEAVES = {site: Place(site, Home.HOST) for site in Site}
+DIRECT = {site: Place(site, Home.HOST, grad_direct=site is Site.HOST) for site in Site}
+SPLITS = {site: Place(site, Home.DEVICE, grad_split=True) for site in Site}
 PASSING: Mapping[Item, Home] = {Item.GRAD: Home.DEVICE, Item.VISIT: Home.DEVICE, Item.ARRIVAL: Home.HOST}  # in slots
 REMEMBERED = 32  # placements of which the places are remembered
 PARTS = 8  # shares of host updates that may be streamed: none, one eighth, ... all
@@ -122,6 +127,16 @@ class _Cost(NamedTuple):
     scratch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A weight that may be offloaded: its bytes, what its copy takes on the host, and the ticks that use it."""
+
+    index: int
+    num_bytes: int
+    copy_bytes: int
+    ticks: tuple[int, ...]
+
+
 class StatePlacements:
     """The placements that a request allows. ``weights`` and ``ticks``: per bucket, its weight's bytes on the device and
     the ticks that use it. ``direct``: buckets whose gradients may do without a slot.
@@ -183,6 +198,8 @@ class StatePlacements:
         self._places = lru_cache(REMEMBERED)(self._places_of)
         self._offloadable = cache(self._offloadable_of)
         self._largest_unit = cache(self._largest_unit_of)
+        self._leaving_bytes = cache(self._leaving_bytes_of)
+        self._movable = cache(self._movable_at)
         self._costs = cache(self._cost)
         self.sizes = cache(self._sizes)
 
@@ -244,10 +261,16 @@ class StatePlacements:
         """Each bucket with its site and the home of its gradients."""
         return zip(self._buckets, self._places(placement), strict=True)
 
-    def copies(self, placement: StatePlacement) -> dict[int, int]:
-        """Buckets whose weights may be offloaded, with the bytes on the host that each then takes in addition."""
-        places = self._places(placement)
-        return {index: self._costs(self._like[index], places[index]).copy for index in self.offloadable(placement)}
+    def _leaving_bytes_of(self, hosted: int) -> int:
+        return sum(self.weights[index] for index in self._offloadable(hosted))
+
+    def movable(self, placement: StatePlacement) -> list[Movable]:
+        """The weights that may be offloaded."""
+        places, movable = self._places(placement), self._movable
+        return [movable(index, places[index]) for index in self.offloadable(placement)]
+
+    def _movable_at(self, index: int, place: Place) -> Movable:
+        return Movable(index, self.weights[index], self._costs(self._like[index], place).copy, self.ticks[index])
 
     def _sizes(self, placement: StatePlacement) -> Sizes:
         """What ``place`` finds for the layout, much faster: ``weights + rest`` on the device, ``host`` on the host."""
@@ -261,7 +284,7 @@ class StatePlacements:
         for item, sizes in passed.items():
             slots = sum(size * number for size, number in size_classes(sizes, self._empty.slots(item)))
             device, host = (device + slots, host) if PASSING[item] is Home.DEVICE else (device, host + slots)
-        weights = sum(self.weights[index] for index in self.offloadable(placement))
+        weights = self._leaving_bytes(placement.hosted)
         return Sizes(weights, device - weights + scratch_of([mixed]) + self._received, host)
 
     def _cost(self, index: int, place: Place) -> _Cost:
@@ -294,16 +317,13 @@ class StatePlacements:
             down |= {index for index in self._sendable if sites[index] in early}
         for index in self._streaming(placement):
             sites[index] = Site.STREAMED
-        shared = self._shared - down
-        return [
-            Place(
-                site,
-                Home.HOST if index in down else Home.DEVICE,
-                index in shared and site in ON_DEVICE,
-                index in self.direct and index in down and site is Site.HOST,
-            )
-            for index, site in enumerate(sites)
-        ]
+        places = [STAYS[site] for site in sites]
+        for index in down:
+            places[index] = (DIRECT if index in self.direct else LEAVES)[sites[index]]
+        for index in self._shared - down:
+            if sites[index] in ON_DEVICE:
+                places[index] = SPLITS[sites[index]]
+        return places
 
     def _sites_of(self, hosted: int) -> list[Site]:
         """The site of each bucket, before a part of the host updates is streamed."""

@@ -33,6 +33,8 @@ from strategies.planner.problem import Eviction, Problem, Tick, Update, need_ord
 class Resource(Enum):
     """What works in parallel to the others."""
 
+    __hash__ = object.__hash__  # by identity; Enum's own looks the name up each time
+
     COMPUTE = "compute"
     UP = "link up"
     DOWN = "link down"
@@ -246,7 +248,8 @@ class TaskBuilder:
     def _bring(self, weight: int, ended: Task | None, need: tuple[int, int]) -> None:
         """The reload that the tick ``need`` waits for, unless the update that comes first makes the weight."""
         info = self._problem.weights[weight]
-        leaving = [self._leaving.get(other) for other in info.overlapping] if self._leaving else []
+        known = self._leaving
+        leaving = [known[other] for other in info.overlapping if other in known] if known else []
         if weight in self._due and self._update(weight).from_master:
             self._vacated[weight] = [ended, *leaving]
             return

@@ -5,9 +5,9 @@ search never evicts is resident; the rest gets the ticks at which the plan has i
 these. Activations are not part of it: the arena is allocated at the start and never shrinks, so every tick has the same
 room.
 
-A packing may need more than the bytes alive at its worst tick. The search then runs again with that much less, twice as
-much each time, since a budget that is a little smaller often has the same result; the last resort is the plan with every
-gap evicted.
+A packing may need more than the bytes alive at its worst tick. The search then runs again with that much less, and with
+twice as much less each further time, since a budget a little smaller often has the same result; the last resort is the
+plan with every gap evicted.
 
 Updates are left out of the search: a weight that the CPU updates crosses the link once per iteration whatever is
 decided here. So are saved tensors on the host. ``step_cost.py`` evaluates the whole layout with all of them.
@@ -155,7 +155,7 @@ def _capped(evictions: Sequence[Eviction], ahead: int | None) -> tuple[Eviction,
     """No reload earlier than ``ahead`` ticks before its use; coming later than planned never needs more memory."""
     if ahead is None:
         return tuple(evictions)
-    return tuple(replace(eviction, issue=max(eviction.issue, eviction.gap.before - ahead)) for eviction in evictions)
+    return tuple(Eviction(gap, max(issue, gap.before - ahead)) for gap, issue in evictions)
 
 
 def _scheduled(layout: Layout, groups: Groups, problem: Problem, evictions: Sequence[Eviction]) -> Layout:

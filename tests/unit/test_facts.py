@@ -286,6 +286,7 @@ def test_facts_with_parameters_are_json() -> None:
         "group": 0,
         "users": [],
         "elsewhere": False,
+        "looked_up": True,
     }
 
 

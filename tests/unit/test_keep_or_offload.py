@@ -62,7 +62,7 @@ def test_the_sizes_of_a_placement_are_those_of_its_layout(known: Facts, asked: d
             assert weights + rest == place(made).num_bytes(Home.DEVICE)
             assert host == place(made).num_bytes(Home.HOST)
             assert weights >= 0 and rest >= 0
-            copies = placements.copies(shared)
+            copies = {weight.index: weight.copy_bytes for weight in placements.movable(shared)}
             away = only_while_used(made, copies)
             rounded = sum(pool.num_bytes for pool in slot_pools(away) if pool.item is Item.COPY)
             assert host + sum(copies.values()) + rounded == place(away).num_bytes(Home.HOST)

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home, Param
 from strategies.core.layout import Item, Layout, Site
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.sizes import parse_bytes
 from strategies.core.validate import validate
 from strategies.planner.addresses import place, slot_pools
 from strategies.planner.buckets import block_bytes
+from strategies.planner.least_memory import LeastMemory
 from strategies.planner.placement_search import PlacementSearch
 from strategies.planner.state_placement import OffloadRequest
 from strategies.planner.step_cost import cost_of
@@ -281,6 +282,21 @@ def test_a_host_that_is_too_small() -> None:
     assert text.startswith("strategies.offload.host_memory = 5000: ")
     enough = parse_bytes(text.split("write ")[1].split(" or more")[0])
     assert place(choose(known, request(PLENTY, enough, site="host"), 0)).num_bytes(Home.HOST) <= enough
+
+
+@pytest.mark.parametrize("budgets", [(100_000,), (PLENTY, 5000)], ids=["device", "host"])
+def test_what_would_be_enough_is_searched_once_and_when_asked(
+    budgets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[object] = []
+    device = LeastMemory.device
+    monkeypatch.setattr(LeastMemory, "device", lambda *args: (searched.append(args), device(*args))[1])
+    with pytest.raises(MemoryRefusal) as caught:
+        choose(transformer(groups=False), request(*budgets, site="host"), 1000)
+    before = len(searched)
+    assert caught.value.needed > caught.value.budget
+    assert str(caught.value) == str(caught.value)
+    assert len(searched) == before + 1
 
 
 def fits(known: Facts, saved: int, device_bytes: int, host_bytes: int, **asked: Any) -> bool:

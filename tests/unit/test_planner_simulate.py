@@ -24,7 +24,7 @@ from strategies.planner.problem import (
     memory,
     present_ticks,
 )
-from strategies.planner.simulate import Outcome, reload_period, simulate
+from strategies.planner.simulate import Outcome, reload_period, simulate, simulated_period
 from strategies.planner.tasks import Resource
 from tests.helpers.exact import complaints
 from tests.unit.planning import blocks, even, halved, uneven, updated
@@ -526,13 +526,14 @@ def test_accumulated_gradients_cross_once_where_they_rest_on_the_device() -> Non
 
 
 def test_random_updates_add_up() -> None:
-    """What each resource is busy is what the plan makes it do; the chain of causes has no holes; twice is the same."""
+    """What each resource is busy is what the plan makes it do; the chain of causes has no holes; again is the same."""
     for seed in range(60):
         problem = updated(uneven(seed), seed)
         plan = issue(replace(problem, budget=10**9), problem.gaps[:: 1 + seed % 2])
         assert plan is not None
         found = simulate(problem, plan, iterations=8)
         assert found == simulate(problem, plan, iterations=8)
+        assert found.period == simulated_period(problem, plan, iterations=8)
         assert found.busy[COMPUTE] <= found.period + 1e-9
         assert sum(found.critical.values()) == pytest.approx(found.period)
         cpu = sum(i.update.seconds for i in problem.weights if i.update and i.update.site is Site.HOST)

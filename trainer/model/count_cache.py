@@ -34,6 +34,8 @@ SOURCES = (
         ROOT / f"trainer/model/{name}.py"
         for name in (
             "counting",
+            "counting_alike",
+            "stubs",
             "outside_reads",
             "linear_layers",
             "params",

@@ -93,15 +93,15 @@ class _Stub(torch.autograd.Function):
     """An output of a block that was not computed."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, like: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """``anchor`` makes the output require a gradient."""
         ctx.like = (hidden.shape, hidden.dtype)
-        return hidden.new_empty(like.shape, dtype=like.dtype)
+        return hidden.new_empty(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shape, dtype = ctx.like
-        return grad.new_empty(shape, dtype=dtype) if ctx.needs_input_grad[0] else None, None, None
+        return grad.new_empty(shape, dtype=dtype) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def _stub(name: str, output_like: Callable[[str], Any], *args: Any, **kwargs: An
 
     def made(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            through: Tensor = _Stub.apply(hidden, anchor, tensor.detach())
+            through: Tensor = _Stub.apply(hidden, anchor, tensor.shape, tensor.dtype)
             return through
         return torch.empty_like(tensor)
 

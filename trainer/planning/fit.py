@@ -194,7 +194,8 @@ class Fit:
         # Without rates nothing is simulated, and a plan takes a tenth of the time. With rates saved tensors may wait on
         # the host, too: that makes room on the device for as many other bytes, so the host has to hold as much as
         # before, up to the sizes of slots.
-        quick = self._planned(row, way, ranks, replace(self._machine, origin="profile", rates=None))
+        without = replace(self._machine, origin="profile", rates=None)
+        quick = self._planned(row, way, ranks, without, only_host=True)
         short = Home.HOST in quick.missing or quick.refused
         return quick if short else self._planned(row, way, ranks, self._machine)
 
@@ -215,13 +216,19 @@ class Fit:
         needed = least - device
         return replace(row, needed={Home.HOST: needed}, missing={Home.HOST: needed - host}, at_least=True)
 
-    def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine) -> FitRow:
-        """``row`` with what ``plans_of`` finds; of stages, that which needs most."""
+    def _planned(self, row: FitRow, way: _Way, ranks: Ranks, machine: Machine, *, only_host: bool = False) -> FitRow:
+        """``row`` with what ``plans_of`` finds; of stages, that which needs most.
+
+        Args:
+            only_host: how much the device is short of is not wanted.
+        """
         try:
             plans = plans_of(build(way.tree).like(self._config), ranks, machine, say=lambda line: None)
             plan = max(plans, key=lambda each: each.peak(Home.DEVICE))
         except TooLargeError as short:
             home = Home(short.home)
+            if only_host and home is not Home.HOST:
+                return row
             return replace(row, needed={home: short.needed}, missing={home: short.needed - short.budget})
         except (ConfigError, ValueError) as error:  # pydantic's is a ValueError
             if isinstance(error, ConfigError) and not way.names and not way.given:

@@ -104,10 +104,14 @@ def _located(config: RunConfig, refused: Conflict | Refusal) -> ConfigError:
     """The error of a strategy as one line that begins with file and line of its key, as every error of a config."""
     if isinstance(refused, Conflict):
         return ConfigError(config.located(f"strategies.{refused.second}", str(refused)))
-    error = config.error(refused.key, refused.value, refused.cure)
-    if isinstance(refused, MemoryRefusal):
-        return TooLargeError(error.lines[0], refused.home.value, refused.needed, refused.budget)
-    return error
+    if not isinstance(refused, MemoryRefusal):
+        return config.error(refused.key, refused.value, refused.cure)
+    short = refused
+
+    def line() -> str:
+        return config.error(short.key, short.value, short.cure).lines[0]
+
+    return TooLargeError(line, short.home.value, lambda: short.needed, short.budget)
 
 
 def check_options(config: RunConfig, world_size: int, *, installed: bool = True) -> None:
@@ -215,4 +219,8 @@ def refuse_impossible(plan: Plan) -> None:
         cure = "; write strategies.recompute.activation_offloading: false" if sent else ""
         who = "the training state and the tensors saved for backward need" if hosted else "the training state needs"
         what = f"{who} {human(needed)} on each rank's {home.value}, which has {human(has)}"
-        raise TooLargeError(f"{what}: {human(needed - has)} too much{cure}", home.value, needed, has)
+        raise _too_large(f"{what}: {human(needed - has)} too much{cure}", home, needed, has)
+
+
+def _too_large(line: str, home: Home, needed: int, budget: int) -> TooLargeError:
+    return TooLargeError(lambda: line, home.value, lambda: needed, budget)
