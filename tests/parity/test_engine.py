@@ -20,6 +20,7 @@ from strategies.engine import SGD, AdamW, stow, updates
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
 from strategies.planner.addresses import place, slot_pools
+from tests.helpers.doubles import Vacant
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
 from tests.helpers.grid import BF16, FP32, IN_STAGES, expected, run, title
 from tests.helpers.models import build, tokens
@@ -101,6 +102,22 @@ def test_slots_of_several_sizes(site: str, accumulation: int) -> None:
         several = [Item.GRAD, *[Item.VISIT] * (site == "streamed"), *[Item.ARRIVAL] * (accumulation > 1)]
         assert all(pools[item] > 1 for item in several)
         assert differences(wanted, stowed(build("words"), plan, batches, transfer=transfer, **loop)) == []
+
+
+def test_backward_does_not_bring_an_embedding() -> None:
+    """It does not read it; the head is brought."""
+    model = build("words")
+    plan: Any = plan_of(model, site="host", weights="some", prefetch=3)
+    optimizer = stow(model, plan, None, AdamW(), transfer=Vacant(), beside=False)
+    first, *_, last = optimizer.engine.buckets
+    loss = model(**tokens("words", 1)[0]).loss
+    assert first.name == "embedding" and not first.present and not first.spec.resident
+    for bucket in (first, last):
+        bucket.params[0].register_hook(lambda grad, bucket=bucket: seen.append((bucket.name, bucket.present)))
+    seen: list[tuple[str, bool]] = []
+    loss.backward()
+    optimizer.close()
+    assert seen == [(last.name, True), ("embedding", False)]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -319,6 +319,19 @@ def test_compute_waits_until_a_gradient_without_a_slot_is_down() -> None:
             assert min(after) == pytest.approx(wait)
 
 
+def test_a_weight_that_backward_does_not_read_has_its_gradient_there() -> None:
+    """As an embedding's: it is read at tick 0 alone, comes up once, and its gradient goes down after BP 0."""
+    update = {"grad_bytes": 1, "seconds": 0.0, "grad_home": Home.HOST}
+    problem = with_update(two_blocks(), **update)
+    first = replace(problem.weights[0], uses=(0,), gradient_tick=3)
+    problem = replace(problem, weights=(first, problem.weights[1]))
+    assert [(gap.after, gap.before) for gap in problem.gaps if gap.weight == 0] == [(0, 4)]
+    found = simulate(problem, at_need(problem.gaps))
+    ended = max(end for label, _, end in spans(found, COMPUTE) if label == "BP 0")
+    assert {start for label, start, _ in spans(found, DOWN) if label == "gradient 0"} <= {0.0, ended}
+    assert sum(label == "weight 0" for label, *_ in spans(found, UP)) == 1
+
+
 def test_a_tick_waits_for_the_slots_of_all_gradients_that_it_makes() -> None:
     """BP 0 makes two gradients, a second each; the slot of the first one still sends what BP 1 made, for 7 s."""
     problem = replace(with_update(two_blocks(), grad_bytes=7, seconds=0.0), link=Link(0, 1e9, 1.0), in_backward=True)
