@@ -174,18 +174,27 @@ def results(jobs: Sequence[tuple[str, Callable[[], Any]]], folder: Path) -> Resu
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
-def of_theme(contenders: Sequence[Contender], folder: Path) -> Results:
-    return results([(contender.label, partial(measured, contender)) for contender in contenders], folder)
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """All that runs in one process: to import what it needs takes as long as many contenders."""
+    folder = tmp_path_factory.mktemp("bench")
+    themes = {"offload": OFFLOAD, "recompute": RECOMPUTE}
+    jobs = [(f"{theme} {each.label}", partial(measured, each)) for theme, some in themes.items() for each in some]
+    return results([*jobs, ("linear", partial(linear_bench, folder))], folder)
+
+
+def of_theme(theme: str, everything: Results) -> Results:
+    return {label.removeprefix(f"{theme} "): run for label, run in everything.items() if label.startswith(f"{theme} ")}
 
 
 @pytest.fixture(scope="module")
-def offload(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return of_theme(OFFLOAD, tmp_path_factory.mktemp("offload"))
+def offload(everything: Results) -> Results:
+    return of_theme("offload", everything)
 
 
 @pytest.fixture(scope="module")
-def recompute(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return of_theme(RECOMPUTE, tmp_path_factory.mktemp("recompute"))
+def recompute(everything: Results) -> Results:
+    return of_theme("recompute", everything)
 
 
 def check(contender: Contender, runs: Results) -> None:
@@ -231,8 +240,8 @@ def test_recompute(contender: Contender, recompute: Results) -> None:
     check(contender, recompute)
 
 
-def test_linear(tmp_path: Path) -> None:
-    record = results([("linear", partial(linear_bench, tmp_path))], tmp_path)["linear"]
+def test_linear(everything: Results) -> None:
+    record = everything["linear"]
     assert "failed" not in record, record["failed"]
     assert [case["shape"]["inputs"] for case in record["cases"]] == [8]
     assert {mode: len(seconds) for mode, seconds in record["steps"][0]["seconds"].items()} == {

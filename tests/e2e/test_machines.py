@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.commands import BIN, MODEL, TRAIN, Command, Server, digest, free_port, metrics, write_config
+from tests.e2e.test_launchers import strange
 
 SECTION = {"config": MODEL | {"attention_dropout": 0.0}}  # stages draw numbers of their own
 
@@ -40,6 +41,7 @@ def test_two_launchers_make_what_one_process_makes(server: Server, tmp_path: Pat
         first, second = (command.wait(120.0).check() for command in launched(by, config, tmp_path / by))
         assert first.lines("export: ")
         assert not second.lines("step "), "only the first rank of all prints"
+        assert strange(by, first.err + second.text) == []
         runs = [tmp_path / name / "run" for name in ("alone", by)]
         assert digest(runs[0] / "export") == digest(runs[1] / "export")
         losses = [[(line["loss"], line["grad_norm"]) for line in metrics(run) if "loss" in line] for run in runs]

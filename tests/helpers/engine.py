@@ -292,8 +292,10 @@ def plan_of(
     if not _machines:
         _machines.append(probe())
     params = groups_of(model, groups)
-    share = {"half": 0.5, "one": 1, "several": 2}[bucket]
-    facts = plan_for(model, params, max_grad_norm=max_norm, machine=_machines[0], world_size=1).facts
+    size = "auto"
+    if bucket != "one":
+        facts = plan_for(model, params, max_grad_norm=max_norm, machine=_machines[0], world_size=1).facts
+        size = str(int({"half": 0.5, "several": 2}[bucket] * block_bytes(facts)))
     made = plan_for(
         model,
         params,
@@ -311,7 +313,7 @@ def plan_of(
         gather=gather if ranks > 1 else "auto",
         update_in_backward=in_backward,
         reduction=reduction,
-        bucket_size="auto" if bucket == "one" else str(int(share * block_bytes(facts))),
+        bucket_size=size,
     )
     assert made.layout is not None
     buckets = made.layout.buckets
@@ -325,7 +327,7 @@ def plan_of(
     if direct:
         down = [b for b in buckets if b.site is Site.HOST and b.grad_home is Home.HOST]
         buckets = tuple(replace(b, grad_direct=b in down) for b in buckets)
-    blocks = {unit.name for unit in facts.units if unit.kind is UnitKind.BLOCK}
+    blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
     bare = replace(made.layout, buckets=tuple(replace(b, resident_ticks=()) for b in buckets))

@@ -93,28 +93,39 @@ def made(case: dict[str, Any]) -> nn.Module:
     return model
 
 
-def both(ranks: Ranks, row: Row, device: str = "cpu", **how: Any) -> tuple[Result, Result]:
-    """Train a case plainly and by the engine, on ``device``; ``how``: its transfer and process group."""
+def both(ranks: Ranks, row: Row, device: str = "cpu", turn: int = 0, **how: Any) -> tuple[Result, Result]:
+    """Train a case plainly on one rank, whose turn it is, and on all by the engine; what both left is on every rank.
+
+    ``device`` is where they train; ``how`` is the engine's transfer and process group.
+    """
     case: dict[str, Any] = dict(row)
     count, norm, groups = ranks.world_size, NORMS[case["clip"]], case["groups"]
+    steps = STEPS - bool(
+        turn % 3
+    )  # in the second one all that the first has left is read; two of three cases end there
     batches = [
-        {key: value.to(device) for key, value in batch.items()} for batch in tokens(case["model"], STEPS * count)
+        {key: value.to(device) for key, value in batch.items()} for batch in tokens(case["model"], steps * count)
     ]
-    wanted = plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)
+    alone: list[Result | None] = [None]
+    if ranks.rank == turn % count:
+        alone = [plain(on(device, made(case)), batches, accumulation=count, max_norm=norm, groups=groups)]
     model = made(case)
     asked = ("site", "weights", "bucket", "park", "prefetch", "split", "gather", "reduction")
     where = {name: case[name] for name in asked if name in case}
     plan = plan_of(model, max_norm=norm, groups=groups, ranks=count, **where)
     how = how or {"transfer": TRANSFERS[case["transfer"]]()}
-    return wanted, stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
+    shared = stowed(model, plan, batches[ranks.rank :: count], max_norm=norm, groups=groups, device=device, **how)
+    dist.broadcast_object_list(alone, turn % count)
+    assert alone[0] is not None
+    return alone[0], shared
 
 
 def train(ranks: Ranks, rows: Sequence[Row], device: str = "cpu", how: Callable[[], Any] = dict) -> list[str]:
     """What differs, a line for each row; ``how`` makes what ``both`` is given for a row."""
     torch.set_num_threads(1)
     found = []
-    for row in rows:
-        wanted, shared = both(ranks, row, device, **how())
+    for turn, row in enumerate(rows):
+        wanted, shared = both(ranks, row, device, turn, **how())
         wanted.losses = shared.losses = []  # each rank knows its own
         wrong = differences(wanted, shared)
         everywhere: list[Any] = [None] * ranks.world_size

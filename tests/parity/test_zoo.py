@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from strategies.core.facts import Home
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import MemoryRefusal
 from strategies.engine import AdamW, stow
 from strategies.engine.module_hooks import ModuleHooks
 from strategies.engine.tensors.parameters import AbsentParameter
@@ -55,15 +55,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def smallest(model: nn.Module, **loop: Any) -> Any:
     """The real planner's plan at the smallest budget that it does not refuse."""
     given: dict[str, Any] = {"max_grad_norm": NORM, "machine": MACHINE, **loop}
-    low, high = 0, plan_for(model, gpu_memory="1GiB", **given).place.addresses.num_bytes(Home.DEVICE)  # type: ignore[union-attr]
-    while high - low > 4096:
-        middle = (low + high) // 2
-        try:
-            plan_for(model, gpu_memory=middle, **given)
-            high = middle
-        except Refusal:
-            low = middle
-    return plan_for(model, gpu_memory=high, **given)
+    with pytest.raises(MemoryRefusal) as refused:
+        plan_for(model, gpu_memory="1KiB", **given)
+    plan: Any = plan_for(model, gpu_memory=refused.value.needed, **given)
+    assert plan.place.addresses.num_bytes(Home.DEVICE) == refused.value.needed
+    return plan
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -1,13 +1,16 @@
 """The bench: its arithmetic, its refusals, its table, the real command. All contenders: ``tests/e2e/test_bench.py``."""
 
+import io
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.harness import processes, record, work
+from benchmarks.harness import child, processes, record, work
 from benchmarks.harness.record import Row, Spread
 from benchmarks.harness.work import MODELS, OFFLOAD, Contender, Work
 from launch import bench
@@ -246,10 +249,23 @@ def test_deepspeed_completes_a_begun_update(accumulation: int, more: int) -> Non
     assert trained.engine.micro_steps == 3 * accumulation + 2 + more
 
 
-def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path) -> None:
+def test_a_child_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """In this process, as no other one is needed for it."""
     broken = Contender("broken", "contenders:Plain", {"no_such": "option"})
+    request = {"work": asdict(work.work("tiny")), "contender": asdict(broken), "out": str(tmp_path)}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
+    assert child.main() == 1
+    assert "Traceback" in capfd.readouterr().err
+    told = json.loads((tmp_path / "result-0.json").read_text())["failed"]
+    assert told.startswith("TypeError: ") and "no_such" in told
+
+
+def test_what_fails_is_a_row_and_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child ends before it has imported anything."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     said: list[str] = []
+    broken = Contender("broken", "contenders:Plain", {})
     runs = list(processes.measure(work.work("tiny"), [broken], 2, tmp_path, said.append))
-    assert len(runs) == 1 and runs[0]["failed"].startswith("TypeError: ") and "no_such" in runs[0]["failed"]
-    assert "Traceback" in (tmp_path / "broken-1.log").read_text()
-    assert said[0] == "round 1 of 2: broken" and said[1].startswith("  failed: TypeError")
+    assert [run["failed"] for run in runs] == ["ended with code 1 without a result; see its log"]
+    assert (tmp_path / "broken-1.log").is_file()
+    assert said[0] == "round 1 of 2: broken" and said[1].startswith("  failed: ended with code 1")

@@ -21,7 +21,7 @@ from trainer.planning.fit import Fit, config_of, explained, unwritten
 from trainer.planning.from_config import plan_of
 
 SIZES = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 512,
 }  # fmt: skip
 OVERRIDES = [f"model.config.{name}={value}" for name, value in SIZES.items()]
@@ -103,7 +103,7 @@ def test_far_too_much_is_not_planned_and_a_bound_is_called_one() -> None:
     """14 bytes per parameter have to be somewhere: the numbers are a lower bound, and what is written says so."""
     machine = card(200 << 10, host=1 << 20)
     (row,) = (row for row in rows_of(machine) if row.training == "full + offload")
-    state = 14 * 64 * (2 * 512 + 1 + 4 * (4 * 64 + 3 * 128 + 2))
+    state = 14 * 64 * (2 * 512 + 1 + 2 * (4 * 64 + 3 * 128 + 2))
     assert row.at_least and row.needed == {Home.HOST: state - int(0.9 * (200 << 10))}
     assert row.lacks.startswith("host lacks over ")
 

@@ -1,5 +1,6 @@
 """The layout's sizes, from the table in its docstring, and buckets formed from parameters."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.core.facts import Facts, Home, Param
-from strategies.core.layout import ITEM_BYTES, SCRATCH_ELEMENTS, Item, Site, leads, needs, scratch_bytes, ticks_of, uses
+from strategies.core.layout import (
+    ITEM_BYTES,
+    SCRATCH_ELEMENTS,
+    Item,
+    Site,
+    gradient_tick,
+    leads,
+    needs,
+    scratch_bytes,
+    ticks_of,
+    uses,
+)
 from strategies.planner.buckets import block_bytes, form
 from tests.helpers.layouts import bucket, facts_of, layout, random_facts, transformer
 
@@ -236,6 +248,9 @@ def test_uses_and_leads() -> None:
     assert leads(one, made) == (0, 1)
     over_the_end = bucket("x", "a", 10, resident_ticks=((0, 1), (4, 6)))
     assert leads(over_the_end, made) == (1, 1)  # it stays from backward to the next forward: came one before backward
+    looked_up = replace(bucket("x", "a", 10), units=("a", "c"), looked_up=True)  # an embedding tied to the head
+    assert uses(looked_up, ticks_of(units)) == (0, 2, 3)
+    assert gradient_tick(looked_up, ticks_of(units)) == 5
     early = bucket("x", "b", 10, resident_ticks=((0, 2), (4, 6)))
     assert leads(early, layout(early, units=units)) == (1, 0)
     late = bucket("x", "c", 10, resident_ticks=((0, 4), (5, 6)))

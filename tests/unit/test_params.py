@@ -6,10 +6,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer
 
+from tests.helpers.models import build
 from tests.helpers.tiny import MODELS
 from trainer.config.sections import ModelSection
 from trainer.model.build import load_config
-from trainer.model.params import decay_groups
+from trainer.model.params import decay_groups, list_params
+
+
+def test_what_an_embedding_only_looks_up() -> None:
+    """Not what shares its unit and is multiplied by, as a norm."""
+    listed = list_params(build("bert"), {}, lambda _: "float32")
+    looked_up = {param.name.removeprefix("bert.embeddings.") for param in listed if param.looked_up}
+    assert looked_up == {f"{name}_embeddings.weight" for name in ("word", "position", "token_type")}
+    tied = list_params(build("llama", tied=True), {}, lambda _: "float32")
+    assert [(param.users, param.looked_up) for param in tied if "embed" in param.name] == [(("head",), True)]
 
 
 @pytest.mark.parametrize("name", MODELS)

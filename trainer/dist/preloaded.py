@@ -11,9 +11,14 @@ from contextlib import suppress
 
 NAMES = (
     "torch", "torch.utils.cpp_extension", "torch.utils.tensorboard", "setuptools", "deepspeed",
-    "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "transformers.trainer", "transformers.models.llama", "datasets", "accelerate", "peft", "trainer.run.order",
-    "trainer.run.trainer", "trainer.data.prepare", "trainer.data.sample", "trainer.verify.verify",
+    "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.utils.pin_memory", "strategies.backends.deepspeed_state",
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "datasets", "accelerate", "peft",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.utils.serialization",
+    "strategies.engine.routed_linear", "trainer.data.collate", "trainer.data.prepare", "trainer.data.sample",
+    "trainer.data.tokenizer", "trainer.run.export", "trainer.run.job_trainer", "trainer.run.oom", "trainer.run.order",
+    "trainer.run.plan_check", "trainer.run.run", "trainer.run.trainer", "trainer.verify.verify",
 )  # fmt: skip
 
 for name in NAMES:
@@ -21,5 +26,8 @@ for name in NAMES:
         importlib.import_module(name)
 with suppress(ImportError, AttributeError):
     importlib.import_module("deepspeed.ops").__compatible_ops__  # looks for compilers and libraries, once  # noqa: B018
+with suppress(ImportError, AttributeError):
+    # A thousand patterns, which Transformers compiles before it reads or writes its first weights.
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 gc.collect()
 gc.freeze()
