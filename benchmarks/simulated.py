@@ -127,7 +127,7 @@ def cases(machine: Any) -> Iterator[Entry]:
             size = f"training.per_device_train_batch_size={rows}"
             config = load(ROOT / "configs" / "offload.yaml", [*changes, size])
             known = gather(config, 1, 1, machine)
-            for budget in BUDGETS:
+            for budget in (each for each in BUDGETS if each * GIB <= known.machine.device_bytes):
                 limits = {"gpu_memory": f"{budget}GiB", "host_memory": "1TiB"}
                 offload = config.strategies["offload"].model_copy(update=limits)
                 strategies = {**config.strategies, "offload": offload}
