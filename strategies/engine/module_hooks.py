@@ -63,8 +63,8 @@ class Scope:
 
     @property
     def saves_weights(self) -> bool:
-        """Whether its backward reads weights; that of an embedding does not."""
-        return not isinstance(self.module, nn.Embedding)
+        """Whether its backward reads weights; that of an embedding that only looks them up does not."""
+        return not (isinstance(self.module, nn.Embedding) and all(bucket.spec.looked_up for bucket in self.buckets))
 
     def contains(self, other: Scope) -> bool:
         return self is other or self.name in other.outer

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts
-from strategies.core.layout import Site
+from strategies.core.layout import Site, ticks_of, uses
 from strategies.core.plan import Home, Plan
-from strategies.core.protocol import Refusal
+from strategies.core.protocol import MemoryRefusal, Refusal
 from strategies.core.registry import find
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
@@ -86,3 +87,32 @@ def test_every_budget_trains_the_same_bits(model: str, machine: str, loop: dict[
         assert Site.DEVICE in sites, "the planner had something to decide"
     if machine == "slow cpu":
         assert Site.STREAMED in sites
+
+
+class Computing(nn.Embedding):
+    """Backward reads its weight."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.weight.square().mean()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Computing])
+def test_an_embedding_that_backward_reads_is_there_for_it(kind: type[nn.Embedding]) -> None:
+    """At the least memory, where it travels; the others are looked up only, and not brought."""
+
+    def made() -> Any:
+        model = build("words")
+        model.model.embed_tokens.__class__ = kind  # type: ignore[union-attr]
+        return model
+
+    known: dict[str, Any] = {"batch": (2, 8), "max_grad_norm": 0.05}
+    with pytest.raises(MemoryRefusal) as refused:
+        plan_for(made(), gpu_memory="1KiB", **known)
+    plan = plan_for(made(), gpu_memory=refused.value.needed, **known)
+    assert plan.layout is not None
+    embedding = plan.layout.buckets[0]
+    assert embedding.looked_up is (kind is nn.Embedding) and not embedding.resident
+    assert (plan.layout.num_ticks - 1 in uses(embedding, ticks_of(plan.layout.units))) is (kind is Computing)
+    batches = tokens("words", STEPS)
+    wanted = plain(made(), batches, max_norm=0.05)
+    assert differences(wanted, stowed(made(), plan, batches, transfer=Delayed(), max_norm=0.05)) == []

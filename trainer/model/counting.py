@@ -154,8 +154,9 @@ class _Operators(TorchDispatchMode):
         if not all(map(_is_dense, (*inputs, *outputs))):
             self._counter.sparse = True
             return out
-        self._counter.outside.look(inputs)
-        if func is torch.ops.prim.device.default:  # more than half of all calls on fake tensors
+        asks = func is torch.ops.prim.device.default  # more than half of all calls on fake tensors
+        self._counter.outside.look(inputs, looks_up=asks or func is torch.ops.aten.embedding.default)
+        if asks:
             if forward is not None:
                 forward.calls.append((None, NO_WORK, [], []))
             return out

@@ -26,10 +26,12 @@ class OutsideReads:
 
     Attributes:
         found: names of the parameters that were read outside of their modules.
+        computing: modules that computed with a parameter of theirs, and did not look rows up only; None: nothing ran.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         self.found: set[str] = set()
+        self.computing: set[str] | None = None
         self._model = model
         self._running: Counter[str] = Counter()
         self._owners: dict[int, set[str]] = {}  # the modules in which a storage may be read
@@ -48,6 +50,7 @@ class OutsideReads:
         def count(name: str, by: int) -> Any:
             return lambda *_: self._running.update({name: by})
 
+        self.computing = set()
         with ExitStack() as hooks:
             for name in {name for names in self._owners.values() for name in names}:
                 module = self._model.get_submodule(name)
@@ -55,10 +58,15 @@ class OutsideReads:
                 hooks.callback(module.register_forward_hook(count(name, -1), always_call=True).remove)
             yield
 
-    def look(self, inputs: Iterable[Tensor]) -> None:
-        """Check the tensors that an operator reads."""
+    def look(self, inputs: Iterable[Tensor], *, looks_up: bool = False) -> None:
+        """Check the tensors that an operator reads, which may look rows up in them and do nothing else."""
         for tensor in inputs:
             storage = tensor.untyped_storage()._cdata
             owners = self._owners.get(storage)
-            if owners is not None and not any(self._running[name] for name in owners):
+            if owners is None:
+                continue
+            running = [name for name in owners if self._running[name]]
+            if not running:
                 self.found.add(self._names[storage])
+            elif not looks_up and self.computing is not None:
+                self.computing.update(running)

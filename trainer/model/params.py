@@ -39,12 +39,14 @@ def list_params(
     group_of: Mapping[str, int],
     dtype_of: Callable[[nn.Parameter], str],
     elsewhere: Container[str] = (),
+    computing: Container[str] | None = None,
 ) -> tuple[Param, ...]:
     """All parameters in order of registration.
 
     Args:
         group_of: index of the optimizer's group by parameter name; frozen parameters have none.
         elsewhere: names of the parameters that are read outside of the modules that own them.
+        computing: modules that compute with their parameters, other than looking rows up; None: no forward was watched.
     """
     unit_of = units_by_name(model)
     names: dict[nn.Parameter, list[str]] = {}
@@ -59,18 +61,27 @@ def list_params(
             group=group_of.get(first) if parameter.requires_grad else None,
             users=tuple(dict.fromkeys(unit_of[name] for name in others if unit_of[name] != unit_of[first])),
             elsewhere=first in elsewhere,
-            looked_up=unit_of[first] == EMBEDDING and _is_looked_up(model, [first, *others], unit_of),
+            looked_up=unit_of[first] == EMBEDDING and _is_looked_up(model, [first, *others], unit_of, computing),
         )
         for parameter, (first, *others) in names.items()
     )
 
 
-def _is_looked_up(model: nn.Module, names: list[str], unit_of: Mapping[str, str]) -> bool:
-    """Whether all modules of the embedding that own a parameter of these names only look rows up in it."""
+def _is_looked_up(
+    model: nn.Module, names: list[str], unit_of: Mapping[str, str], computing: Container[str] | None
+) -> bool:
+    """Whether all modules of the embedding that own a parameter of these names only look rows up in it.
+
+    A subclass of torch's embedding may compute with it as well; if no forward was watched, it is taken to.
+    """
     from torch import nn
 
-    owners = (model.get_submodule(name.rpartition(".")[0]) for name in names if unit_of[name] == EMBEDDING)
-    return all(isinstance(owner, nn.Embedding) for owner in owners)
+    def only_looks_up(path: str) -> bool:
+        module = model.get_submodule(path)
+        as_torch_does = type(module).forward is nn.Embedding.forward if computing is None else path not in computing
+        return isinstance(module, nn.Embedding) and as_torch_does
+
+    return all(only_looks_up(name.rpartition(".")[0]) for name in names if unit_of[name] == EMBEDDING)
 
 
 # The names in transformers.Trainer.get_decay_parameter_names, the same in 5.17 and 5.23. Asking it would load all of

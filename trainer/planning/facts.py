@@ -237,7 +237,9 @@ def count_model(config: RunConfig, changed: Mapping[str, Any] | None = None) -> 
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, counter.outside.found),
+        params=list_params(
+            model, decay_groups(model), lambda _: dtype, counter.outside.found, counter.outside.computing
+        ),
         linears=tuple(linears.values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,

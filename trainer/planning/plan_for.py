@@ -166,7 +166,7 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     counter, counted = (Counter(model), None) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, group_of, dtype_of.__getitem__, counter.outside.found)
+    params = list_params(model, group_of, dtype_of.__getitem__, counter.outside.found, counter.outside.computing)
     largest = max((param.num_elements for param in params), default=0)
     units = counter.units(counted.temporaries, counted.in_chunks) if counted else counter.units()
     return ModelCount(units, 0, largest, 0, params)

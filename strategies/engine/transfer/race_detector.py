@@ -5,6 +5,8 @@ lane; a wait merges it into the clock of the waiting lane. An access races with 
 lanes, have bytes in common, one of them writes, and the clock of the later lane does not say that the earlier access is
 done. So a missing wait is found whatever the timing of the run, which no test of results can guarantee.
 
+Memory that was freed is forgotten. Whoever frees memory that lanes may still use says so before, by an access.
+
 A lane learns of what the main thread launches only through events, as on streams. Source of the method: Lamport, "Time,
 Clocks, and the Ordering of Events in a Distributed System", 1978.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +37,7 @@ class Access:
     stop: int
     writes: bool
     what: str
+    memory: weakref.ref[Any]
 
 
 class RaceDetector(Transfer):
@@ -89,7 +93,9 @@ class RaceDetector(Transfer):
             clock = self._clocks[lane]
             clock[lane] += 1
             start = region.data_ptr()
-            now = Access(lane, clock[lane], start, start + region.nbytes, writes, _caller())
+            memory = weakref.ref(region.untyped_storage())
+            now = Access(lane, clock[lane], start, start + region.nbytes, writes, _caller(), memory)
+            self._history = [old for old in self._history if old.memory() is not None]
             for before in self._history:
                 if _conflict(before, now) and clock[before.lane] < before.time:
                     self.races.append(f"{before.what} on {before.lane.value}, then {now.what} on {lane.value}")
