@@ -94,11 +94,14 @@ class PlacementSearch:
         """
         if not self._knows_rates:
             return None
-        for candidates in (self._candidates, *self._tight):
+        found = self._candidates.estimated(self._device_room, sure=sure)
+        for candidates in self._tight if found is None else ():
             found = candidates.estimated(self._device_room, sure=sure)
             if found is not None:
-                return found
-        raise self._refusal()
+                break
+        if found is None:
+            raise self._refusal()
+        return found
 
     def _of(self, placements: StatePlacements) -> Candidates:
         seconds = self._seconds if self._knows_rates else None
