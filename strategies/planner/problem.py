@@ -109,7 +109,7 @@ class Weight:
     gradient_tick: int | None = None
 
     @property
-    def done(self) -> int:
+    def gradient_at(self) -> int:
         """The tick after which its gradient is complete."""
         return self.uses[-1] if self.gradient_tick is None else self.gradient_tick
 

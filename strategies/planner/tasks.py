@@ -89,7 +89,7 @@ class TaskBuilder:
         for index in self._order:
             uses = weights[index].uses
             self._first[uses[0]].append(index)
-            self._done[weights[index].done].append(index)
+            self._done[weights[index].gradient_at].append(index)
             for tick in dict.fromkeys(uses):
                 self._users[tick].append(index)
         self._ends: list[Task | None] = [None] * count  # the ticks of the pass before
@@ -299,7 +299,7 @@ class TaskBuilder:
             size = update.state_bytes + (update.grad_bytes if hosted else 0)
             after = (slot, *([] if early and not hosted else waits))
             visit = self._copy(Resource.UP, f"state {info.name}", size, after)
-            visit.priority = (number, info.done if early else info.uses[0], self._problem.rank[weight])
+            visit.priority = (number, info.gradient_at if early else info.uses[0], self._problem.rank[weight])
             gate = [*gate, visit]
         done = self._work(f"update {info.name}", update.seconds, (*gate, *vacated, *waits))
         done.touched_bytes = update.touched_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads
+from strategies.core.layout import Addresses, Bucket, Item, Layout, Site, largest_shared, leads, ticks_of, uses
 from strategies.core.plan import Plan
 from strategies.core.sizes import human
 from strategies.planner.exchanges import crosses, leaving, sum_bound
@@ -71,6 +71,9 @@ def _travels(some: Sequence[Bucket], layout: Layout) -> str:
     if some[0].resident:
         return "stay"
     forward, backward = zip(*(leads(bucket, layout) for bucket in some), strict=True)
+    ticks, turn = ticks_of(layout.units), layout.num_ticks // 2
+    if all(uses(bucket, ticks)[-1] < turn for bucket in some):
+        return f"come {_span(forward)} ticks ahead in forward"
     return f"come {_span(forward)} ticks ahead in forward, {_span(backward)} in backward"
 
 

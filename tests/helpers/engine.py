@@ -318,15 +318,11 @@ def plan_of(
     assert made.layout is not None
     buckets = made.layout.buckets
     if site == "mixed":
-        buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE)
-        if ranks > 1:  # a slot is one bucket's until backward has left it
-            wide = [b for b in buckets if len(b.units) > 2]
-            buckets = tuple(replace(b, grad_home=Home.DEVICE) if b in wide else b for b in buckets)
+        buckets = _in_turn(buckets, Home.HOST if park == "host" else Home.DEVICE, ranks)
     if not split:
         buckets = tuple(replace(b, grad_split=False) for b in buckets)
     if direct:
-        down = [b for b in buckets if b.site is Site.HOST and b.grad_home is Home.HOST]
-        buckets = tuple(replace(b, grad_direct=b in down) for b in buckets)
+        buckets = tuple(replace(b, grad_direct=(b.site, b.grad_home) == (Site.HOST, Home.HOST)) for b in buckets)
     blocks = {unit.name for unit in made.facts.units if unit.kind is UnitKind.BLOCK}
     of_blocks = [index for index, b in enumerate(buckets) if set(b.units) <= blocks]
     moving = {"resident": [], "travelling": of_blocks, "some": of_blocks[::2] + _ends(buckets, blocks)}[weights]
@@ -345,7 +341,9 @@ def _placed(bucket: Bucket, site: Site, grad_home: Home) -> Bucket:
     return replace(bucket, site=site, grad_home=home, grad_split=split)
 
 
-def _in_turn(buckets: Iterable[Bucket], grad_home: Home) -> tuple[Bucket, ...]:
+def _in_turn(buckets: Iterable[Bucket], grad_home: Home, ranks: int) -> tuple[Bucket, ...]:
+    """All three sites. Over ranks a slot is one bucket's until backward has left it, so wide buckets have none."""
     sites = (Site.HOST, Site.DEVICE, Site.STREAMED)
     turn = {b.name: sites[index % 3] for index, b in enumerate(b for b in buckets if b.group is not None)}
-    return tuple(_placed(b, turn[b.name], grad_home) if b.name in turn else b for b in buckets)
+    placed = (_placed(b, turn[b.name], grad_home) if b.name in turn else b for b in buckets)
+    return tuple(replace(b, grad_home=Home.DEVICE) if ranks > 1 and len(b.units) > 2 else b for b in placed)

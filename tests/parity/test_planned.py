@@ -101,8 +101,8 @@ def test_an_embedding_that_backward_reads_is_there_for_it(kind: type[nn.Embeddin
     """At the least memory, where it travels; the others are looked up only, and not brought."""
 
     def made() -> Any:
-        model = build("words")
-        model.model.embed_tokens.__class__ = kind  # type: ignore[union-attr]
+        model: Any = build("words")
+        model.model.embed_tokens.__class__ = kind
         return model
 
     known: dict[str, Any] = {"batch": (2, 8), "max_grad_norm": 0.05}
