@@ -25,7 +25,7 @@ whose gradients are not finite three steps in a row; ``StowOptimizer`` is the ty
 """
 
 from strategies.engine import SGD, AdamW, NonFiniteError, StowOptimizer, stow
-from strategies.engine.checkpointing import recompute
+from strategies.engine.forward.checkpointing import recompute
 from trainer.planning.plan_for import plan_for
 from trainer.run.stowed_trainer import StowedTrainer, stowed
 

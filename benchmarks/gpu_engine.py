@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.memory import accelerator
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Delayed, Lane, Transfer, transfer_for
 from tests.helpers import simulated

@@ -46,7 +46,7 @@ from benchmarks.mutation_cases import cases
 from benchmarks.slow_lanes import library
 from strategies.engine import engine
 from strategies.engine.transfer.transfer import Transfer
-from strategies.engine.updates import Updates
+from strategies.engine.updating.updates import Updates
 
 ENGINE = Path(engine.__file__).parent
 LEFT_OUT = ("transfer.py", "race_detector.py", "worker.py")  # they implement waiting

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
-from strategies.engine.worker import Worker
+from strategies.engine.transfer.worker import Worker
 from tests.helpers import simulated
 
 DEVICE = "sim:0"

@@ -9,8 +9,8 @@ Arithmetic, for n tokens, v words and logits of b bytes (2 in bf16, 4 in fp32), 
 4,096 tokens of 128,256 words in bf16: 7 GiB natively, 1 GiB by chunks. A chunk has four fp32 tensors of a 32nd of the
 rows, or of 2 MiB each if that is more.
 
-Invariant. Loss and gradients are bit for bit the same (``strategies/engine/chunked_loss.py`` says why): the products of
-the head are not cut, and everything else treats each row by itself.
+Invariant. Loss and gradients are bit for bit the same (``strategies/engine/forward/chunked_loss.py`` says why): the
+products of the head are not cut, and everything else treats each row by itself.
 
 Refused: nothing. The loss stays native, and the plan says so, where the model computes it by itself, where labels are
 smoothed, and, by default, where the logits have less than 64 MiB in fp32: there the second softmax cost a CPU more time
@@ -69,6 +69,6 @@ class CrossEntropy(Strategy):
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Give ``model`` the loss that was decided."""
-        from strategies.engine.chunked_loss import set_by_plan
+        from strategies.engine.forward.chunked_loss import set_by_plan
 
         set_by_plan(model, plan)

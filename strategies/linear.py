@@ -98,7 +98,7 @@ class Linear(Strategy):
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Set the routes of the layers that are not native."""
         if chosen := gemm_routes.chosen(plan):
-            from strategies.engine.routed_linear import route
+            from strategies.engine.forward.routed_linear import route
 
             route(model, chosen)
             log_applied("linear", ((path, str(routes)) for path, routes in chosen.items()))

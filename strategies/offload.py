@@ -8,7 +8,7 @@ Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/l
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
 Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
 
-With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/shares.py``.
+With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/ranks/shares.py``.
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if
 clipping is on, and each weight is updated before it is next read; nothing is stale.

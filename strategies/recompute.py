@@ -128,7 +128,7 @@ class Recompute(Strategy):
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Replace the forward of each recomputed block by a checkpoint."""
-        from strategies.engine.checkpointing import recompute
+        from strategies.engine.forward.checkpointing import recompute
 
         recompute(model, plan)
 

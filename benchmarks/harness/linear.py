@@ -135,8 +135,8 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
 
     from benchmarks.harness import child
     from benchmarks.harness.contenders import Plain
+    from strategies.engine.forward.routed_linear import route, weights_changed
     from strategies.engine.memory import accelerator
-    from strategies.engine.routed_linear import route, weights_changed
     from trainer.model.linear_layers import listed
 
     device = accelerator.current() or torch.device("cpu")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from strategies.backends.pipeline_gradients import StageGradients
 from strategies.backends.pipelining import Pipeline
-from strategies.engine.state_file import EngineState
+from strategies.engine.saving.state_file import EngineState
 from strategies.state.saved_state import Described
 from strategies.state.spans import Span
 from strategies.state.torch_state import Held, Piece, Place, TorchState

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.blocks import find_blocks
+from strategies.engine.forward.blocks import find_blocks
 
 
 class Through(nn.Module):

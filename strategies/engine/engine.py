@@ -20,26 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout, common_bytes
-from strategies.engine.bucket_state import BucketOf, BucketState, Pending, find_overlapping, make_bucket
-from strategies.engine.clipping import Clipping
-from strategies.engine.common_copies import CommonCopies
-from strategies.engine.gradients import Gradients
-from strategies.engine.jobs import Job, Scale
+from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping, make_bucket
+from strategies.engine.buckets.jobs import Job, Scale
 from strategies.engine.memory.arena import Arena
 from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes
-from strategies.engine.norms import TotalNorm, norm_of_all
-from strategies.engine.optim import UpdateRule
-from strategies.engine.outside_modes import unseen
 from strategies.engine.prefetch import Prefetch
-from strategies.engine.rank_sync import SharedBuffers, hosts_of
+from strategies.engine.ranks.common_copies import CommonCopies
+from strategies.engine.ranks.rank_sync import SharedBuffers, hosts_of
+from strategies.engine.ranks.shares import Shares
 from strategies.engine.residency import Residency
-from strategies.engine.shares import Shares
-from strategies.engine.skipped_steps import SkippedSteps
 from strategies.engine.tensors.guard import refuse_transforms
+from strategies.engine.tensors.outside_modes import unseen
 from strategies.engine.tensors.parameters import Copied
 from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.updates import Updates
-from strategies.engine.worker import Worker, spare_cores
+from strategies.engine.transfer.worker import Worker, spare_cores
+from strategies.engine.updating.clipping import Clipping
+from strategies.engine.updating.gradients import Gradients
+from strategies.engine.updating.norms import TotalNorm, norm_of_all
+from strategies.engine.updating.optim import UpdateRule
+from strategies.engine.updating.skipped_steps import SkippedSteps
+from strategies.engine.updating.updates import Updates
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

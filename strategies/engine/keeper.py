@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.sizes import human
-from strategies.engine.bucket_state import BucketState
+from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.engine import Engine
 from strategies.engine.memory.arena import alone
 from strategies.engine.tensors.loans import LentParameter

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from strategies.core.facts import Home
 from strategies.core.layout import Layout
-from strategies.engine.optim import UpdateRule
 from strategies.engine.tensors.parameters import ACCUMULATED
+from strategies.engine.updating.optim import UpdateRule
 
 NOT_IN_KERNELS = ("amsgrad", "maximize", "differentiable", "capturable", "nesterov", "momentum", "dampening")
 

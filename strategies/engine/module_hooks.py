@@ -39,9 +39,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.engine.blocks import find_blocks
-from strategies.engine.bucket_state import BucketState
-from strategies.engine.checkpointing import checkpointed
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.forward.blocks import find_blocks
+from strategies.engine.forward.checkpointing import checkpointed
 from strategies.engine.tensors.guard import DOUBLE, guard, hooked, refuse_transforms
 from strategies.engine.tensors.nested import tensors_in
 

@@ -33,18 +33,19 @@ from torch import Tensor, nn
 from strategies.core.applied import log_stowed
 from strategies.core.facts import Home
 from strategies.core.validate import check
-from strategies.engine import chunked_loss, state_file
-from strategies.engine.checkpointing import room_of
 from strategies.engine.engine import Engine
+from strategies.engine.forward import chunked_loss
+from strategies.engine.forward.checkpointing import room_of
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.model_checks import mismatches, not_in_kernels, refuse_over_ranks, unlike
-from strategies.engine.norms import TotalNorm, norm_of_all
-from strategies.engine.optim import AdamW, UpdateRule
-from strategies.engine.optimizer_state import State
-from strategies.engine.rank_sync import move_buffers
-from strategies.engine.state_dict import StateAccess
+from strategies.engine.ranks.rank_sync import move_buffers
+from strategies.engine.saving import state_file
+from strategies.engine.saving.optimizer_state import State
+from strategies.engine.saving.state_dict import StateAccess
 from strategies.engine.tensors.parameters import STOWED
 from strategies.engine.transfer.transfer import Transfer, transfer_for
+from strategies.engine.updating.norms import TotalNorm, norm_of_all
+from strategies.engine.updating.optim import AdamW, UpdateRule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from strategies.engine.bucket_state import BucketState, Pending
+from strategies.engine.buckets.bucket_state import BucketState, Pending
 from strategies.engine.module_hooks import Scope
 from strategies.engine.residency import Residency
-from strategies.engine.updates import Updates
+from strategies.engine.updating.updates import Updates
 
 
 class Prefetch:

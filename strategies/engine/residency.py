@@ -29,9 +29,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from strategies.engine.bucket_state import BucketState, Pending
-from strategies.engine.common_copies import CommonCopies
-from strategies.engine.shares import Shares
+from strategies.engine.buckets.bucket_state import BucketState, Pending
+from strategies.engine.ranks.common_copies import CommonCopies
+from strategies.engine.ranks.shares import Shares
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from strategies.engine.memory import accelerator
-from strategies.engine.norms import together
 from strategies.engine.transfer.transfer import AcceleratorTransfer, Lane
-from strategies.engine.worker import Worker
+from strategies.engine.transfer.worker import Worker
+from strategies.engine.updating.norms import together
 from tests.helpers.engine import plan_of, stowed
 from tests.helpers.models import build, tokens
 from trainer.machine.block_timing import UnitClock

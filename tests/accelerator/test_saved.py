@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strategies.engine import stow
-from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.transfer.transfer import AcceleratorTransfer
 from tests.helpers.models import on
 from tests.parity.test_activations import quiet

@@ -47,7 +47,7 @@ ROUNDS = {"deepspeed-zero2", "deepspeed-zero3", "compile-budget-20"}
 UPDATES = {"deepspeed-zero2", "deepspeed-zero3"}
 LOADED = [
     "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "launch.bench", "strategies.report.full_report", "strategies.engine.routed_linear",
+    "launch.bench", "strategies.report.full_report", "strategies.engine.forward.routed_linear",
     "torch._dynamo.backends.debugging", "torch._dynamo.convert_frame",
     "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.utils.flop_counter",
     "benchmarks.harness.child", "benchmarks.harness.linear", "benchmarks.harness.peers", "benchmarks.harness.recompute",

@@ -18,7 +18,7 @@ from strategies.core.layout import PAGE_BYTES
 from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
-from strategies.engine.checkpointing import checkpointed, room_of
+from strategies.engine.forward.checkpointing import checkpointed, room_of
 from strategies.planner.activation_policy import by_policy
 from tests.helpers.live import Live
 from trainer.machine.probe import probe

@@ -17,7 +17,7 @@ from strategies.core.facts import Facts
 from strategies.core.peak import backward_peak, forward_peak
 from strategies.core.plan import CHUNKS, Kind, Plan
 from strategies.core.registry import find
-from strategies.engine import chunked_loss
+from strategies.engine.forward import chunked_loss
 from tests.helpers.live import Everything
 from trainer.machine.probe import probe
 from trainer.planning.plan_for import plan_for

@@ -12,8 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from strategies.core.layout import ALIGN_BYTES
 from strategies.core.plan import INPUT
-from strategies.engine.activations import HostRoom, Sent, arena_of_saved, flat
-from strategies.engine.checkpointing import checkpoint_blocks, recompute, room_of
+from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, flat
+from strategies.engine.forward.checkpointing import checkpoint_blocks, recompute, room_of
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Event, Lane, Transfer
 from tests.parity.test_recompute import MACHINE, POLICIES, decided, made, micro_batches, plainly, steps, unequal

@@ -14,7 +14,7 @@ from torch import nn
 from strategies.core.facts import Facts, Home, Rates, UnitKind, Work
 from strategies.core.plan import Plan
 from strategies.engine import AdamW, stow
-from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.transfer.transfer import Lane
 from strategies.planner.problem import Problem
 from strategies.planner.simulate import simulate

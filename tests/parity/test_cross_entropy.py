@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from strategies.core.compose import compose
 from strategies.core.plan import CHUNKS
 from strategies.core.registry import find
-from strategies.engine import chunked_loss, stow
+from strategies.engine import stow
+from strategies.engine.forward import chunked_loss
 from strategies.engine.tensors.nested import same_bits
 from trainer.machine.probe import probe
 from trainer.model.build import with_lora

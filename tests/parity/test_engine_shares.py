@@ -19,10 +19,10 @@ from torch import nn
 
 from strategies.engine import AdamW, stow
 from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.shares import Shares
+from strategies.engine.ranks.shares import Shares
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Lane, Transfer
-from strategies.engine.updates import Updates
+from strategies.engine.updating.updates import Updates
 from strategies.planner.step_cost import problem_of, traffic
 from strategies.planner.weight_schedule import ASSUMED
 from tests.helpers.doubles import Vacant

@@ -118,7 +118,7 @@ def test_together(other: dict[str, Any], wanted: Routes, case: str, tmp_path: Pa
 
 def kinds_of_layers(ranks: Ranks, config: RunConfig) -> list[list[Any]]:
     """Names and classes of the layers of a built model, and whether its weights are those of the untouched one."""
-    from strategies.engine.routed_linear import Routed
+    from strategies.engine.forward.routed_linear import Routed
 
     run = random_run(config, ranks)
     make_trainer(run)  # reads the arguments
@@ -160,7 +160,7 @@ def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
 
 def copies_made(ranks: Ranks, config: RunConfig) -> list[int]:
     """How often each layer's second copy was made in a training run."""
-    from strategies.engine.routed_linear import Routed
+    from strategies.engine.forward.routed_linear import Routed
 
     trainer = make_trainer(random_run(config, ranks))
     try:

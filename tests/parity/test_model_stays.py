@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strategies.core.facts import Home
-from strategies.engine.bucket_state import BucketState
+from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.tensors.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
 from tests.helpers.models import build, on, tokens

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from strategies.core.facts import Home
 from strategies.core.layout import Item, parks_in_copy, rounded_to_fetch
 from strategies.engine import AdamW, stow
-from strategies.engine.bucket_state import BucketState
+from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed, Transfer
 from tests.helpers.doubles import Vacant

@@ -19,8 +19,8 @@ from strategies.core.facts import Facts
 from strategies.core.plan import INPUT, Home, Plan
 from strategies.core.registry import find
 from strategies.engine import stow
-from strategies.engine.activations import HostRoom, arena_of_saved
-from strategies.engine.checkpointing import checkpoint_blocks, checkpointed, recompute
+from strategies.engine.forward.activations import HostRoom, arena_of_saved
+from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed, recompute
 from strategies.engine.transfer.transfer import Delayed
 from tests.helpers.engine import STEPS, differences, plain, plan_of, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens

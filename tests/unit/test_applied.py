@@ -6,7 +6,7 @@ import pytest
 
 from strategies.core.applied import LOGGER, log_applied, shown_by
 from strategies.engine import stow
-from strategies.engine.checkpointing import recompute
+from strategies.engine.forward.checkpointing import recompute
 from tests.helpers.models import build
 from trainer.planning.plan_for import plan_for
 

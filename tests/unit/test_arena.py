@@ -10,7 +10,7 @@ import torch
 
 from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES
-from strategies.engine.activations import HostRoom, arena_of_saved
+from strategies.engine.forward.activations import HostRoom, arena_of_saved
 from strategies.engine.memory import accelerator
 from strategies.engine.memory import arena as module
 from strategies.engine.memory.arena import Arena, HostMemory, OutOfMemoryError

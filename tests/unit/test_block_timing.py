@@ -10,7 +10,7 @@ import torch
 
 from launch.plan import main
 from strategies.core.facts import UnitKind, UnitTimes
-from strategies.engine.blocks import find_blocks
+from strategies.engine.forward.blocks import find_blocks
 from strategies.planner.step_cost import plan_cost, unit_seconds
 from tests.helpers.models import build, tokens
 from tests.helpers.tiny import LLAMA

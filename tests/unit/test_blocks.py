@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.facts import UnitKind
-from strategies.engine.blocks import find_blocks
-from strategies.engine.checkpointing import checkpoint_blocks, checkpointed
+from strategies.engine.forward.blocks import find_blocks
+from strategies.engine.forward.checkpointing import checkpoint_blocks, checkpointed
 from strategies.engine.module_hooks import find_scopes
 from tests.helpers.engine import differences, plain, stowed
 from tests.helpers.models import Odd, Spec, build, odd_batches, tokens

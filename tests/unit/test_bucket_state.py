@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from strategies.engine.bucket_state import BucketState
-from strategies.engine.gradient_state import GradientState
-from strategies.engine.parameter_views import ParameterViews
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.buckets.gradient_state import GradientState
+from strategies.engine.tensors.parameter_views import ParameterViews
 
 ENGINE = Path(__file__).resolve().parents[2] / "strategies" / "engine"
 OWNERS = {"bucket_state.py": BucketState, "gradient_state.py": GradientState, "parameter_views.py": ParameterViews}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from strategies.core.facts import Home
 from strategies.core.layout import Spot
-from strategies.engine.common_copies import CommonCopies
 from strategies.engine.memory.arena import OutOfMemoryError
 from strategies.engine.memory.common_host import CommonHost
+from strategies.engine.ranks.common_copies import CommonCopies
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from tests.helpers import layouts
 
@@ -81,7 +81,7 @@ class Watched(Transfer):
 
 def test_what_is_still_copied_is_neither_counted_nor_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     transfer, met = Watched(), list[int]()
-    monkeypatch.setattr("strategies.engine.common_copies.timeout_of", lambda hosts: timedelta(seconds=1))
+    monkeypatch.setattr("strategies.engine.ranks.common_copies.timeout_of", lambda hosts: timedelta(seconds=1))
     monkeypatch.setattr(dist, "barrier", lambda group: met.append(len(transfer.waited)))
     whole = layouts.bucket("b", "layers.0", 1024, ways=2, resident_ticks=((0, 1), (1, 2)))
     planned = replace(layouts.layout(whole), common_host=True)

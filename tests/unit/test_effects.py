@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from strategies.engine.checkpointing import checkpoint_blocks
+from strategies.engine.forward.checkpointing import checkpoint_blocks
 
 
 class Base(nn.Module):

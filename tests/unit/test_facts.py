@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from strategies.core.facts import Facts, Precision, Unit, UnitKind
 from strategies.core.registry import find
-from strategies.engine.blocks import find_blocks
+from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.memory import accelerator
 from tests.helpers.fakes import GPU, run_facts
 from tests.helpers.tiny import BLOOM, GPT2, LLAMA, MIXTRAL, MODELS, VOCAB, run_config

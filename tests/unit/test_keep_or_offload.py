@@ -151,12 +151,6 @@ def test_the_bucket_table_says_site_travel_and_address() -> None:
     assert text[0].split("  ")[0] == "buckets" and "address on the device" in text[0]
     assert any("ticks ahead in forward" in line for line in text)
     assert any("by the CPU" in line for line in text)
-    params = tuple(replace(each, looked_up=each.unit == "embedding") for each in large(blocks=8).params)
-    looked_up = bucket_table.lines(
-        plan_of(replace(large(blocks=8), params=params), gpu_memory="2GiB", host_memory="1TiB")
-    )
-    (of_embedding,) = (line for line in looked_up if line.startswith("embedding"))
-    assert "in forward" in of_embedding and "in backward" not in of_embedding
     listed = bucket_table.to_json(plan)
     assert plan.layout is not None and len(listed) == len(plan.layout.buckets)
     assert all("weight" in bucket["addresses"] for bucket in listed)

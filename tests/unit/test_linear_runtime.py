@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from strategies.core.linears import LEGAL, Gemm, Route, Routes
-from strategies.engine.routed_linear import Routed, route, storage_of, transposed, weights_changed
+from strategies.engine.forward.routed_linear import Routed, route, storage_of, transposed, weights_changed
 from tests.helpers.pairwise import Table
 
 KINDS = ("linear", "conv1d")

@@ -11,7 +11,7 @@ import torch
 from strategies.core.facts import Home
 from strategies.core.layout import Item
 from strategies.engine import stow
-from strategies.engine.checkpointing import recompute, room_of
+from strategies.engine.forward.checkpointing import recompute, room_of
 from strategies.engine.memory import accelerator
 from strategies.engine.memory import arena as module
 from tests.memory.test_engine import MODELS, model_of
@@ -27,33 +27,33 @@ METHODS = {"pin_memory", "mmap", "new_empty", "new_zeros", "new_ones", "new_full
 ALLOWED: dict[str, dict[str, str]] = {
     "memory/accelerator.py": {"zeros": "one number, whose failure clears CUDA's last error"},
     "memory/common_host.py": {"frombuffer": "16 bytes that tell a rank's memory from any other file"},
-    "activations.py": {"empty_strided": "a saved tensor that is back: counted as saved on the device, as any other"},
-    "chunked_loss.py": {
+    "forward/activations.py": {"empty_strided": "a saved tensor that is back: counted as saved there"},
+    "forward/chunked_loss.py": {
         "empty": "one number per token, the losses; and a tensor of none, which shows how many hold a storage",
         "empty_like": "the gradient of logits that others hold, as autograd makes one; counted as temporary",
         "tensor": "a few numbers for the comparison with Transformers' loss",
         "arange": "likewise",
     },
-    "clipping.py": {
+    "updating/clipping.py": {
         "empty": "two numbers per step that the worker reads",
         "pin_memory": "of these two numbers; torch's pinned allocator uses the same block again",
         "ones_like": "one number: no clipping",
     },
     "engine.py": {"full": "one NaN per dtype, which absent weights show"},
-    "norms.py": {
+    "updating/norms.py": {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
         "zeros": "one number: the norm of no gradients",
     },
-    "rank_sync.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
-    "shares.py": {
+    "ranks/rank_sync.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
+    "ranks/shares.py": {
         "empty": "one number per rank: the digest of its path",
         "tensor": "one number: the digest of a path",
         "zeros": "one number: the norm that another rank knows",
     },
-    "state_dict.py": {"new_empty": "nothing, in place of what another rank reads"},
-    "routed_linear.py": {"empty": "the transposed copy of a weight, which strategies.linear counts in the plan"},
-    "state_file.py": {"empty": "one weight at a time, while a checkpoint is loaded"},
-    "updates.py": {"empty": "the CPU update's scratch of fixed size, pageable, allocated once"},
+    "saving/state_dict.py": {"new_empty": "nothing, in place of what another rank reads"},
+    "forward/routed_linear.py": {"empty": "the transposed copy of a weight, which is in the plan"},
+    "saving/state_file.py": {"empty": "one weight at a time, while a checkpoint is loaded"},
+    "updating/updates.py": {"empty": "the CPU update's scratch of fixed size, pageable, allocated once"},
 }
 
 

@@ -14,7 +14,7 @@ from strategies.core.layout import Item
 from strategies.core.plan import NONE, Home, Keep, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
-from strategies.engine.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
+from strategies.engine.forward.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
 from strategies.planner.step_cost import plan_cost
 from strategies.report import full_report, recompute_table
 from strategies.report.plan_table import rows, table

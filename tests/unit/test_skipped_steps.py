@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from strategies.engine.jobs import Scale
-from strategies.engine.skipped_steps import NonFiniteError, SkippedSteps
+from strategies.engine.buckets.jobs import Scale
 from strategies.engine.transfer.transfer import Event, Transfer
+from strategies.engine.updating.skipped_steps import NonFiniteError, SkippedSteps
 
 
 class Late(Transfer):

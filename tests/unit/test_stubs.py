@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.blocks import find_blocks
+from strategies.engine.forward.blocks import find_blocks
 from tests.helpers.tiny import GPT2, LLAMA, MIXTRAL, run_config
 from trainer.model import counting_alike
 from trainer.model.counting import fake_tensors

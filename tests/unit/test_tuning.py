@@ -12,7 +12,7 @@ import torch
 
 from strategies.core.linears import Gemm, Linear, Route, Shape, Timed
 from strategies.core.registry import find
-from strategies.engine import routed_linear
+from strategies.engine.forward import routed_linear
 from tests.helpers.fakes import facts
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from strategies.engine.worker import Worker
+from strategies.engine.transfer.worker import Worker
 
 
 @pytest.fixture

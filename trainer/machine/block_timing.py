@@ -198,7 +198,7 @@ def measure(
     """
     import torch
 
-    from strategies.engine.blocks import find_blocks
+    from strategies.engine.forward.blocks import find_blocks
 
     model: Any = make(BLOCKS)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts.run.precision.value, torch.float32)

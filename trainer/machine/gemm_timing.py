@@ -241,7 +241,7 @@ def timers_of(shape: Shape, device: str) -> dict[Product, Timer]:
     import torch
     from torch import nn
 
-    from strategies.engine import routed_linear
+    from strategies.engine.forward import routed_linear
 
     num_bytes = 2 * shape.weight_bytes + shape.rows * (shape.inputs + shape.outputs) * ELEMENT_BYTES[shape.dtype]
     widths = (shape.outputs, shape.inputs) if shape.stored == "out_in" else (shape.inputs, shape.outputs)

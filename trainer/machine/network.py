@@ -1,9 +1,9 @@
 """How fast ranks of this machine exchange, for plans over several of them: a part of ``launch/doctor.py --rates``.
 
 As many ranks as there are devices, or two processes without an accelerator, gather a buffer of which each has a span,
-and send each other the spans of another one: the two exchanges of the engine (``strategies/engine/shares.py``), in the
-same group and with the same backend. Counted are the bytes that one rank sends to others while it receives as many.
-The slower of the two kinds counts.
+and send each other the spans of another one: the two exchanges of the engine (``strategies/engine/ranks/shares.py``),
+in the same group and with the same backend. Counted are the bytes that one rank sends while it receives as many. The
+slower of the two kinds counts.
 
 Between machines nothing is measured: one machine does not know the others. Write ``net_across_bytes_per_s`` into the
 file of the rates by hand, or plan with ``--network``.

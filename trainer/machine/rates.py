@@ -39,10 +39,10 @@ from torch import Tensor
 from strategies.core.commit import refuse_unwritable
 from strategies.core.facts import HOST_UPDATE_BYTES, Rates
 from strategies.engine.memory import accelerator
-from strategies.engine.optim import AdamW, Operands
 from strategies.engine.transfer.transfer import Lane, transfer_for
-from strategies.engine.updates import HOST_CHUNK
-from strategies.engine.worker import Worker, spare_cores
+from strategies.engine.transfer.worker import Worker, spare_cores
+from strategies.engine.updating.optim import AdamW, Operands
+from strategies.engine.updating.updates import HOST_CHUNK
 from trainer.machine.fits import duplex_factor, fit_line
 from trainer.machine.network import measure_network
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe

@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporaries, Unit, UnitKind, Work
-from strategies.engine.blocks import find_blocks
-from strategies.engine.checkpointing import Names, stream_in
+from strategies.engine.forward.blocks import find_blocks
+from strategies.engine.forward.checkpointing import Names, stream_in
 from strategies.engine.tensors.nested import tensors_in
 from trainer.model.outside_reads import OutsideReads
 from trainer.model.params import EMBEDDING, HEAD, units_by_name

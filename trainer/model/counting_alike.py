@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from strategies.core.linears import Linear
-from strategies.engine.blocks import find_blocks
+from strategies.engine.forward.blocks import find_blocks
 from trainer.model import temporaries
 from trainer.model.counting import Counter
 from trainer.model.linear_layers import listed

@@ -41,7 +41,7 @@ def listed(
     """
     import torch
 
-    from strategies.engine.routed_linear import storage_of
+    from strategies.engine.forward.routed_linear import storage_of
 
     def see(calls: list[tuple[int, bool]], module: nn.Module, args: Any, kwargs: Any) -> None:
         x = args[0] if args else next(iter(kwargs.values()))

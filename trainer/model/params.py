@@ -1,8 +1,8 @@
 """The parameters of a model one by one: the unit that uses each first, its dtype, and the optimizer's group.
 
-Parameters in a block (``strategies/engine/blocks.py``) belong to it, those registered before the first block to the
-embedding, all others to the head. A parameter with several names is tied: it is listed under the first name, with the
-units of its other names as further users.
+Parameters in a block (``strategies/engine/forward/blocks.py``) belong to it, those registered before the first block to
+the embedding, all others to the head. A parameter with several names is tied: it is listed under the first name, with
+the units of its other names as further users.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EMBEDDING, HEAD = "embedding", "head"
 
 def units_by_name(model: nn.Module) -> dict[str, str]:
     """The unit of every parameter name, further names of tied parameters and of blocks included."""
-    from strategies.engine.blocks import find_blocks
+    from strategies.engine.forward.blocks import find_blocks
 
     paths = {block: path for path, block in find_blocks(model).items()}
     blocks = {name: paths[module] for name, module in model.named_modules(remove_duplicate=False) if module in paths}

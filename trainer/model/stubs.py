@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from strategies.engine.blocks import find_blocks
-from strategies.engine.checkpointing import stream_in
+from strategies.engine.forward.blocks import find_blocks
+from strategies.engine.forward.checkpointing import stream_in
 from strategies.engine.tensors.nested import tensors_in
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.core.facts import InChunks, Temporaries
-from strategies.engine import chunked_loss
-from strategies.engine.blocks import find_blocks
+from strategies.engine.forward import chunked_loss
+from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.tensors.nested import tensors_in
 from trainer.model.counting import Counter
 from trainer.model.params import EMBEDDING, HEAD

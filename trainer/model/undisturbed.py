@@ -31,7 +31,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.effects import source
+from strategies.engine.forward.effects import source
 
 LARGE, COPIED_BYTES, MOST_OBJECTS = 1_000, 1 << 16, 1_000_000
 ATOMS = (*weakref.ProxyTypes, str, bytes, int, float, complex, type, types.ModuleType, torch.dtype, torch.device)

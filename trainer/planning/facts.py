@@ -7,8 +7,8 @@ second run counts what else is there in forward and backward (``trainer/model/te
 about one second (of blocks that are alike three run) and a few hundred megabytes. The counts are cached
 (``trainer/model/count_cache.py``). Facts of a live model come from ``plan_for.py``.
 
-Blocks are found by structure (``strategies/engine/blocks.py``); parameters registered before the first block belong to
-the embedding, those after to the head. A tied parameter counts once, where it comes first.
+Blocks are found by structure (``strategies/engine/forward/blocks.py``); parameters registered before the first block
+belong to the embedding, those after to the head. A tied parameter counts once, where it comes first.
 
 Fake tensors have no values, so Transformers cannot see that a batch needs no mask, and makes one: batches count as
 padded or packed, which most are. Full rows save slightly less.

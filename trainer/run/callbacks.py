@@ -121,7 +121,7 @@ class StepSeen(TrainerCallback):
     """Tells linear layers that keep a second copy of their weight about each optimizer step."""
 
     def on_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        from strategies.engine.routed_linear import weights_changed
+        from strategies.engine.forward.routed_linear import weights_changed
 
         weights_changed(model)
 

@@ -28,7 +28,7 @@ from strategies.core.layout import mapped_bytes
 from strategies.core.plan import Home, Plan
 from strategies.core.sizes import human
 from strategies.engine import stowed_by
-from strategies.engine.checkpointing import room_of
+from strategies.engine.forward.checkpointing import room_of
 from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.table import table
@@ -72,7 +72,7 @@ def count_saved(model: nn.Module) -> Iterator[dict[int, int]]:
     """Yield by address the bytes that autograd and recomputed blocks save; each storage once, without weights."""
     import torch
 
-    from strategies.engine.checkpointing import checkpointed
+    from strategies.engine.forward.checkpointing import checkpointed
 
     storages: dict[int, int] = {}
     alive: list[Tensor] = []  # a block's first forward shows what it will keep and does not keep it yet

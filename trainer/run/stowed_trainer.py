@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from strategies.core.protocol import Refusal
 from strategies.engine import StowOptimizer, stow, stowed_by
-from strategies.engine.checkpointing import recompute
+from strategies.engine.forward.checkpointing import recompute
 from trainer.errors import CountingError, first_line
 from trainer.model.forked import ForkError, in_fork
 from trainer.model.undisturbed import undisturbed

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from strategies.core.facts import UnitTimes
-from strategies.engine.blocks import find_blocks
+from strategies.engine.forward.blocks import find_blocks
 from trainer.machine.block_timing import UnitClock, median_of, without_again
 
 if TYPE_CHECKING:

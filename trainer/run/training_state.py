@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 from strategies.backends.tensor_shards import whole_shape
-from strategies.engine import StowOptimizer, state_file
+from strategies.engine import StowOptimizer
+from strategies.engine.saving import state_file
 from strategies.state import saved_state
 from strategies.state.saved_state import Holder, Weights
 from strategies.state.spans import WEIGHT, Span, Store

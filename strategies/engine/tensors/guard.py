@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from strategies.engine.bucket_state import BucketState
+    from strategies.engine.buckets.bucket_state import BucketState
 
 strided = torch.strided
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

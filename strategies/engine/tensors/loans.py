@@ -35,8 +35,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from strategies.engine.tensors.parameters import RAW_DATA, StowedParameter
 
 if TYPE_CHECKING:
-    from strategies.engine.bucket_state import BucketState
-    from strategies.engine.state_dict import StateAccess
+    from strategies.engine.buckets.bucket_state import BucketState
+    from strategies.engine.saving.state_dict import StateAccess
 
 
 class LentParameter(StowedParameter):

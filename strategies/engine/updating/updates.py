@@ -41,12 +41,12 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Site
-from strategies.engine.bucket_state import BucketState, Pending
-from strategies.engine.jobs import Job, Scale
-from strategies.engine.optim import Operands, UpdateRule
+from strategies.engine.buckets.bucket_state import BucketState, Pending
+from strategies.engine.buckets.jobs import Job, Scale
 from strategies.engine.residency import Residency
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from strategies.engine.worker import Worker
+from strategies.engine.transfer.worker import Worker
+from strategies.engine.updating.optim import Operands, UpdateRule
 
 # Elements the worker takes at a time; fastest in benchmarks/records/2026-11-21_cpu-update_2-core.
 HOST_CHUNK = 1 << 20

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 
 from strategies.core.layout import Bucket, Item, Layout, Site, leads, parks_in_copy, rounded_to_fetch
 from strategies.core.plan import Home
-from strategies.engine.gradient_state import GradientState
-from strategies.engine.jobs import Job
+from strategies.engine.buckets.gradient_state import GradientState
+from strategies.engine.buckets.jobs import Job
 from strategies.engine.memory.arena import Arena
-from strategies.engine.parameter_views import ParameterViews
-from strategies.engine.pieces import Piece, pieces_of
 from strategies.engine.tensors.loans import HandedOut
+from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
+from strategies.engine.tensors.pieces import Piece, pieces_of
 from strategies.engine.transfer.transfer import Event
 
 

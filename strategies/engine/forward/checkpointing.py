@@ -47,8 +47,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from strategies.core.applied import log_applied
 from strategies.core.facts import UnitKind
 from strategies.core.plan import INPUT, Keep
-from strategies.engine.activations import HostRoom, Sent, arena_of_saved, unwritten
-from strategies.engine.effects import Effects, Snapshot
+from strategies.engine.forward.activations import HostRoom, Sent, arena_of_saved, unwritten
+from strategies.engine.forward.effects import Effects, Snapshot
 from strategies.engine.memory.accelerator import device_of
 from strategies.engine.tensors.nested import tensors_in
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from strategies.engine.jobs import Scale
+from strategies.engine.buckets.jobs import Scale
 from strategies.engine.transfer.transfer import Transfer
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.bucket_state import BucketState
+from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.engine import Engine
 from strategies.engine.keeper import Keeper, lent_value
 from strategies.engine.memory.arena import alone

@@ -22,11 +22,11 @@ from functools import partial
 
 from torch import Tensor
 
-from strategies.engine.bucket_state import BucketState
-from strategies.engine.norms import norms_of
-from strategies.engine.shares import Shares
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.ranks.shares import Shares
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from strategies.engine.worker import Worker
+from strategies.engine.transfer.worker import Worker
+from strategies.engine.updating.norms import norms_of
 
 
 class GradientsDown:

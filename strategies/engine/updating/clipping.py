@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from strategies.core.layout import Layout
-from strategies.engine.bucket_state import BucketState
-from strategies.engine.gradients import Gradients
-from strategies.engine.jobs import Scale
-from strategies.engine.norms import norms_of
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.buckets.jobs import Scale
 from strategies.engine.transfer.transfer import Lane, Transfer
+from strategies.engine.updating.gradients import Gradients
+from strategies.engine.updating.norms import norms_of
 
 IN_BACKWARD = "the plan updates in backward, before the norm is known: plan with max_grad_norm > 0"
 

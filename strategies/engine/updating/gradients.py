@@ -32,15 +32,15 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.layout import Layout, Site
-from strategies.engine.bucket_state import BucketState
-from strategies.engine.gradients_down import GradientsDown
-from strategies.engine.norms import TotalNorm, norm_of_all, norms_of, together
-from strategies.engine.rank_sync import average, on_any_rank
-from strategies.engine.shares import Shares
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.ranks.rank_sync import average, on_any_rank
+from strategies.engine.ranks.shares import Shares
 from strategies.engine.tensors.parameters import on_gradient, take_grad
 from strategies.engine.transfer.transfer import Lane, Transfer
-from strategies.engine.updates import Updates
-from strategies.engine.worker import Worker
+from strategies.engine.transfer.worker import Worker
+from strategies.engine.updating.gradients_down import GradientsDown
+from strategies.engine.updating.norms import TotalNorm, norm_of_all, norms_of, together
+from strategies.engine.updating.updates import Updates
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -38,9 +38,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.core.layout import Site
-from strategies.engine.bucket_state import BucketState
-from strategies.engine.pieces import head_of
-from strategies.engine.rank_sync import on_any_rank
+from strategies.engine.buckets.bucket_state import BucketState
+from strategies.engine.ranks.rank_sync import on_any_rank
+from strategies.engine.tensors.pieces import head_of
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from strategies.core.layout import Addresses, Layout, common_bytes, read_by_all
-from strategies.engine.bucket_state import BucketState
+from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.memory.common_host import CommonHost
-from strategies.engine.rank_sync import timeout_of
+from strategies.engine.ranks.rank_sync import timeout_of
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
-from strategies.engine.worker import Worker
+from strategies.engine.transfer.worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

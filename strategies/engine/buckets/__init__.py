@@ -1,0 +1,1 @@
+"""What a bucket is, and who holds its memory."""

@@ -1,0 +1,1 @@
+"""What forward keeps for backward, and how blocks compute."""

@@ -1,0 +1,1 @@
+"""State dicts and files of training state."""
