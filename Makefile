@@ -41,8 +41,9 @@ format: $(READY) ## format the code
 	ruff format .
 	ruff check --fix .
 
-docs: $(READY) ## write docs/config.md from the config models
-	python -m trainer.config.doc > docs/config.md
+docs: $(READY) ## write the tables of keys into docs/, and build the site into build/docs; a dead link is an error
+	python -m trainer.config.doc
+	mkdocs build --strict --config-file .ci/mkdocs.yml
 
 gpu-check: $(READY) ## on a machine with a GPU, in parts of 8 minutes: PART=machine, engine, plan, peers, more-peers, ...
 	python benchmarks/gpu_check.py $(PART)

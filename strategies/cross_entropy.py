@@ -14,7 +14,7 @@ products of the head are not cut, and everything else treats each row by itself.
 
 Refused: nothing. The loss stays native, and the plan says so, where the model computes it by itself, where labels are
 smoothed, and, by default, where the logits have less than 64 MiB in fp32: there the second softmax cost a CPU more time
-than chunks in its caches saved; from there on chunks were faster (docs/recompute.md).
+than chunks in its caches saved; from there on chunks were faster (measured on 2 cores).
 """
 
 from __future__ import annotations

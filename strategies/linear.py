@@ -10,7 +10,7 @@ Invariant: names, shapes and bytes of the model's state do not change. A layer w
 touched, the copy is never used for another weight than it was made of, and evaluation reads the weight itself.
 
 Refused: second copies under ZeRO stage 3 and offload, which split or move what a copy would hold whole. What was not
-attempted is listed in docs/linear.md.
+attempted is listed in docs/strategies/linear.md.
 
 Source: "Training System for LLMs Based on Adaptive Transpose on Hygon DCU", Computer Science 53(3), 2026, for choosing
 by measurement; the formulation is ours.

@@ -34,7 +34,7 @@ MAKE = {
     "gpu-check",
     "gpu-rehearsal",
 }  # the first two are run here
-PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md", "configs/*.yaml"]
+PLACES = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "configs/*.yaml"]
 STARTS = r"(?:python |(?:deepspeed|torchrun) (?:[^\n]*?--(?:num_gpus|nproc_per_node) (\d) )?)?"
 COMMAND = re.compile(STARTS + r"launch/(train|plan|verify|doctor|bench)\.py( [^`\n#|]*)?")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}

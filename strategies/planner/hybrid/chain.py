@@ -17,7 +17,7 @@ PipeDream,
     A[j][k] = min over i < j, r <= k, mode:  max(A[i][k - r], c(i), t(i, j, r) + sync(i, j, r) / M)
 
 in O(K^2 N^2). It minimises the rhythm of a pipeline that never drains and knows no memory; its plans are worse by T,
-by how much says the record that ``docs/parallel.md`` names. It is kept to compare with.
+by how much says a record, hybrid-planner. It is kept to compare with.
 
 Sources: "Training Acceleration for Deep Neural Networks: A Hybrid Parallelization Strategy", DAC 2021 (P1); Zheng et
 al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", 2022 (the form of P2).

@@ -1,0 +1,45 @@
+"""The docs: the site builds without a dead link, and each strategy has its page, which is short."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strategies.core.registry import available
+from trainer.config.doc import BEGIN, END
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO_SCREENS = 100
+
+
+def built(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Runs what `make docs` runs; the site goes to ``site``."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", root / ".ci/mkdocs.yml"]
+    return subprocess.run([*command, "--site-dir", site], check=False, capture_output=True, text=True)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    done = built(ROOT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.rglob("*.html")} >= {"index.html", "reliability.html", "offload.html"}
+
+
+@pytest.mark.parametrize(
+    "link", ["nowhere.md", "reliability.md#nowhere", "../benchmarks/records/nowhere"], ids=["page", "anchor", "file"]
+)
+def test_a_dead_link_ends_it(link: str, tmp_path: Path) -> None:
+    for folder in (".ci", "docs", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "docs/index.md").write_text(f"[here]({link})")
+    found = built(tmp_path, tmp_path / "site")
+    assert found.returncode != 0 and link.partition("#")[0] in found.stderr + found.stdout
+
+
+@pytest.mark.parametrize("name", available())
+def test_a_strategy_has_a_page_of_two_screens(name: str) -> None:
+    text = (ROOT / "docs/strategies" / f"{name}.md").read_text()
+    before, _, rest = text.partition(BEGIN)
+    written = before + rest.partition(END)[2]
+    assert len(written.splitlines()) <= TWO_SCREENS
