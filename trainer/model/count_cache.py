@@ -28,25 +28,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+COUNTING = ("trainer/model", "strategies/engine/forward")  # whatever counts a model, or computes what is counted
 SOURCES = (
-    ROOT / "trainer/planning/facts.py",
-    *(
-        ROOT / f"trainer/model/{name}.py"
-        for name in (
-            "counting",
-            "counting_alike",
-            "stubs",
-            "outside_reads",
-            "linear_layers",
-            "params",
-            "build",
-            "config_keys",
-            "temporaries",
-            "tensor_share",
-        )
-    ),
-    *(ROOT / f"strategies/engine/{name}.py" for name in ("blocks", "checkpointing", "routed_linear", "chunked_loss")),
+    *(path for folder in COUNTING for path in sorted((ROOT / folder).glob("*.py"))),
     *(ROOT / f"strategies/core/{name}.py" for name in ("facts", "linears")),
+    ROOT / "trainer/planning/facts.py",
     ROOT / "strategies/backends/autotp.py",
 )
 PACKAGES = ("torch", "transformers", "peft")
