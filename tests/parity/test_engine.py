@@ -17,9 +17,9 @@ import torch
 from strategies.core import layout
 from strategies.core.layout import Item, Site
 from strategies.engine import SGD, AdamW, stow
-from strategies.engine.updating import updates
 from strategies.engine.transfer.race_detector import RaceDetector
 from strategies.engine.transfer.transfer import Delayed
+from strategies.engine.updating import updates
 from strategies.planner.addresses import place, slot_pools
 from tests.helpers.doubles import Vacant
 from tests.helpers.engine import DECAY, LR, STEPS, checkpointing, differences, plain, plan_of, stowed
