@@ -25,13 +25,15 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
 from benchmarks.harness import linear, processes, record, work
+from launch import cli
 from trainer.dist.ranks import Ranks, settle_environment
 from trainer.errors import ConfigError, ExitCode, UserError, nearest
 from trainer.machine.probe import cores
 
 say = partial(print, flush=True)
 THEMES = {"offload": work.OFFLOAD, "recompute": work.RECOMPUTE}
-RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
+IN_CHECKOUT = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
+RECORDS = IN_CHECKOUT if IN_CHECKOUT.is_dir() else Path("records")  # installed: in the folder where one works
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """One subcommand per theme. ``benchmarks.harness.work`` parses the values and raises ConfigError itself."""
-    whole = Parser(description=(__doc__ or "").splitlines()[0])
+    whole = cli.explained(Parser(), "bench", __doc__)
     themes = whole.add_subparsers(dest="theme", metavar="THEME", required=True)
     offload = themes.add_parser("offload", help="training with offload: memory and speed", allow_abbrev=False)
     add_work(offload, THEMES["offload"])

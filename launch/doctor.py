@@ -1,5 +1,7 @@
-"""Is this machine ready to train? ``python launch/doctor.py [--build] [--json PATH]``
-How fast is it? ``python launch/doctor.py --rates [--out PATH]``
+"""Is this machine ready to train, and how fast is it?
+
+    python launch/doctor.py [--build] [--json PATH]
+    python launch/doctor.py --rates [--out PATH]
 
 Prints one row per fact, then ``ready``, or what to fix, each with the command that fixes it. The exit code is 0 if the
 machine is ready and 1 if something required is missing or wrong; warnings do not count.
@@ -37,6 +39,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs where the package is not installed, too
 
 from benchmarks.harness.record import QUIET
+from launch import cli
 from strategies.core.sizes import human, human_duration
 from trainer.dist.deepspeed_ops import CPU_ADAM, FUSED_ADAM, SHM, Op, cache_folder, compiler
 from trainer.dist.ranks import Ranks, settle_environment
@@ -78,18 +81,28 @@ def checked(name: str, value: str, *, cure: str, fail: bool = False, warn: bool 
 # --- software ----------------------------------------------------------------------------------------------------
 
 
+def declared(pyproject: Path) -> tuple[str, list[str], list[str]]:
+    """The interpreters, the packages, and those for LoRA, from the checkout or else from what pip installed."""
+    if pyproject.exists():
+        project = tomllib.loads(pyproject.read_text())["project"]
+        return project["requires-python"], project["dependencies"], project.get("optional-dependencies", {})["lora"]
+    about = importlib.metadata.metadata("deepstow")
+    lines = [line.partition(";") for line in about.get_all("Requires-Dist") or []]
+    extras = [need.strip() for need, _, marker in lines if "lora" in marker]
+    return about["Requires-Python"], [need.strip() for need, _, marker in lines if not marker], extras
+
+
 def package_rows(pyproject: Path) -> Iterator[Row]:
-    """Compare the interpreter and every dependency with pyproject.toml. Missing extras only warn."""
+    """Compare the interpreter and every dependency with what the project needs. Missing extras only warn."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
-    project = tomllib.loads(pyproject.read_text())["project"]
-    python, requires = platform.python_version(), project["requires-python"]
+    requires, dependencies, optional = declared(pyproject)
+    python = platform.python_version()
     cure = f"make setup PYTHON=python3.12   # needs {requires}"
     wrong = not SpecifierSet(requires).contains(python)
     yield checked("python", f"{python}  {sys.executable}", cure=cure, fail=wrong)
-    optional = project.get("optional-dependencies", {}).get("lora", [])
-    for line in project["dependencies"] + optional:
+    for line in dependencies + optional:
         need = Requirement(line)
         try:
             value = importlib.metadata.version(need.name)
@@ -313,7 +326,7 @@ def summary(rows: list[Row]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """The whole command. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="doctor.py", description="Is this machine ready to train?")
+    parser = cli.explained(argparse.ArgumentParser(), "doctor", __doc__)
     parser.add_argument("--build", action="store_true", help="compile DeepSpeed's missing extensions now")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
     parser.add_argument("--rates", action="store_true", help="measure how fast this machine is, in under a minute")

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch import cli
 from strategies.core.sizes import parse_bytes
 from trainer.config.load import load
 from trainer.errors import ConfigError, UserError, report
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = cli.explained(argparse.ArgumentParser(), "plan", __doc__)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
     parser.add_argument("--search", action="store_true", help="the best ways to use all ranks, simulated")

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from launch import cli
 from trainer.config.load import json_schema, load
 from trainer.dist.ranks import GRACE_S, Ranks, from_environment, settle_environment
 from trainer.dist.stopping import Stop, Stopped
@@ -23,7 +24,7 @@ from trainer.machine.probe import cores
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = cli.explained(argparse.ArgumentParser(), "train", __doc__)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--show-sample", action="store_true", help="print one tokenised row of the data and stop")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files and stop")

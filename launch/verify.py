@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch import cli
 from trainer.config.load import load
 from trainer.errors import ExitCode, UserError
 from trainer.errors import report as report_error
@@ -43,7 +44,7 @@ NOTHING_DID = (
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = cli.explained(argparse.ArgumentParser(), "verify", __doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--config", metavar="FILE", help="the run's YAML file")
     which.add_argument("--checkpoint", metavar="FOLDER", type=Path, help="compare its files with its manifest")

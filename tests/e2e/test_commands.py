@@ -1,23 +1,54 @@
 """The commands beside training: plan, verify, doctor, and what any command says about itself."""
 
+import importlib
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from launch import bench, cli
 from tests.e2e.commands import PYTHON, REPO, TRAIN, run, write_config
 from tests.e2e.test_errors import MEASURED, without_torch
 from tests.helpers.releases import needs_stage_3
+from trainer.errors import ExitCode
 
 LARGE = str(REPO / "configs" / "llama-70b.yaml")
 
 
+def explained(name: str, text: str) -> None:
+    """Whether the help of a command has two examples that it can parse, its exit codes, and where the docs are."""
+    assert text.startswith(f"usage: deepstow {name}") and "\ndocs: docs/index.md" in text
+    assert re.search(r"^exit codes: 0 finished, 1 failed, 2 ", text, re.MULTILINE)
+    examples = re.findall(rf"^  deepstow {name}(.*)$", text, re.MULTILINE)
+    assert len(examples) == 2
+    command = importlib.import_module(f"launch.{name}")
+    for example in examples:
+        if name != "doctor":  # its options are parsed where they are used
+            command.parse(shlex.split(example))
+
+
 def test_help_and_schema_need_no_torch(tmp_path: Path) -> None:
-    for script in (TRAIN, "launch/plan.py", "launch/verify.py", "launch/doctor.py"):
-        found = without_torch(tmp_path, script, "--help").check()
-        assert found.out.startswith("usage: ") and found.err == ""
+    for name in ("train", "plan", "verify", "doctor"):
+        found = without_torch(tmp_path, f"launch/{name}.py", "--help").check()
+        assert found.err == ""
+        explained(name, found.out)
+    explained("bench", bench.parser().format_help())
     schema = json.loads(without_torch(tmp_path, TRAIN, "--schema").check().out)
     assert set(schema["properties"]) >= {"model", "data", "training", "strategies"}
+
+
+def test_the_command_deepstow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(cli.MEANINGS) == set(ExitCode)
+    for given, code in ((["--help"], 0), (["--version"], 0), (["trian"], 2)):
+        assert cli.main(given) == code
+    found = capsys.readouterr()
+    assert all(f"\n  {name} " in found.out for name in cli.COMMANDS) and "\ndeepstow 0." in found.out
+    assert found.err.endswith("did you mean 'train'?\n")
+    config = str(write_config(tmp_path))
+    assert cli.main(["plan", "--config", config, "--profile", "h100-pcie"]) == 2
+    assert "did you mean 'h100-pcie5'?" in capsys.readouterr().err
 
 
 def test_plan_of_a_70_b_model(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""The command ``deepstow``: one word for each script in this folder, with the same code behind it.
+
+    deepstow train --config my.yaml
+    deepstow plan --fit --model my-folder
+
+``deepspeed``, ``torchrun`` and ``accelerate launch`` start ranks from a file: give them ``launch/train.py``. This
+module imports nothing heavy, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import TypeVar
+
+from trainer.errors import ExitCode, nearest
+
+P = TypeVar("P", bound=argparse.ArgumentParser)
+COMMANDS = {
+    "train": "train as a config file says",
+    "plan": "show what rests where, before a byte is spent; what fits; the best use of many ranks",
+    "verify": "compare training with the strategies to plain training, or a checkpoint with its hashes",
+    "doctor": "is this machine ready, and how fast is it",
+    "bench": "measure against plain torch, DeepSpeed and FSDP2 on this machine",
+}
+EXAMPLES = {
+    "train": ("--config my.yaml", "--config my.yaml training.learning_rate=1e-4 strategies.zero=null"),
+    "plan": ("--config my.yaml --profile rtx4090-pcie4", "--fit --config my.yaml --gpu-memory 24GiB"),
+    "verify": ("--config my.yaml", "--checkpoint runs/mine/checkpoint-400"),
+    "doctor": ("", "--rates"),
+    "bench": ("offload --model 45m", "linear --models gpt2-xl --dtypes bf16"),
+}
+MEANINGS = {
+    ExitCode.FINISHED: "finished",
+    ExitCode.FAILED: "failed",
+    ExitCode.CONFIG: "config or command line",
+    ExitCode.DATA: "data",
+    ExitCode.PREEMPTED: "asked to stop, and saved",
+    ExitCode.OUT_OF_MEMORY: "out of memory",
+    ExitCode.NON_FINITE: "not finite any more",
+    ExitCode.WATCHDOG: "a rank gave no sign of life",
+    ExitCode.DISK: "asked to stop, and could not save",
+    ExitCode.PEER_DIED: "another rank died",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+OF_OTHERS = (ExitCode.FINISHED, ExitCode.FAILED, ExitCode.CONFIG)  # of the commands that do not train
+DOCS = "docs: docs/index.md in the repository; every key of a config: docs/config.md, or deepstow train --schema"
+
+
+def explained(parser: P, name: str, doc: str | None) -> P:
+    """``parser`` with what each command says of itself: purpose, two examples, exit codes, where the docs are."""
+    codes = MEANINGS if name == "train" else OF_OTHERS
+    parser.prog, parser.description = f"deepstow {name}", (doc or "").splitlines()[0]
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(
+        (
+            "examples:",
+            *(f"  deepstow {name} {example}".rstrip() for example in EXAMPLES[name]),
+            "exit codes: " + ", ".join(f"{int(code)} {MEANINGS[code]}" for code in codes),
+            DOCS,
+        )
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first word names. Returns its exit code."""
+    first, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if first in COMMANDS:
+        if first == "plan":
+            gc.set_threshold(1_000_000)  # as launch/plan.py does, and for its reason
+        code: int = import_module(f"launch.{first}").main(rest)
+        return code
+    if first in ("-h", "--help"):
+        print("usage: deepstow COMMAND ...\n\n" + "\n".join(f"  {name:<8}{text}" for name, text in COMMANDS.items()))
+        print(f"\ndeepstow COMMAND --help says more; deepstow --version\n{DOCS}")
+        return ExitCode.FINISHED
+    if first == "--version":
+        print(f"deepstow {version('deepstow')}")
+        return ExitCode.FINISHED
+    print(
+        f"deepstow {first}: no such command; there are {', '.join(COMMANDS)}{nearest(first, COMMANDS)}", file=sys.stderr
+    )
+    return ExitCode.CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The wheel, installed into a fresh environment, works from a folder that has nothing of the checkout."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import REPO, Result, run, write_config
+
+TOPS = ("trainer", "strategies", "launch", "benchmarks/harness")
+LOOP = """
+import deepstow, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+plan = deepstow.plan_for(model, gpu_memory="16MiB", batch=(2, 8), max_grad_norm=0.0)
+optimizer = deepstow.stow(model, plan, rule=deepstow.AdamW(lr=1e-2))
+tokens, losses = torch.arange(16).reshape(2, 8), []
+for _ in range(3):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[2] < losses[0], losses
+print(deepstow.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of what the checkout has: a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "copy"
+    for name in ("trainer", "strategies", "launch", "benchmarks"):
+        shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("records", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "deepstow.py"):
+        shutil.copy(REPO / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "-w", str(folder), str(copy)], check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """Run a program of the fresh environment; it finds the packages that we depend on, and not the checkout."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder / "env", with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "env"), "platbase": str(folder / "env")}))
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # a .pth in that folder is not read again
+    python = folder / "env" / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "-q", "--python", str(python), "install", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--ignore-installed", str(wheel)], check=True, capture_output=True)
+
+    def start(program: str, *arguments: str) -> Result:
+        command = ["env", "-C", str(folder), str(python.with_name(program)), *arguments]
+        return run(command, folder, PYTHONPATH="")
+
+    return start
+
+
+def test_the_wheel_has_every_module(wheel: Path) -> None:
+    there = {str(path.relative_to(REPO)) for top in TOPS for path in (REPO / top).rglob("*.py")}
+    there |= {"deepstow.py", *(f"benchmarks/{path.name}" for path in (REPO / "benchmarks").glob("*.py"))}
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    assert names == there
+
+
+def test_import_and_version(elsewhere: Callable[..., Result]) -> None:
+    assert "/env/" in elsewhere("python", "-c", LOOP).check().out
+    assert elsewhere("deepstow", "--version").check().out.startswith("deepstow 0.")
+
+
+def test_plan_search_and_doctor(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    found = elsewhere(
+        "deepstow", "plan", "--search", "--config", str(config), "--world-size", "2", "--profile", "rtx4090-pcie4"
+    ).quiet()
+    assert found.check().out
+    found = elsewhere("deepstow", "doctor").quiet()
+    assert found.code in (0, 1) and found.lines("ok   python") and found.lines("ok   torch")
+
+
+def test_train(elsewhere: Callable[..., Result], tmp_path: Path) -> None:
+    config = write_config(tmp_path, training={"max_steps": 1})
+    assert elsewhere("deepstow", "train", "--config", str(config)).check().quiet()
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
