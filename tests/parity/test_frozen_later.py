@@ -73,13 +73,13 @@ SHARED: dict[str, dict[str, Any]] = {
 def over_ranks(ranks: Ranks) -> dict[str, list[str]]:
     """Two ranks that share each bucket, against one process that accumulates their micro-batches."""
     torch.set_num_threads(1)
-    batches, loop, found = tokens("llama", STEPS * 2), {"max_norm": 0.05}, {}
+    batches, found = tokens("llama", STEPS * 2), dict[str, list[str]]()
     for name, where in SHARED.items():
         model: Any = freezing(build("llama"))
         model.accumulation = 2
         wanted = plain(model, batches, accumulation=2, max_norm=0.05)
         model = freezing(build("llama"))
-        plan = plan_of(model, **where, **loop, ranks=2)
+        plan = plan_of(model, **where, max_norm=0.05, ranks=2)
         shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
         wanted.losses = shared.losses = []  # each rank knows its own
         found[name] = differences(wanted, shared)
