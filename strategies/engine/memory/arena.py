@@ -27,7 +27,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ from strategies.core.facts import Home
 from strategies.core.layout import PAGE_BYTES, Addresses, Item, Spot
 from strategies.core.sizes import human
 from strategies.engine.memory.accelerator import Driver, row_of
-
-if TYPE_CHECKING:
-    from strategies.engine.memory.common_host import CommonHost
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse
@@ -154,6 +151,13 @@ def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
 RESERVE: Mapping[Home, type[ArenaMemory]] = {Home.DEVICE: ArenaMemory, Home.HOST: HostMemory}
 
 
+class CommonPart(Protocol):
+    """The first ``num_bytes`` of the host's arena, where other ranks read them: a ``CommonHost``."""
+
+    num_bytes: int
+    own: HostMemory
+
+
 class Arena:
     """The arenas of one rank, one per home, cut up as ``addresses`` says.
 
@@ -164,7 +168,7 @@ class Arena:
         OutOfMemoryError: a home has not that much; the message says what was to lie there.
     """
 
-    def __init__(self, addresses: Addresses, device: torch.device, common: CommonHost | None = None) -> None:
+    def __init__(self, addresses: Addresses, device: torch.device, common: CommonPart | None = None) -> None:
         self.addresses, self._common = addresses, common
         first = {} if common is None else {Home.HOST: common.num_bytes}
         self._memories = {

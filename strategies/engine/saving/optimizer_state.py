@@ -7,18 +7,38 @@ state, as if it had never been updated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from strategies.engine.optimizer import StowOptimizer
+from strategies.engine.engine import Engine
+from strategies.engine.saving.state_dict import StateAccess
+
+
+class Stowed(Protocol):
+    """What saving needs of a ``StowOptimizer``."""
+
+    param_groups: list[dict[str, Any]]
+    engine: Engine
+    access: StateAccess
+
+    @property
+    def is_shared(self) -> bool: ...
+
+    @property
+    def shares_weights(self) -> bool: ...
+
+    def drain(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Tensor]: ...
 
 
 class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
     """State by parameter and torch's names. A parameter that was never updated has an empty dict and is not listed."""
 
-    def __init__(self, optimizer: StowOptimizer) -> None:
+    def __init__(self, optimizer: Stowed) -> None:
         self._optimizer = optimizer
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.engine import Engine
 from strategies.engine.keeper import Keeper, lent_value
 from strategies.engine.memory.arena import alone
-from strategies.engine.tensors.loans import Loans
+from strategies.engine.saving.loans import Loans
 from strategies.engine.tensors.nested import same_bits
 from strategies.engine.tensors.parameters import RAW_DATA, Copied
 from strategies.engine.tensors.saved_views import copies_to_host, customizes_state_dict, same_memory

@@ -19,19 +19,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from strategies.core import commit
 from strategies.core.sizes import human
+from strategies.engine.saving.optimizer_state import Stowed
 from strategies.state import saved_state
 from strategies.state.saved_state import FILE_NAME, INDEX, MASTER, Described, Saved, Weights, other_model
 from strategies.state.spans import WEIGHT, Span, SpanError
-
-if TYPE_CHECKING:
-    from strategies.engine.optimizer import StowOptimizer
 
 
 class EngineState:
@@ -41,7 +39,7 @@ class EngineState:
         divides_weights: ranks share the weights, too.
     """
 
-    def __init__(self, optimizer: StowOptimizer, model: nn.Module, *, writes: bool = True) -> None:
+    def __init__(self, optimizer: Stowed, model: nn.Module, *, writes: bool = True) -> None:
         self._shared = optimizer.is_shared
         self.divides_weights = self._shares_weights = optimizer.shares_weights
         self._optimizer, self._model = optimizer, model

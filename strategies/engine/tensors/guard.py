@@ -23,29 +23,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-if TYPE_CHECKING:
-    from strategies.engine.buckets.bucket_state import BucketState
-
 strided = torch.strided
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Shown(Protocol):
+    """Whether the parameters of a bucket are in their home."""
+
+    @property
+    def shown(self) -> bool: ...
+
+
+class Guarded(Protocol):
+    """What a guard has to know of a bucket."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def views(self) -> Shown: ...
+
+
+B = TypeVar("B", bound=Guarded)
 
 
 @dataclass(slots=True, eq=False)
 class SavedWeight:
     """A view of a weight that autograd saved."""
 
-    bucket: BucketState
+    bucket: Guarded
     view: Tensor
     version: int
 
 
-def guard(offloaded: Sequence[BucketState], bring: Callable[[BucketState], None]) -> saved_tensors_hooks:
+def guard(offloaded: Sequence[B], bring: Callable[[B], None]) -> saved_tensors_hooks:
     """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``: a context for that time.
 
     Args:
@@ -97,7 +117,7 @@ def others_keep() -> bool:
     return not hasattr(hooks[0], "ours") and hooks[0].__module__ != "torch.utils.checkpoint"
 
 
-def _read(kept: SavedWeight, bring: Callable[[BucketState], None]) -> Tensor:
+def _read(kept: SavedWeight, bring: Callable[[Any], None]) -> Tensor:
     if not kept.bucket.views.shown:
         bring(kept.bucket)
     if kept.view._version != kept.version:

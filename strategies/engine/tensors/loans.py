@@ -1,4 +1,4 @@
-"""Parameters on loan: plain parameters for a while, with memory of their own, whatever happens to their buckets.
+"""Parameters on loan (``saving/loans.py``): plain ones for a while, with memory of their own, wherever their bucket is.
 
 Two things need them: ``optimizer.present``, inside of which user code reads and writes weights as in plain torch, and
 modules that customize their state dict, which read their weights to make it (``state_dict.py``).
@@ -25,18 +25,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from strategies.engine.tensors.parameters import RAW_DATA, StowedParameter
-
-if TYPE_CHECKING:
-    from strategies.engine.buckets.bucket_state import BucketState
-    from strategies.engine.saving.state_dict import StateAccess
 
 
 class LentParameter(StowedParameter):
@@ -59,41 +53,6 @@ class LentParameter(StowedParameter):
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         return nn.Parameter(self.data.clone(), self.requires_grad)
-
-
-class Loans:
-    """The parameters on loan, with their buckets."""
-
-    def __init__(self, access: StateAccess) -> None:
-        self._access = access
-        self.out: dict[nn.Parameter, tuple[BucketState, int]] = {}
-
-    @torch.no_grad()
-    def lend(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Lend those of ``params`` that are not on loan until ``give_back``, and return them."""
-        chosen = [param for param in dict.fromkeys(params) if param not in self.out]
-        places = [self._access.settle(param) for param in chosen]  # all first: settling one bucket may hide another
-        values = [param._keeper.value_to_lend() for param in chosen]  # type: ignore[attr-defined]
-        for param, (bucket, index), value in zip(chosen, places, values, strict=True):
-            bucket.views.lend(index, value, LentParameter)
-            self.out[param] = bucket, index
-        return chosen
-
-    def keep(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Make the values of ``params``, by default of all on loan, their weights."""
-        for param in tuple(self.out) if params is None else params:
-            if not self._access.is_as_lent(param):
-                self._access.set_weight(param, param.data)
-
-    def give_back(self, params: Sequence[nn.Parameter]) -> None:
-        """End the loan of ``params`` and keep what was written to them."""
-        try:
-            self.keep(params)
-        finally:
-            for param in params:
-                bucket, index = self.out.pop(param)
-                bucket.views.take_back(index)
-                self._access.was_used(bucket)
 
 
 class HandedOut:

@@ -29,7 +29,7 @@ by hand, and hooks that run after each gradient is accumulated, since the gradie
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,6 @@ from strategies.engine.tensors.torch_functions import (
     replace_views,
     written,
 )
-
-if TYPE_CHECKING:
-    from strategies.engine.keeper import Keeper
 
 STOWED = "_stowed"  # in the dict of a model that an optimizer drives
 RAW_DATA: Any = Tensor.data  # torch's own, beneath the properties below
@@ -78,10 +75,47 @@ COPIED = (
 )
 
 
+class Asked(Protocol):
+    """Whom a parameter, its views and its gradient ask about themselves: its ``Keeper`` (``engine/keeper.py``)."""
+
+    name: str
+    home: tuple[int, int]
+
+    @property
+    def here(self) -> bool: ...
+
+    @property
+    def window(self) -> int: ...
+
+    def shown(self) -> Tensor: ...
+
+    def value_to_lend(self) -> Tensor: ...
+
+    def read(self) -> Tensor: ...
+
+    def require_present(self, what: str) -> None: ...
+
+    def follow(self, view: Tensor) -> Tensor: ...
+
+    def read_view(self, view: Tensor) -> Tensor: ...
+
+    def gradient(self) -> Tensor | None: ...
+
+    def forget_gradient(self) -> None: ...
+
+    def zero_gradient(self) -> None: ...
+
+    def gradient_norm(self) -> Tensor: ...
+
+    def gradient_value(self) -> Tensor: ...
+
+    def scale_gradient(self, factor: Tensor | float) -> None: ...
+
+
 class StowedParameter(Copied, nn.Parameter):
     """A parameter whose memory an engine manages; ``_keeper`` reads and changes it."""
 
-    _keeper: Keeper
+    _keeper: Asked
 
     @property
     def data(self) -> Tensor:
@@ -158,7 +192,7 @@ class Alias(Tensor):
     """A view of a weight that travels, made while it was present."""
 
     _stand_in = True
-    _keeper: Keeper
+    _keeper: Asked
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.engine.tensors.parameters import ReadOnly
+from strategies.engine.tensors.parameters import Asked, ReadOnly
 from strategies.engine.tensors.torch_functions import (
     call,
     each,
@@ -30,9 +30,6 @@ from strategies.engine.tensors.torch_functions import (
     reads_no_value,
     written,
 )
-
-if TYPE_CHECKING:
-    from strategies.engine.keeper import Keeper
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
@@ -53,7 +50,7 @@ class PendingGradient(Tensor):
     """Stands for a gradient that waits until the next step, with its shape; its own elements are NaN."""
 
     _stand_in = True
-    _keeper: Keeper
+    _keeper: Asked
     _window: int
     __hash__: ClassVar[Any] = Tensor.__hash__
 

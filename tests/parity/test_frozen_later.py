@@ -1,0 +1,91 @@
+"""A parameter that is frozen after ``stow`` is left alone, as in plain training, and trains on when it is unfrozen."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.engine.transfer.race_detector import RaceDetector
+from strategies.engine.transfer.transfer import Delayed
+from tests.helpers.engine import differences, plain, plan_of, stowed
+from tests.helpers.models import build, tokens
+from trainer.dist.ranks import Ranks
+from trainer.dist.spawn import run_world
+
+PLANS: dict[str, dict[str, Any]] = {
+    "device": {"site": "device"},
+    "device, travelling": {"site": "device", "weights": "travelling", "prefetch": 1},
+    "host": {"site": "host", "park": "host"},
+    "host, direct": {"site": "host", "park": "host", "direct": True},
+    "host, travelling": {"site": "host", "weights": "travelling", "bucket": "half"},
+    "streamed": {"site": "streamed", "weights": "travelling", "park": "host", "prefetch": 0},
+    "in backward": {"site": "streamed", "in_backward": True},
+}
+# One parameter of a bucket, all of one, and what is used outside of blocks.
+FROZEN = ("model.layers.0.self_attn.k_proj.", "model.layers.1.", "lm_head.", "model.embed_tokens.")
+STEPS, FROM, UNTIL = 5, 1, 3
+
+
+def freezing(model: nn.Module) -> nn.Module:
+    """``model``, which freezes some parameters itself at the start of one step and unfreezes them later."""
+    forwards = [0]
+
+    def change(module: nn.Module, *_: Any) -> None:
+        step = forwards[0] // model.accumulation  # type: ignore[operator]
+        forwards[0] += 1
+        for name, param in model.named_parameters():
+            if name.startswith(FROZEN):
+                param.requires_grad_(not FROM <= step < UNTIL)
+
+    model.accumulation = 1  # type: ignore[assignment]
+    model.register_forward_pre_hook(change)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "accumulation"), [(torch.float32, 1), (torch.bfloat16, 2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("where", PLANS.values(), ids=PLANS)
+@pytest.mark.usefixtures("one_thread")
+def test_frozen_and_unfrozen(where: dict[str, Any], dtype: torch.dtype, accumulation: int) -> None:
+    loop: dict[str, Any] = {"accumulation": accumulation, "max_norm": 0.0 if "in_backward" in where else 0.05}
+    batches = tokens("llama", STEPS * accumulation)
+
+    def made() -> Any:
+        model: Any = freezing(build("llama", dtype=dtype))
+        model.accumulation = accumulation
+        return model
+
+    wanted = plain(made(), batches, **loop)
+    assert {int(value) for name, value in wanted.tensors.items() if name.endswith(" step")} == {STEPS, STEPS - 2}
+    for transfer in (Delayed(), RaceDetector()):
+        model = made()
+        found = stowed(model, plan_of(model, **where, **loop), batches, transfer=transfer, **loop)
+        assert differences(wanted, found) == []
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "device, travelling": {"site": "device", "weights": "travelling", "prefetch": 1},
+    "host": {"site": "host", "weights": "travelling", "park": "host"},
+    "streamed": {"site": "streamed", "park": "host", "prefetch": 0},
+}
+
+
+def over_ranks(ranks: Ranks) -> dict[str, list[str]]:
+    """Two ranks that share each bucket, against one process that accumulates their micro-batches."""
+    torch.set_num_threads(1)
+    batches, found = tokens("llama", STEPS * 2), dict[str, list[str]]()
+    for name, where in SHARED.items():
+        model: Any = freezing(build("llama"))
+        model.accumulation = 2
+        wanted = plain(model, batches, accumulation=2, max_norm=0.05)
+        model = freezing(build("llama"))
+        plan = plan_of(model, **where, max_norm=0.05, ranks=2)
+        shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
+        wanted.losses = shared.losses = []  # each rank knows its own
+        found[name] = differences(wanted, shared)
+    return found
+
+
+@pytest.mark.ranks
+def test_frozen_on_all_ranks() -> None:
+    assert run_world(2, over_ranks) == {name: [] for name in SHARED}
