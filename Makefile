@@ -8,7 +8,7 @@ RANKS  ?= 1
 PART   ?= machine
 CASES  ?=
 
-.PHONY: help setup train finetune test faults lint format docs gpu-check gpu-rehearsal bench thirty clean
+.PHONY: help setup train finetune test test-all faults lint format docs gpu-check gpu-rehearsal bench thirty clean
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
 
@@ -24,9 +24,14 @@ finetune: $(READY) ## fine-tune what `make train` exported
 	deepspeed --num_gpus $(RANKS) launch/train.py --config configs/finetune.yaml
 
 # Each file stays with one process, and the slow folders come first, so that all end together; some wait for others most of the time.
-test: $(READY) ## all tests, in three processes; the twenty slowest of each part are named at its end
-	OMP_NUM_THREADS=1 python -m pytest tests/e2e tests/faults tests/parity tests/memory tests/unit -n 3 --dist loadfile --no-loadscope-reorder --durations=20
+PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
+PARTS  := tests/e2e tests/faults tests/parity tests/memory tests/unit
+test: $(READY) ## the tests, in three processes; the twenty slowest of each part are named at its end
+	$(PYTEST) $(PARTS) -m "not slow"
 	OMP_NUM_THREADS=1 python -m pytest tests/accelerator -n 3 --durations=20
+
+test-all: $(READY) ## the slower and rarer tests that make test leaves out
+	$(PYTEST) $(PARTS) -m slow
 
 # What is in tests/faults/full is collected only by its path; two processes, since most of it waits.
 faults: $(READY) ## every fault at every moment, hours on 2 cores; CASES="-k two_runs" chooses some

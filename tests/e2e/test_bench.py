@@ -30,6 +30,7 @@ from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import PRELOAD, run_world
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.ranks,
     pytest.mark.skipif(
         accelerator.kind() is not None, reason="drivers do not survive a fork; run launch/bench.py itself"

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.commands import TRAIN, Result, Server, digest, launcher, metrics, run, write_config
 from tests.helpers.releases import HIGHEST_STAGE
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 STEPS = 4
 RUNS = [

@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.commands import BIN, MODEL, TRAIN, Command, Server, digest, free_port, metrics, write_config
 from tests.e2e.test_launchers import strange
 
+pytestmark = pytest.mark.slow
+
 SECTION = {"config": MODEL | {"attention_dropout": 0.0}}  # stages draw numbers of their own
 
 

@@ -26,6 +26,7 @@ MAKE = {
     "train",
     "finetune",
     "test",
+    "test-all",
     "faults",
     "lint",
     "setup",
@@ -82,6 +83,7 @@ def shrunk(tree: Any, sizes: Any) -> Any:
     return sizes if tree is not None else tree
 
 
+@pytest.mark.slow
 def test_commands_that_train(server: Server, tmp_path: Path) -> None:
     """In the order in which they are read: the second needs what the first exports."""
     for path in REPO.glob("configs/*.yaml"):
@@ -113,6 +115,7 @@ def plans() -> list[tuple[str, ...]]:
     return [words for words in found if words not in drawn]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", plans(), ids=" ".join)
 def test_commands_that_plan(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from launch.plan import main

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.commands import TRAIN, Server, launcher, run, write_config
 from trainer.dist.deepspeed_ops import SHM, cache_folder
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 LAUNCHER = os.environ.get("DEEPSTOW_LAUNCHER", "")
 RUNS = int(os.environ.get("DEEPSTOW_RUNS", "5"))
