@@ -11,8 +11,7 @@ import pytest
 from safetensors import SafetensorError
 
 from strategies.core.modes import same_modes
-from trainer.dist.ranks import Ranks
-from trainer.dist.store import LOOPBACK, listening, loopback_interface
+from trainer.dist.ranks import LOOPBACK, Ranks, listening, loopback_interface
 from trainer.errors import ConfigError
 from trainer.run import finished, saves, saving
 from trainer.run.saves import Saves

@@ -82,10 +82,11 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
     """What every rank has said after a run in which the disk is full while one save is sealed."""
     import torch.distributed
 
-    from trainer.run import job_trainer, saving
+    from trainer.run import saving
+    from trainer.run import trainer as trainer_file
 
     said: list[str] = []
-    job_trainer.write_line, commit = said.append, saving.commit
+    trainer_file.write_line, commit = said.append, saving.commit
 
     def failing(written: Path, folder: Path, manifest: Any) -> None:
         if folder.name == f"checkpoint-{full_at}":

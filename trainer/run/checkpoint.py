@@ -16,6 +16,7 @@ Refused: checkpoints of releases before there were manifests; starting anew beca
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from trainer.run.manifest import Manifest
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
 
+TRAINER_STATE = "trainer_state.json"
 FORMER_MARK = "complete.json"  # of releases that wrote no manifest
 FOLDER = re.compile(r"checkpoint-(\d+)")
 WRITING, DELETED = "checkpoints.writing", "checkpoints.deleted"  # what a kill leaves in them is no checkpoint
@@ -95,7 +97,17 @@ def verified(path: Path) -> Found:
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise Damaged(f"{lines[0]}{more}")
+    if (step := _trained_steps(path)) != about.step:
+        raise Damaged(f"{TRAINER_STATE} is of step {step}, its manifest of step {about.step}")
     return Found(path, about)
+
+
+def _trained_steps(path: Path) -> object:
+    """The step that Hugging Face would go on from; None if its file does not say."""
+    try:
+        return json.loads((path / TRAINER_STATE).read_bytes())["global_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 # --- deleting --------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.core.sealed import Damaged, damage, read
+from trainer.errors import write_line
 from trainer.run import aside
-from trainer.run.callbacks import write_line
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
