@@ -98,7 +98,7 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
     trainer = trainer_of(ranks, config, lambda step: None)
     trainer.train()
     trainer.accelerator.free_memory()
-    said.append(f"newest: {trainer.saves.newest}")
+    said.append(f"newest: {trainer.newest}")
     found: list[list[str]] = [[] for _ in range(ranks.world_size)]
     torch.distributed.all_gather_object(found, said)
     return found
@@ -253,7 +253,7 @@ def evaluated(ranks: Ranks, config: RunConfig, where: str) -> str:
     trainer.save_model = full
     trainer.train()
     trainer.accelerator.free_memory()
-    return str(trainer.saves.newest)
+    return str(trainer.newest)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class SaveAndStop(TrainerCallback):
         why = _why(self._together.gathered(self._stop.reason))
         step = state.global_step
         trainer.settle()
-        if trainer.saves.newest != f"checkpoint-{step}":
+        if trainer.newest != f"checkpoint-{step}":
             raise StoppedUnsaved(f"{why}: ended at step {step}, which could not be saved")
         raise Stopped(
             f"{why}: step {step} is saved, the run ends; training.resume_from_checkpoint=auto goes on from there"

@@ -23,11 +23,10 @@ from trainer.dist.ranks import GRACE_S, Ranks, collectives_of, process_group, qu
 from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.errors import ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
-from trainer.run import finished, lock, oom, order, resuming
+from trainer.run import finished, lock, oom, order, resuming, saving
 from trainer.run.export import export
 from trainer.run.model_card import model_card
 from trainer.run.preemption import SaveAndStop
-from trainer.run.saves import estimated_bytes
 from trainer.run.watched import Watched
 
 if TYPE_CHECKING:
@@ -182,8 +181,8 @@ def train(run: Run, stop: Stop, together: Agreement, watchdog: Watchdog | None) 
     if run.resume is not None:
         run.say(f"resuming from {run.resume}")
     if run.config.training.save_strategy != "no":
-        estimate = estimated_bytes(run.plan, adapters=run.config.model.lora is not None)
-        if shortage := trainer.saves.shortage(estimate):
+        estimate = saving.estimated_bytes(run.plan, adapters=run.config.model.lora is not None)
+        if shortage := saving.shortage(run.folder, estimate):
             run.say(f"{shortage}: training goes on without a checkpoint until there is space")
     try:
         trainer.train(resume_from_checkpoint=str(run.resume) if run.resume else None)

@@ -36,7 +36,6 @@ from trainer.run.callbacks import Meter
 from trainer.run.checkpoint import newest_complete, prune, refuse_damaged
 from trainer.run.nonfinite import DEEPSPEED_SAYS, NonFinite, StopNonFinite, first_not_finite
 from trainer.run.pipeline_trainer import PipelineTrainer, token_losses
-from trainer.run.saves import Saves
 from trainer.run.stowed_trainer import StowedTrainer
 
 if TYPE_CHECKING:
@@ -79,7 +78,8 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         super().__init__(*args, **kwargs)
         # Hugging Face deletes no checkpoints: it does so before the new one is on the disk, and at the end the newest.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
-        self.saves = Saves(Path(str(self.args.output_dir)))
+        self.output_dir = Path(str(self.args.output_dir))
+        self.newest, self.save_bytes = "", 0  # of this run's newest save: its name, and how much the next one takes
         self.add_callback(StopNonFinite(self, self.not_finite))
 
     @property
@@ -138,7 +138,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         """
         first = first_not_finite(self, gradient)
         self.settle()
-        newest = newest_complete(Path(str(self.args.output_dir)))
+        newest = newest_complete(self.output_dir)
         kept = f"{newest} is the last checkpoint" if newest is not None else "there is no checkpoint yet"
         return NonFinite(
             f"step {step}: {what}; not finite first: {first}. Nothing was saved since; {kept}. Lower "
@@ -219,7 +219,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
 
         Where ranks have parts of the weights they are gathered first, which is a collective in every release.
         """
-        folder, stowed = Path(output_dir or str(self.args.output_dir)), self.stowed
+        folder, stowed = Path(output_dir or self.output_dir), self.stowed
         if self.pipeline is not None:
             state = self.whole_state()
         elif stowed is not None and stowed.shares_weights:
@@ -236,9 +236,9 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write a draft on all ranks, and have it committed beside training; a collective."""
         self.settle()
-        output_dir, writes = Path(str(self.args.output_dir)), bool(self.args.should_save)
-        folder, former = output_dir / f"checkpoint-{self.state.global_step}", self.state.best_model_checkpoint
-        missing = self.saves.shortage() if self.args.process_index == 0 else None
+        folder, writes = self.output_dir / f"checkpoint-{self.state.global_step}", bool(self.args.should_save)
+        former = self.state.best_model_checkpoint
+        missing = saving.shortage(self.output_dir, self.save_bytes) if self.args.process_index == 0 else None
         if self.together.any(missing is not None):
             self._say(f"step {self.state.global_step}: no checkpoint was saved: {missing}; the next save tries again")
             return
@@ -254,9 +254,9 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
             started.append(saving.Save(folder, self._commit(draft, folder) if writes else None, former))
 
         try:
-            with saving.draft(output_dir, writes=writes) as drafts:
+            with saving.draft(self.output_dir, writes=writes) as drafts:
                 saving.together(lambda: write(drafts / folder.name))
-                self.state.best_model_checkpoint = self._best(output_dir, former)
+                self.state.best_model_checkpoint = self._best(former)
                 saving.together(lambda: start(drafts / folder.name))
         except OSError as error:
             self._not_saved(folder, error, former)
@@ -278,7 +278,7 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         try:
             for line in save.settle():
                 write_line(line)
-            self.saves.succeeded(save.folder)
+            self.newest, self.save_bytes = save.folder.name, saving.size_of(save.folder)
         except OSError as error:
             self._not_saved(save.folder, error, save.best)
         self._saving = None  # not before: who interrupts this waits for it in ``train``
@@ -291,11 +291,10 @@ class Trainer(PipelineTrainer, StowedTrainer, transformers.Trainer):
         if self.args.process_index == 0:
             write_line(line)
 
-    def _best(self, output_dir: Path, former: str | None) -> str | None:
+    def _best(self, former: str | None) -> str | None:
         """The best checkpoint, by the name that it will have."""
-        best = self.state.best_global_step
-        is_there = best == self.state.global_step or (best and (output_dir / f"checkpoint-{best}").is_dir())
-        return str(output_dir / f"checkpoint-{best}") if is_there else former
+        best, folder = self.state.best_global_step, self.output_dir / f"checkpoint-{self.state.best_global_step}"
+        return str(folder) if best == self.state.global_step or (best and folder.is_dir()) else former
 
     def _commit(self, written: Path, folder: Path) -> Callable[[], list[str]]:
         """What seals the draft; it uses nothing of the model, which trains meanwhile."""
