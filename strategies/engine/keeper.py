@@ -50,14 +50,12 @@ class Keeper(Copied):
             self._engine.settle(bucket)
             transfer.host_wait(bucket.stored)
             transfer.wait(Lane.COMPUTE, bucket.stored, bucket.arrived)
-            loan = lent_value(bucket.params[self._index])
-            newest = self._newest() if loan is None else loan
+            newest = lent_value(bucket.params[self._index])
+            if newest is None and bucket.is_shared:
+                newest = self._engine.whole_weight(bucket, self._index, self._engine.device)
+            elif newest is None:
+                newest = bucket.weight_of(self._index)
             return newest.to(self._engine.device, copy=True)
-
-    def _newest(self) -> Tensor:
-        if self._bucket.is_shared:
-            return self._engine.whole_weight(self._bucket, self._index, self._engine.device)
-        return self._bucket.weight_of(self._index)
 
     def shown(self) -> Tensor:
         """``value`` for outside code, which all ranks run at once if they share the weight."""
@@ -142,6 +140,7 @@ class Keeper(Copied):
         return gradient
 
     def forget_gradient(self) -> None:
+        """As ``param.grad = None``."""
         self._engine.forget(self._bucket, self._index)
 
     def zero_gradient(self) -> None:

@@ -1,10 +1,8 @@
 """Hooks on the modules that use weights: they tell the engine when a scope is entered and left.
 
-A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters.
-Hooks are only where a scope begins and ends, in forward and in backward.
-
-[Note: order of sums] A hook that puts an autograd node inside a block changes the order in which gradient contributions
-are added, and the last bits differ. Ours adds no node: it is attached to the node that made the scope's output.
+A scope is a block (``blocks.py``) or, outside of blocks, a module that owns parameters. Hooks are only where a scope
+begins and ends, and add no autograd node: one inside a block would change the order in which gradient contributions are
+added. They are attached to the node that made the scope's output.
 
 [Note: order of backward] Autograd runs the ready node that was made last, and every node waits only for nodes that
 were made later. So nodes run in the reverse of the order in which they were made: when a node of a scope runs, all

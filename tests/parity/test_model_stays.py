@@ -281,7 +281,7 @@ def test_state_dict_copies_nothing(layout: str) -> None:
     for name, value in model.state_dict().items():
         bucket = bucket_of(optimizer, name)
         index = bucket.spec.params.index(name)
-        assert value.data_ptr() == bucket.part(bucket.newest, index).data_ptr()
+        assert value.data_ptr() == bucket.weight_of(index).data_ptr()
         assert value.untyped_storage().nbytes() == value.nbytes, "a storage of its own, or it looks tied"
 
 

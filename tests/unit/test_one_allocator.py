@@ -44,7 +44,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "pin_memory": "one number per gradient of a bucket; torch's pinned allocator uses the same block again",
         "zeros": "one number: the norm of no gradients",
     },
-    "ranks/rank_sync.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
+    "ranks/replicas.py": {"tensor": "one number per flag, where ranks agree on who was touched"},
     "ranks/shares.py": {
         "empty": "one number per rank: the digest of its path",
         "tensor": "one number: the digest of a path",

@@ -1,18 +1,14 @@
 """Saved tensors that wait on the host: copied down during forward, brought back during backward.
 
-Problem. What a recomputed block keeps lies on the device from its forward to its backward, and nobody reads it.
-
-Order of events, for what block i sends:
+What a recomputed block keeps lies on the device from its forward to its backward, and nobody reads it. So:
 
     forward of i             a copy down begins as soon as the tensor is made
     end of forward of i + 1  compute waits for those copies; only then is the device's memory released
     backward of i + 1 begins the copies up begin
     backward of i            waits for them where it reads them
 
-Arithmetic. On the device, what two blocks send at a time; on the host, what all of them send in one micro-batch, in a
-region of planned size. With ``strategies.offload`` that is a spot of its host arena, which is there once the model is
-stowed; otherwise an arena of its own, taken when the blocks are changed. Each byte crosses the link twice per
-micro-batch.
+On the device is what two blocks send at a time; on the host, what all of them send in one micro-batch, in a region of
+planned size: a spot of the host arena of ``strategies.offload``, otherwise an arena of its own.
 
 Invariant. What comes back has the bits, the shape and the strides of what was sent: kernels' bits depend on strides.
 
@@ -21,19 +17,13 @@ COMPUTE issues later. So a tensor on its way down is referenced until COMPUTE ha
 its way up is referenced until COMPUTE waits for it as its reader or, if its graph was freed and nobody will read it,
 until the next block begins or ends. A copy up begins after everything that was issued on COMPUTE before, since that
 may use the memory that the copy writes to. By then COMPUTE has waited for every copy down, so the host has what is
-brought back.
-
-A slot on the host is free again when the last reference to what was sent is gone, that is, with the graph: backward may
-run again over a graph that was retained. A copy down waits for the last copy up, which may read its slot.
-
-Slots are a stack: forward pushes, backward pops. A tensor that finds no slot, or that has gaps, is not sent; this is
-counted, and logged the first time.
+brought back. A slot on the host is free again when the graph is gone: backward may run again over a graph that was
+retained. A copy down waits for the last copy up, which may read its slot. Slots are a stack: forward pushes, backward
+pops. A tensor that finds no slot, or that has gaps, is not sent; the first time this is logged.
 
 [Note: no graph] The room must not reference a graph, because the graph references the room: that cycle would leak the
 graph. Outputs of operators are sent before autograd has seen them, so at the end of their block they are replaced by
-detached aliases. These share the version counter, by which a later write is noticed.
-
-Refused: a tensor that is written to after it was sent. What came back would be neither its old value nor its new one.
+detached aliases. These share the version counter, by which a later write is noticed, and refused.
 """
 
 from __future__ import annotations
@@ -254,22 +244,14 @@ class HostRoom:
 
 
 def arena_of_saved(num_bytes: int, device: torch.device) -> Arena:
-    """A pinned arena on the host for saved tensors alone.
-
-    Raises:
-        OutOfMemoryError: the host has not that much, or the driver refuses to pin it.
-    """
+    """A pinned arena on the host for saved tensors alone."""
     arena = Arena(Addresses({Home.HOST: num_bytes}, {("", Item.SAVED): Spot(Home.HOST, 0, num_bytes)}), device)
     arena.pin()
     return arena
 
 
 def unwritten(tensor: Tensor, version: int) -> Tensor:
-    """``tensor``, if it has not been written to since it had that version.
-
-    Raises:
-        RuntimeError: it has been.
-    """
+    """``tensor``, which must not have been written to since it had that version."""
     if tensor._version != version:
         raise RuntimeError(
             "a saved tensor was written to before backward: write strategies.recompute.activation_offloading: false"

@@ -1,11 +1,8 @@
 """Side effects of a block happen once, however often the block runs.
 
-Problem. A recomputed block runs again in backward. A batch norm moves its running statistics, a spectral norm iterates,
-a block drops itself by ``random.random()`` or draws from a generator of its own. The second run would do so again, and
-from another state than the first, so that backward would be that of another forward.
-
-So a replay starts from the state that the first run found, and afterwards everything is restored to what it was before
-the replay:
+A recomputed block runs again in backward. A batch norm would move its running statistics again, a block that drops
+itself by ``random.random()`` would draw again, and backward would be that of another forward. So a replay starts from
+the state that the first run found, and afterwards everything is restored to what it was before the replay:
 
     random numbers   of Python, of NumPy, and of generators that are attributes of the block's modules. Torch's own are
                      restored by its checkpoints
@@ -15,15 +12,11 @@ the replay:
 
 What the block writes to is learned in its first run: everything is copied before and compared bit by bit afterwards. It
 is learned again when one of its modules changes between training and evaluation. After that torch's version counters
-are compared.
-
-Memory, until backward: a copy of what it writes to, and the former tensor of an attribute that it replaces. Both are
+are compared, and a write to a tensor that the first run did not write to is refused. The copies, until backward, are
 small (statistics, an auxiliary loss) and not in the plan.
 
 Not noticed: anything in lists, closures and other objects; writes through ``.data`` that begin after the first run;
 numbers under DeepSpeed's stage 3, whose hooks count in the attributes of modules, and have to count each run.
-
-Refused: a write to a tensor that the first run did not write to.
 """
 
 from __future__ import annotations
@@ -47,11 +40,7 @@ GLOBAL: tuple[Source, Source] = ((random.getstate, random.setstate), (np.random.
 
 
 class Effects:
-    """Remembers which tensors a block writes to when it runs.
-
-    Args:
-        name: of the block, for messages.
-    """
+    """Remembers which tensors a block writes to when it runs."""
 
     def __init__(self, block: nn.Module, name: str) -> None:
         self.block, self.name = block, name
@@ -93,11 +82,7 @@ class Snapshot(AbstractContextManager[None]):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """The run is over: keep the former values of what it changed.
-
-        Raises:
-            RuntimeError: a tensor was written to that was not copied before.
-        """
+        """The run is over: keep the former values of what it changed."""
         written = set(self._known or ())
         for path, owner, name, was, version in self._states:
             if (path, name) in written or self._is_written(was, version):  # some kernels do not count writes

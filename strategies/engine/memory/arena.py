@@ -1,9 +1,7 @@
 """The arenas: one stretch of memory per home, reserved once. Nothing else in the engine allocates buffers.
 
-Problem. A caching allocator rounds up, fragments, and gives memory to whoever asks first; torch's pinned allocator
-rounds to powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
-
-How each home is reserved, pinned and released is one entry of ``RESERVE``:
+A caching allocator rounds up, fragments, and gives memory to whoever asks first; torch's pinned allocator rounds to
+powers of two, so that 20 GiB become 32. A plan that knows every address needs none of that.
 
     device   one ``torch.empty``
     host     one anonymous mapping of the exact size (huge pages where the kernel grants them), registered with the
@@ -11,12 +9,8 @@ How each home is reserved, pinned and released is one entry of ``RESERVE``:
              machine read from each other comes first, in a mapping of its own (``common_host.py``)
 
 Without an accelerator both are ordinary memory and the same code runs, so every rule about addresses is tested on any
-machine.
-
-Invariant. The arenas do not grow, shrink or move after construction; a region is a view, never a copy. The few places
-in ``strategies/engine`` that allocate something else are listed, with reasons, in ``tests/unit/test_one_allocator.py``.
-
-Refused: more bytes than there are, with the numbers, before the kernel ends the process.
+machine. The arenas do not grow, shrink or move; a region is a view, never a copy. The few places in
+``strategies/engine`` that allocate something else are listed, with reasons, in ``tests/unit/test_one_allocator.py``.
 """
 
 from __future__ import annotations
@@ -47,11 +41,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 class ArenaMemory:
-    """The memory of one arena, as bytes. As it is, one tensor on the device.
-
-    Raises:
-        OutOfMemoryError: the device has not that much; the message names ``owner``.
-    """
+    """The memory of one arena, as bytes, for ``owner``. As it is, one tensor on the device."""
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
         self.borders: list[int] = []  # offsets that no copy may cross
@@ -70,11 +60,7 @@ class ArenaMemory:
 class HostMemory(ArenaMemory):
     """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
 
-    Args:
-        file: its descriptor, if other processes map it too; None: it is this process's own.
-
-    Raises:
-        OutOfMemoryError: the host has not that much; the message names ``owner``.
+    ``file``: its descriptor, if other processes map it too.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str, file: int | None = None) -> None:
@@ -99,13 +85,9 @@ class HostMemory(ArenaMemory):
         """Lock the pages in memory, so that copies run beside compute, and keep them from forked processes.
 
         Drivers refuse a copy whose range lies in two registrations. So a registration begins only at an offset in
-        ``starts``, of which none is copied together with the bytes before it.
-
-        A forked process (a data loader's) would share these pages until somebody writes to them, after which the
-        device may go on with the copy that the writer does not have. So a fork gets none of them.
-
-        Raises:
-            OutOfMemoryError: the driver refuses.
+        ``starts``, of which none is copied together with the bytes before it. A forked process (a data loader's) would
+        share these pages until somebody writes to them, after which the device may go on with the copy that the writer
+        does not have. So a fork gets none of them.
         """
         driver, total = row_of(self._device).driver, self.memory.numel()
         if driver is None:
@@ -161,11 +143,7 @@ class CommonPart(Protocol):
 class Arena:
     """The arenas of one rank, one per home, cut up as ``addresses`` says.
 
-    Args:
-        common: the first bytes of the host's arena, if they are memory that other ranks read.
-
-    Raises:
-        OutOfMemoryError: a home has not that much; the message says what was to lie there.
+    ``common``: the first bytes of the host's arena, if they are memory that other ranks read.
     """
 
     def __init__(self, addresses: Addresses, device: torch.device, common: CommonPart | None = None) -> None:
@@ -214,9 +192,6 @@ class Arena:
 
         Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
         once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
-
-        Raises:
-            OutOfMemoryError: the driver refuses.
         """
         starts: dict[Home, set[int]] = {home: set() for home in self._memories}
         for (_, item), spot in self.addresses.spots.items():

@@ -1,9 +1,8 @@
 """The guard: saved weights that backward reads are in their home when it reads them, whatever made the node run.
 
-Problem. Offloaded weights come and go when scopes are entered and left (``module_hooks.py``). A backward node may run
-where no hook announced it: an auxiliary loss that a block made after its output and left in an attribute, an output
-that cannot be hooked, a segment of several blocks that is recomputed as one. Its weights may be absent; without the
-guard torch refuses to read them (``parameter_views.py``, Note: versions).
+Offloaded weights come and go when scopes are entered and left (``module_hooks.py``). A backward node may run where no
+hook announced it: an auxiliary loss that a block made after its output and left in an attribute, an output that cannot
+be hooked, a segment of several blocks that is recomputed as one. Its weights may be absent.
 
 A guard packs and unpacks every tensor that autograd saves while the scope runs. A view of an offloaded weight is kept
 with its bucket; when backward unpacks it, the bucket is in its home or is fetched first. That is right by construction:
@@ -13,10 +12,8 @@ a node cannot use a saved tensor without unpacking it. Such fetches are counted.
 If other code has hooks on saved tensors at that moment (a checkpoint, activation offloading), it gets all tensors but
 these. Hooks switch off torch's own check of versions, so it is done here, for weights and for all others.
 
-Not seen: tensors that a custom ``autograd.Function`` keeps in an attribute, where autograd does not see them.
-
-Refused: backward through backward (``create_graph``) over offloaded weights, and backward through a graph that was made
-before an update of its weights.
+Not seen: tensors that a custom ``autograd.Function`` keeps in an attribute. Refused: backward through backward
+(``create_graph``), and backward through a graph that was made before an update of its weights.
 """
 
 from __future__ import annotations
@@ -68,8 +65,7 @@ class SavedWeight:
 def guard(offloaded: Sequence[B], bring: Callable[[B], None]) -> saved_tensors_hooks:
     """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``: a context for that time.
 
-    Args:
-        bring: called with a bucket that is not shown when it is read; fetches it.
+    ``bring`` is called with a bucket that is not shown when it is read, and fetches it.
     """
     places = [(bucket, start := bucket.weight.data_ptr(), start + bucket.weight.nbytes) for bucket in offloaded]
     first, last = min(start for _, start, _ in places), max(end for *_, end in places)

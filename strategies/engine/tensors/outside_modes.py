@@ -1,9 +1,7 @@
 """Run the engine's own operators outside of all dispatch modes.
 
-Problem. A dispatch mode sees every operator that runs under it. Torch's selective checkpoints are such modes: they
-number the operators of a forward and expect the same ones when they replay it. What the engine does when a module is
-entered or left (fetch weights, evict weights, finish an update) depends on where weights are at that moment, so it may
-not be counted.
+Torch's selective checkpoints are modes that number the operators of a forward and expect the same ones in the replay.
+What the engine does when a module is entered or left depends on where weights are then, so it may not be counted.
 """
 
 from __future__ import annotations

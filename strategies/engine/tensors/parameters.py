@@ -1,10 +1,8 @@
 """The classes of a stowed model's parameters, by which any code can read them at any time.
 
-Problem. Any code may read a parameter: a loss that multiplies by ``lm_head.weight`` itself, a callback that averages
-weights, ``torch.nn.utils.clip_grad_norm_``. The engine moves weights when modules are called, and gradients as soon as
-they are accumulated; code that reads at another moment would find other bytes, or none.
-
-So the engine changes the *class* of a parameter and nothing else; modules and optimizers keep the same object.
+Any code may read a parameter: a loss that multiplies by ``lm_head.weight`` itself, a callback that averages weights,
+``torch.nn.utils.clip_grad_norm_``. The engine moves weights when modules are called, and gradients as soon as they are
+accumulated. So it changes the *class* of a parameter and nothing else; modules and optimizers keep the same object.
 
     PresentParameter   its memory has its newest value, and no pending copy will change that. Reading it costs nothing
     VisitingParameter  the same, for a weight that travels. Views of it may be used after it was evicted, so each is an
@@ -21,9 +19,6 @@ raises: at once if the write goes through a torch function, otherwise at the nex
 [Note: other hooks] If other code has hooks on what autograd saves inside of a block, these keep the tensors that they
 are given, unseen by ``guard.py`` and by torch's own check of versions. There a weight that travels is read as a copy.
 Embedding tables are not copied: backward does not need them.
-
-Refused: addresses (``data_ptr``) of parameters that are away, copies and pickles of stowed models, gradients assigned
-by hand, and hooks that run after each gradient is accumulated, since the gradient is moved at that moment.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""``param.grad`` of a trained parameter between backward and step: a stand-in for the real gradient.
+"""``param.grad`` of a trained parameter between backward and step: a stand-in for the gradient that is elsewhere.
 
-Problem. Gradients are moved off the device as they are accumulated, but training loops read ``param.grad`` and clip it.
-
-The stand-in gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update
-reads the gradient. Assigning ``None`` to ``param.grad`` discards it. Any other function gets a read-only copy. Example:
-``torch.nn.utils.clip_grad_norm_`` reads the norms and multiplies. After ``step`` the gradient is gone and reading the
-stand-in raises, until ``zero_grad``.
-
-Refused: other writes, to the stand-in or to a copy of it.
+It gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update reads the
+gradient, so that ``torch.nn.utils.clip_grad_norm_`` works. Assigning ``None`` to ``param.grad`` discards it. Any other
+function gets a read-only copy, other writes are refused. After ``step`` reading it raises, until ``zero_grad``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What a torch function does with its arguments: read their metadata, read or write their values, or return views.
 
-Problem. Tensors that stand for a parameter or a gradient (``parameters.py``, ``pending_gradient.py``) intercept every
-torch function that is called with them, and must know what it does. Example: ``weight.shape`` needs no value,
-``weight + 1`` reads one, ``weight.add_(1)`` writes. A function that is in no table here is treated as a reader and
-gets the right values.
+Tensors that stand for a parameter or a gradient intercept every torch function that is called with them:
+``weight.shape`` needs no value, ``weight + 1`` reads one, ``weight.add_(1)`` writes. A function that is in no table
+here is treated as a reader and gets the right values.
 
 [Note: several classes] A function may be called with tensors of several such classes. Torch calls the handler of one
 class, which knows its own tensors only. It replaces them with values and calls the function again, so that the next

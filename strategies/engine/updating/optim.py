@@ -1,11 +1,8 @@
 """Update rules: what an optimizer does to a parameter, its gradient and its state, by torch's own kernels.
 
-A rule gets lists of views and updates them in place, on whatever device they are; it knows nothing of homes or buckets.
-It says how many fp32 numbers of state it keeps per element, so that a layout can reserve memory for them.
-
-Exactness. The same torch function is called on views of the same shape as plain training's tensors, or on parts of
-them. Element-wise kernels give each element the same bits wherever it lies; for split points see [Note: split points]
-in ``updates.py``.
+A rule gets lists of views of the same shape as plain training's tensors, or parts of them, and updates them in place,
+on whatever device they are. Element-wise kernels give each element the same bits wherever it lies; for split points see
+[Note: split points] in ``updates.py``.
 """
 
 from __future__ import annotations
@@ -54,10 +51,9 @@ TORCH = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": Fal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
-    """``torch.optim.AdamW``. Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+    """``torch.optim.AdamW``; ``fused``: torch's fused kernel, otherwise what torch takes by default.
 
-    Args:
-        fused: torch's fused kernel, for the CPU and for CUDA; otherwise what torch takes by default.
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
 
     names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
