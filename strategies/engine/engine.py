@@ -26,12 +26,11 @@ from strategies.core.layout import Addresses, Item, Layout
 from strategies.engine.buckets.bucket_state import BucketOf, BucketState, Pending, find_overlapping
 from strategies.engine.buckets.jobs import Job, Scale
 from strategies.engine.memory.arena import Arena
-from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes
+from strategies.engine.module_hooks import ModuleHooks, Scope, find_scopes, unseen
 from strategies.engine.prefetch import Prefetch
 from strategies.engine.ranks.common_copies import ranks_of
 from strategies.engine.residency import Residency
 from strategies.engine.tensors.guard import refuse_transforms
-from strategies.engine.tensors.outside_modes import unseen
 from strategies.engine.tensors.parameters import Copied
 from strategies.engine.transfer.transfer import Lane, Transfer
 from strategies.engine.transfer.worker import Worker, spare_cores

@@ -39,7 +39,6 @@ class Keeper(Copied):
 
     @property
     def here(self) -> bool:
-        """Whether the weight is in its home and shown."""
         return self._bucket.views.shows(self._index)
 
     def value(self) -> Tensor:
@@ -95,7 +94,6 @@ class Keeper(Copied):
         self.read()
 
     def follow(self, view: Tensor) -> Tensor:
-        """Make ``view`` of the home an ``Alias``, which asks here when it is read."""
         if not isinstance(view, StowedParameter):
             alias: Any = view
             alias.__class__ = Alias  # and not as_subclass, which would put a node into the graph
@@ -140,7 +138,6 @@ class Keeper(Copied):
         return gradient
 
     def forget_gradient(self) -> None:
-        """As ``param.grad = None``."""
         self._engine.forget(self._bucket, self._index)
 
     def zero_gradient(self) -> None:

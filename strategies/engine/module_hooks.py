@@ -31,11 +31,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.forward.blocks import find_blocks
@@ -44,6 +45,8 @@ from strategies.engine.tensors.guard import DOUBLE, guard, hooked, refuse_transf
 from strategies.engine.tensors.nested import tensors_in
 
 Handle = torch.utils.hooks.RemovableHandle
+P = ParamSpec("P")
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
@@ -306,3 +309,21 @@ class ModuleHooks:
         """Leave every scope that does not contain ``entered``."""
         while opened and (entered is None or not opened[-1].contains(entered)):
             self._leave(opened.pop())
+
+
+def unseen(work: Callable[P, R]) -> Callable[P, R]:
+    """``work``, to be run without gradients and outside of all dispatch modes.
+
+    Torch's selective checkpoints are modes that number the operators of a forward and expect the same ones in the
+    replay. What the engine does when a module is entered depends on where weights are then, so it may not be counted.
+    """
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad():
+            if not torch._C._len_torch_dispatch_stack():  # nearly always
+                return work(*args, **kwargs)
+            with _disable_current_modes():
+                return work(*args, **kwargs)
+
+    return run

@@ -112,7 +112,7 @@ def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> No
         assert [bool(keep.hosted) for keep in keeps] == [False, True, True, True, False, False]  # not the last block
         model(**batch())
         sent = sum(keep.hosted_bytes for keep in keeps)
-        assert sent <= max(slot.end for slot in room._slots) <= plan.hosted_bytes()
+        assert sent <= max(end for end, _ in room._slots) <= plan.hosted_bytes()
         assert plan.hosted_bytes() - sent <= sum(2048 * len(keep.hosted) + PAGE_BYTES for keep in keeps if keep.hosted)
         assert plan.peak(Home.HOST) == plan.facts.machine.runtime_host_bytes + plan.hosted_bytes()
         assert room._memory is not None and room._memory.nbytes == plan.hosted_bytes()

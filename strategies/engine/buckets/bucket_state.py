@@ -27,8 +27,9 @@ Events of a bucket, each the last of its kind:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -42,7 +43,6 @@ from strategies.engine.memory.arena import Arena
 from strategies.engine.tensors.loans import HandedOut
 from strategies.engine.tensors.parameter_views import ParameterViews
 from strategies.engine.tensors.parameters import put
-from strategies.engine.tensors.pieces import Piece, pieces_of
 from strategies.engine.transfer.transfer import Event
 
 
@@ -53,6 +53,29 @@ class Pending(Enum):
     DEVICE = "on the device, not begun"
     VISITING = "on the device, its state on the way up"
     HOST = "by the worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of parameter ``index``, which begin at element ``at`` of this rank's span."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
+    """The parameters, or parts of them, in the span of ``rank``."""
+    low, high = rank * spec.share, (rank + 1) * spec.share
+    for index, (offset, size) in enumerate(zip(spec.offsets, spec.sizes, strict=True)):
+        start, stop = max(offset, low), min(offset + size, high)
+        if start < stop or (size == 0 and (spec.ways == 1 or low <= offset < high)):
+            yield Piece(index, start - offset, stop - offset, start - low)
 
 
 class BucketState:
@@ -131,7 +154,6 @@ class BucketState:
 
     @property
     def settled(self) -> bool:
-        """Whether no update is pending."""
         return self.pending is Pending.NOTHING
 
     @property
@@ -161,7 +183,6 @@ class BucketState:
         return flat[self.rank * share : (self.rank + 1) * share]
 
     def pieces_in(self, indices: Container[int]) -> list[Piece]:
-        """This rank's pieces of these parameters."""
         return [piece for piece in self.pieces if piece.index in indices]
 
     def part(self, flat: Tensor, index: int) -> Tensor:
@@ -184,7 +205,6 @@ class BucketState:
         return ([] if self.master is None else [self.master]) + self.moments
 
     def rounded(self, piece: Piece) -> Tensor:
-        """The rounded master of a piece."""
         assert self.master is not None
         return self.master[piece.at : piece.at + piece.size].to(self.weight.dtype)
 
@@ -259,16 +279,13 @@ class BucketState:
         self.used = used
 
     def vacate(self) -> None:
-        """The home belongs to another bucket from now on."""
         self.views.unbind()
         self.present = False
 
     def enter(self, times: int = 1) -> None:
-        """Scopes that use it begin."""
         self.open += times
 
     def leave(self) -> None:
-        """A scope that uses it has ended."""
         self.open -= 1
 
     # --- the host's copy ---------------------------------------------------------------------------------------------
@@ -293,7 +310,6 @@ class BucketState:
         self.sources = sources
 
     def load(self) -> None:
-        """New weights are about to be written."""
         self.replaced += 1
 
     # --- updates -----------------------------------------------------------------------------------------------------
@@ -312,7 +328,6 @@ class BucketState:
             self.views.unbind()
 
     def compute_on_host(self, future: Future[tuple[bool, Event]]) -> None:
-        """The worker computes it."""
         self.future = future
 
     def begin_visit(self, *, arrived: Event) -> None:

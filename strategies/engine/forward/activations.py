@@ -48,33 +48,20 @@ from strategies.engine.transfer.transfer import Event, Lane, Transfer, transfer_
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class HostSlot:
-    """A range of the room's memory, in bytes."""
-
-    start: int
-    end: int
-    free: bool = False
-
-
 class Sent:
-    """A tensor that waits on the host in ``memory``. Its slot is free again when nothing references this object."""
+    """A tensor that waits on the host in ``memory``, which is free again when nothing references this object."""
 
-    def __init__(self, room: HostRoom, slot: HostSlot, memory: Tensor, like: Tensor) -> None:
-        self.slot, self.memory = slot, memory
+    def __init__(self, room: HostRoom, memory: Tensor, like: Tensor) -> None:
+        self.memory = memory
         self.tensor: Tensor | None = None  # on its way up, or there
         self.up: Event | None = None
         self._room, self._shape, self._strides, self._device = room, like.shape, like.stride(), like.device
-
-    def __del__(self) -> None:
-        self.slot.free = True  # nothing more: this may run in any thread
 
     def get(self) -> Tensor:
         """The tensor on the device, for COMPUTE."""
         return self._room.give(self)
 
     def allocate(self) -> Tensor:
-        """Memory on the device for it."""
         return torch.empty_strided(self._shape, self._strides, dtype=self.memory.dtype, device=self._device)
 
 
@@ -121,7 +108,7 @@ class HostRoom:
         self._arena = arena  # it stays pinned as long as it is referenced
         self._memory = None if arena is None else arena.of("", Item.SAVED, torch.uint8)
         self._borders = [] if arena is None else arena.borders(arena.addresses.of("", Item.SAVED))
-        self._slots: list[HostSlot] = []
+        self._slots: list[tuple[int, weakref.ref[Sent]]] = []  # a stack: where each ends, in bytes, and whose it is
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -139,8 +126,8 @@ class HostRoom:
     def send(self, tensor: Tensor) -> Sent | None:
         """Start to copy ``tensor`` down. The caller keeps what is returned instead; None: it cannot be sent."""
         source = flat(tensor)
-        slot = None if source is None else self._take(tensor.nbytes)
-        if source is None or slot is None or self._memory is None:
+        start = None if source is None else self._top(tensor.nbytes)
+        if source is None or start is None or self._memory is None:
             self.num_refused += 1
             if self.num_refused == 1:
                 logger.warning(
@@ -151,14 +138,25 @@ class HostRoom:
             return None
         if self._transfer is None:
             self._transfer = transfer_for(tensor.device)
-        transfer, memory = self._transfer, self._memory[slot.start : slot.start + tensor.nbytes].view(tensor.dtype)
-        sent = Sent(self, slot, memory, tensor)  # from here on the slot is free again if anything fails
+        transfer, memory = self._transfer, self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+        sent = Sent(self, memory, tensor)
+        self._slots.append((start + aligned(tensor.nbytes), weakref.ref(sent)))
         transfer.writes(Lane.COMPUTE, source)
         transfer.wait(Lane.DOWN, transfer.record(Lane.COMPUTE), self._last_up)
         transfer.copy(Lane.DOWN, memory, source)
         self._leaving.append(Leaving(self._block, tensor, tensor._version, transfer.record(Lane.DOWN)))
         self._sent.setdefault(self._block, []).append(weakref.ref(sent))
         return sent
+
+    def _top(self, num_bytes: int) -> int | None:
+        """Where the memory on top of the stack begins; None if it would reach beyond the room."""
+        while self._slots and self._slots[-1][1]() is None:
+            self._slots.pop()
+        start = self._slots[-1][0] if self._slots else 0
+        for border in self._borders:
+            if start < border < start + num_bytes:  # no copy may lie in two registrations
+                start = border
+        return start if self._memory is not None and start + aligned(num_bytes) <= self._memory.numel() else None
 
     def _end(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         self._release(index if output is not None else None)  # None: an error
@@ -184,7 +182,6 @@ class HostRoom:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def _bring(self, some: list[weakref.ref[Sent]]) -> None:
-        """Start to copy up those that are not there yet; once, for a block may have several outputs."""
         self._release(None)
         for ref in some:
             sent = ref()
@@ -225,22 +222,6 @@ class HostRoom:
                 self._coming.append(one)
             elif self._transfer is not None:
                 self._transfer.wait(Lane.COMPUTE, one[2])
-
-    # --- the host's memory -------------------------------------------------------------------------------------------
-
-    def _take(self, num_bytes: int) -> HostSlot | None:
-        """A slot on top of the stack; None if it would reach beyond the memory."""
-        while self._slots and self._slots[-1].free:
-            self._slots.pop()
-        start = self._slots[-1].end if self._slots else 0
-        for border in self._borders:
-            if start < border < start + num_bytes:  # no copy may lie in two registrations
-                start = border
-        slot = HostSlot(start, start + aligned(num_bytes))
-        if self._memory is None or slot.end > self._memory.numel():
-            return None
-        self._slots.append(slot)
-        return slot
 
 
 def arena_of_saved(num_bytes: int, device: torch.device) -> Arena:

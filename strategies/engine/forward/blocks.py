@@ -1,7 +1,7 @@
 """Which modules of a model are its blocks: the one definition for counting, hooks, recomputation and timing.
 
-A block is a module with parameters and a forward of its own that stands in an ``nn.ModuleList``, as ``model.layers.0``
-of a Llama. Members of containers in a list, which are never called (another list, a dict, a bare ``nn.Module``), stand in
+A block is a module with parameters and a forward of its own that stands in an ``nn.ModuleList``: ``model.layers.0`` of
+a Llama. Members of containers in a list, which are never called (another list, a dict, a bare ``nn.Module``), stand in
 their place. Of nested blocks the outermost counts. A module with several names is one block, under the first of them.
 """
 

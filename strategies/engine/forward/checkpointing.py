@@ -119,12 +119,10 @@ class OutputRecorder(TorchDispatchMode):
         return out
 
     def tensors_of(self, names: Collection[str]) -> list[Tensor]:
-        """Outputs of the operators in ``names`` that have not been written to."""
         return [tensor for name, tensor, version in self._made if name in names and tensor._version == version]
 
     @property
     def written(self) -> frozenset[str]:
-        """Names of operators whose outputs have been written to."""
         return frozenset(name for name, tensor, version in self._made if tensor._version != version)
 
 

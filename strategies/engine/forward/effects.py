@@ -126,7 +126,6 @@ class Snapshot(AbstractContextManager[None]):
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Around the run itself."""
         yield
         self._end()
 

@@ -61,8 +61,6 @@ def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor
 
 
 class _Products(torch.autograd.Function):
-    """The three products as one autograd node."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Routed, copy: Tensor | None) -> Tensor:
         route = layer._routes.forward

@@ -53,8 +53,7 @@ class ArenaMemory:
     def pin(self, starts: Iterable[int]) -> None:
         """Let copies to and from the device run beside compute. Memory on the device needs nothing for that."""
 
-    def release(self) -> None:
-        """Undo ``pin``."""
+    def release(self) -> None: ...
 
 
 class HostMemory(ArenaMemory):
@@ -105,7 +104,6 @@ class HostMemory(ArenaMemory):
             self._registered.append((driver, self.memory.data_ptr() + begin))
 
     def release(self) -> None:
-        """Make the pages pageable again; views stay valid."""
         _unregister(self._registered)
         self._advise("MADV_DOFORK")
 
@@ -157,7 +155,6 @@ class Arena:
         }
 
     def num_bytes(self, home: Home) -> int:
-        """The size of the arena of one home."""
         return self.addresses.num_bytes(home)
 
     def of(self, bucket: str, item: Item, dtype: torch.dtype) -> Tensor | None:
@@ -175,7 +172,6 @@ class Arena:
         return [border - spot.offset for border in borders if spot.offset < border < spot.end]
 
     def _behind(self, spot: Spot) -> tuple[ArenaMemory, int]:
-        """The memory that has ``spot``, and where in the arena it begins."""
         if spot.home is not Home.HOST or self._common is None:
             return self._memories[spot.home], 0
         if spot.offset < self._common.num_bytes:

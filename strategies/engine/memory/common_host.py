@@ -139,13 +139,11 @@ class CommonHost:
         return memory.memory[self.num_bytes : -TOKEN_BYTES].view(torch.int64)
 
     def pin(self, starts: Iterable[int]) -> None:
-        """Pin the parts of all ranks, which begin their copies at ``starts``; see ``HostMemory.pin``."""
         known = set(starts)
         for memory in self._memories:
             memory.pin(known)
 
     def release(self) -> None:
-        """Undo ``pin``. What is mapped stays mapped as long as somebody holds a view."""
         for memory in self._memories:
             memory.release()
 

@@ -35,12 +35,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.core.layout import Item, Site
-from strategies.engine.buckets.bucket_state import BucketState
+from strategies.core.layout import Bucket, Item, Site
+from strategies.engine.buckets.bucket_state import BucketState, pieces_of
 from strategies.engine.memory.arena import Arena
 from strategies.engine.ranks.one_rank import Place
 from strategies.engine.ranks.replicas import Replicas
-from strategies.engine.tensors.pieces import head_of
 from strategies.engine.transfer.transfer import Lane, Transfer
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class Shares(Replicas):
         Every rank has at most one part of a parameter that began before its span: the first elements of the span.
         """
         transfer, spec, own = self._transfer, bucket.spec, bucket.own(grad)
-        heads = [head_of(spec, rank) for rank in range(self.ranks)]
+        heads = [_head_of(spec, rank) for rank in range(self.ranks)]
         gets = [size if to == self.rank and rank != to else 0 for rank, (to, size) in enumerate(heads)]
         to, size = heads[self.rank]
         sends = [size if rank == to else 0 for rank in range(self.ranks)]
@@ -200,3 +199,13 @@ class Shares(Replicas):
             f"{each[other]}. Ranks that share weights have to run the same blocks in the same order, without layer "
             f"drop or early exits, and to read weights together"
         )
+
+
+def _head_of(spec: Bucket, rank: int) -> tuple[int, int]:
+    """Of the parameter that began before the span of ``rank`` and goes on in it: the rank in whose span it began, and
+    how many elements of this span it takes, from the first one on; ``rank`` itself and 0 if there is none.
+    """
+    for piece in pieces_of(spec, rank):
+        if piece.start > 0:
+            return spec.offsets[piece.index] // spec.share, piece.size
+    return rank, 0

@@ -135,13 +135,11 @@ class StateAccess(Copied):
         return chosen
 
     def _keep(self, params: Iterable[nn.Parameter]) -> None:
-        """Make the values of ``params``, which are on loan, their weights."""
         for param in params:
             if not self._is_as_lent(param):
                 self.set_weight(param, param.data)
 
     def _is_as_lent(self, param: nn.Parameter) -> bool:
-        """Whether a parameter on loan still has its newest weight. A collective if ranks share it."""
         bucket, index = self._settle(param)
         span = bucket.own(bucket.weight) if bucket.copy is None else bucket.copy
         known = param.data.reshape(-1).to("cpu", copy=True)
@@ -314,7 +312,6 @@ class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
 
 
 def _same_memory(first: Any, second: Tensor) -> bool:
-    """Whether both are the same elements at the same address."""
     if not isinstance(first, Tensor) or first.layout is not torch.strided:
         return False
     same = (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())

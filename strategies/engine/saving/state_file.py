@@ -59,7 +59,6 @@ class EngineState:
             yield from spans
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
-        """The newest weights of ``names``."""
         if self._shared:
             self._access.drain()  # a collective: on all ranks now, whatever they write
         for name in names if self._writes else ():
@@ -77,7 +76,6 @@ class EngineState:
                 yield Span(name, WEIGHT, tuple(param.shape), piece.start, tensor)
 
     def _entries(self) -> Iterator[tuple[str, str, float | None, list[Span]]]:
-        """Name, dtype, updates and spans of every trained parameter."""
         self._access.drain()
         names = {id(param): name for name, param in self._params.items()}
         for bucket in self._engine.buckets:
@@ -96,7 +94,6 @@ class EngineState:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def misfits(self, saved: Saved) -> Iterator[str]:
-        """Why ``saved`` cannot be filled in, one line each."""
         rule, shapes = self._engine.rule, self.shapes()
         complaints = list(other_model(saved, shapes, self.rule))
         yield from complaints

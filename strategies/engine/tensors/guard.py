@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,39 +30,16 @@ strided = torch.strided
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class Shown(Protocol):
-    """Whether the parameters of a bucket are in their home."""
-
-    @property
-    def shown(self) -> bool: ...
-
-
-class Guarded(Protocol):
-    """What a guard has to know of a bucket."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    @property
-    def views(self) -> Shown: ...
-
-
-B = TypeVar("B", bound=Guarded)
-
-
 @dataclass(slots=True, eq=False)
 class SavedWeight:
     """A view of a weight that autograd saved."""
 
-    bucket: Guarded
+    bucket: Any  # a BucketState
     view: Tensor
     version: int
 
 
-def guard(offloaded: Sequence[B], bring: Callable[[B], None]) -> saved_tensors_hooks:
+def guard(offloaded: Sequence[Any], bring: Callable[[Any], None]) -> saved_tensors_hooks:
     """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``: a context for that time.
 
     ``bring`` is called with a bucket that is not shown when it is read, and fetches it.

@@ -59,11 +59,9 @@ class ParameterViews:
 
     @property
     def kind(self) -> type[StowedParameter]:
-        """The class of parameters while they are shown."""
         return PresentParameter if self.resident else VisitingParameter
 
     def shows(self, index: int) -> bool:
-        """Whether this parameter is shown and not on loan."""
         return self.shown and index in self.own
 
     def absent(self, index: int) -> Tensor:

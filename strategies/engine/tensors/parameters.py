@@ -24,7 +24,7 @@ Embedding tables are not copied: backward does not need them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,47 +70,10 @@ COPIED = (
 )
 
 
-class Asked(Protocol):
-    """Whom a parameter, its views and its gradient ask about themselves: its ``Keeper`` (``engine/keeper.py``)."""
-
-    name: str
-    home: tuple[int, int]
-
-    @property
-    def here(self) -> bool: ...
-
-    @property
-    def window(self) -> int: ...
-
-    def shown(self) -> Tensor: ...
-
-    def value_to_lend(self) -> Tensor: ...
-
-    def read(self) -> Tensor: ...
-
-    def require_present(self, what: str) -> None: ...
-
-    def follow(self, view: Tensor) -> Tensor: ...
-
-    def read_view(self, view: Tensor) -> Tensor: ...
-
-    def gradient(self) -> Tensor | None: ...
-
-    def forget_gradient(self) -> None: ...
-
-    def zero_gradient(self) -> None: ...
-
-    def gradient_norm(self) -> Tensor: ...
-
-    def gradient_value(self) -> Tensor: ...
-
-    def scale_gradient(self, factor: Tensor | float) -> None: ...
-
-
 class StowedParameter(Copied, nn.Parameter):
-    """A parameter whose memory an engine manages; ``_keeper`` reads and changes it."""
+    """A parameter whose memory an engine manages; ``_keeper`` reads and changes it (``engine/keeper.py``)."""
 
-    _keeper: Asked
+    _keeper: Any
 
     @property
     def data(self) -> Tensor:
@@ -129,7 +92,8 @@ class StowedParameter(Copied, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient that waits for ``step``, or None."""
-        return self._keeper.gradient()
+        waiting: Tensor | None = self._keeper.gradient()
+        return waiting
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -139,7 +103,6 @@ class StowedParameter(Copied, nn.Parameter):
             raise RuntimeError(f"{self._keeper.name}: {ASSIGNED}")
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refused; see the module docstring."""
         raise RuntimeError(f"{self._keeper.name}: {ACCUMULATED}")
 
 
@@ -154,7 +117,8 @@ class VisitingParameter(StowedParameter):
 
     def _newest(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self._keeper.follow(RAW_DATA.__get__(self))
+            view: Tensor = self._keeper.follow(RAW_DATA.__get__(self))
+            return view
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,7 +151,7 @@ class Alias(Tensor):
     """A view of a weight that travels, made while it was present."""
 
     _stand_in = True
-    _keeper: Asked
+    _keeper: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +172,7 @@ class Alias(Tensor):
             copies: list[Tensor] = []
 
             def read(alias: Alias) -> Tensor:
-                value = alias._keeper.read_view(alias)
+                value: Tensor = alias._keeper.read_view(alias)
                 (found if value is alias else copies).append(value)  # type: ignore[arg-type]
                 return value
 
@@ -230,7 +194,8 @@ class AbsentParameter(StowedParameter):
     _stand_in = True
 
     def _newest(self) -> Tensor:
-        return self._keeper.shown().as_subclass(ReadOnly)
+        value: Tensor = self._keeper.shown().as_subclass(ReadOnly)
+        return value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,7 +214,7 @@ class AbsentParameter(StowedParameter):
             copies: list[Tensor] = []
 
             def read(param: AbsentParameter) -> Tensor:
-                value = param._keeper.read()
+                value: Tensor = param._keeper.read()
                 if value is not param:
                     copies.append(value)
                 return value

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.engine.tensors.parameters import Asked, ReadOnly
+from strategies.engine.tensors.parameters import ReadOnly
 from strategies.engine.tensors.torch_functions import (
     call,
     each,
@@ -45,7 +45,7 @@ class PendingGradient(Tensor):
     """Stands for a gradient that waits until the next step, with its shape; its own elements are NaN."""
 
     _stand_in = True
-    _keeper: Asked
+    _keeper: Any
     _window: int
     __hash__: ClassVar[Any] = Tensor.__hash__
 

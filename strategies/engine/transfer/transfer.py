@@ -77,7 +77,6 @@ class Transfer:
 
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
-        """What is issued inside runs on ``lane``."""
         yield
 
     def record(self, lane: Lane) -> Event:

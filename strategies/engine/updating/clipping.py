@@ -86,7 +86,6 @@ class Clipping:
         return norms_of([self.value_of(bucket, index)])[0]
 
     def value_of(self, bucket: BucketState, index: int) -> Tensor:
-        """A copy of one gradient, on the device."""
         if self._layout.in_backward:
             raise RuntimeError(IN_BACKWARD)
         bucket.grads.refuse_spent(index)
@@ -94,11 +93,9 @@ class Clipping:
         return value if factor is None else value.mul_(factor)
 
     def _factor_of(self, bucket: BucketState, index: int) -> Tensor | float | None:
-        """The factor that this gradient has been multiplied with so far."""
         return self._factors.get((bucket.index, index)) if self.scale is None else self.scale.factor
 
     def multiply(self, bucket: BucketState, index: int, factor: Tensor | float) -> None:
-        """The loop multiplies this gradient with ``factor``."""
         bucket.grads.refuse_spent(index)
         if self._layout.in_backward:
             if bool(factor != 1):
@@ -110,7 +107,6 @@ class Clipping:
         self._factors[bucket.index, index] = factor
 
     def forget(self, bucket: BucketState, index: int) -> None:
-        """Drop this gradient and its factor."""
         self._gradients.finish()
         bucket.grads.forget(index)
         self._factors.pop((bucket.index, index), None)

@@ -76,12 +76,10 @@ class Gradients:
         self._used = set[int]()  # buckets of the forward whose gradients land, where ranks share them
 
     def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hook every trained parameter; the handles take the hooks off again."""
         return [on_gradient(bucket.params[index], partial(self._land, bucket, index)) for bucket, index in self._order]
 
     @property
     def empty(self) -> bool:
-        """Whether no gradient waits for an update."""
         return self.passes == 0
 
     @property
@@ -259,7 +257,6 @@ class Gradients:
         return {bucket.spec.params[index]: bucket.grads.norms[index] for bucket, index in known}
 
     def value(self, bucket: BucketState, index: int, device: torch.device) -> Tensor:
-        """A copy of one gradient, summed over the micro-batches so far."""
         if bucket.is_shared:
             name = bucket.spec.params[index]
             raise RuntimeError(f"the gradient of {name} is shared over ranks: clip with optimizer.clip_grad_norm_")

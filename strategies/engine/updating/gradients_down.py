@@ -94,7 +94,6 @@ class GradientsDown:
     def _add(
         self, bucket: BucketState, arrival: Tensor, indices: list[int], summed: frozenset[int], sent: Event | None
     ) -> Event:
-        """In the worker: add ARRIVAL to PARKED."""
         assert bucket.parked is not None
         self._transfer.host_wait(sent)
         self._transfer.reads(Lane.HOST, arrival)

@@ -38,8 +38,7 @@ class UpdateRule(Protocol):
     @property
     def flagged(self) -> bool: ...
 
-    def defaults(self) -> dict[str, Any]:
-        """Hyperparameters of a parameter group, by torch's names."""
+    def defaults(self) -> dict[str, Any]: ...
 
     def update(self, on: Operands, group: Mapping[str, Any], bad: Tensor | None) -> None:
         """Update in place. ``bad`` (only if ``flagged``): 1.0 skips the update."""

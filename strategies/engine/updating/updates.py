@@ -194,7 +194,6 @@ class Updates:
         self._ranks.written(bucket, bucket.stored)
 
     def _known_bad(self, scale: Scale) -> bool:
-        """Whether the step is skipped, after waiting until that is known."""
         self._transfer.host_wait(scale.known)
         return scale.skips
 
@@ -280,6 +279,5 @@ class Updates:
 
 
 def _visit_views(bucket: BucketState) -> list[Tensor]:
-    """The visit slot, split into one view for each of ``states``."""
     assert bucket.visit is not None
     return list(bucket.visit.view(-1, bucket.spec.share))
