@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from strategies.core.facts import Home
 from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.tensors.parameters import AbsentParameter
 from tests.helpers.engine import plan_of
@@ -381,7 +380,7 @@ def test_close_gives_a_plain_model_back() -> None:
         model.load_state_dict(expected)
         optimizer.close()
         assert unequal(expected, weights_of(model)) == []
-        memory = optimizer.engine.arena._memories[Home.HOST].memory
+        memory = optimizer.engine.arena._host.memory
         start, end = memory.data_ptr(), memory.numel()
         for param in model.parameters():
             assert param.grad is None and not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ def test_no_stretch_lies_in_two_registrations(driver: Driver) -> None:
     arena = hosted()
     spots = [spot for spot in arena.addresses.spots.values() if spot.home is Home.HOST]
     arena.pin()
-    start = arena._memories[Home.HOST].memory.data_ptr()
+    start = arena._host.memory.data_ptr()
     assert len(driver.ranges) > 2 and sum(size > PIECE for size in driver.ranges.values()) <= 2
     for spot in spots:
         inside = [p for p, size in driver.ranges.items() if p <= start + spot.offset and start + spot.end <= p + size]

@@ -56,14 +56,14 @@ class Snapshot(AbstractContextManager[None]):
         modules = dict(effects.block.named_modules())
         self._effects, self._mode = effects, tuple(module.training for module in modules.values())
         self._known = effects.written.get(self._mode)  # None: this is the first such run
-        self._before: list[tuple[Owner, Owner]] = []  # the dict of a module, and a copy of it
-        self._states: list[tuple[str, Owner, str, Tensor, int]] = []  # path, owner, name, tensor and its version
-        self._copies: dict[int, Tensor] = {}  # by id of the tensor
+        self._found: list[tuple[str, Owner, Owner]] = []  # path, the dict of a module, and what it held
+        self._versions: dict[int, int] = {}  # of tensors, by id
+        self._copies: dict[int, Tensor] = {}  # the same
         self._changed: list[tuple[Owner, str, Any]] = []  # owner, name and the former value
         self._sources = list(GLOBAL)
         for path, module in modules.items():
             for owner in (module._buffers, module.__dict__):
-                self._before.append((owner, owner.copy()))
+                self._found.append((path, owner, owner.copy()))
                 self._note(path, owner)
         self._random = [get() for get, _ in self._sources]
         self._present: list[tuple[Owner, str, Any]] = []  # during a replay: the values to restore
@@ -71,48 +71,39 @@ class Snapshot(AbstractContextManager[None]):
 
     def _note(self, path: str, owner: Owner) -> None:
         for name, value in owner.items():
-            if value.__class__ in PLAIN:
-                continue
             if _is_state(value):
-                self._states.append((path, owner, name, value, _version(value)))
+                self._versions[id(value)] = _version(value)
                 if self._known is None or (path, name) in self._known:
                     self._copies[id(value)] = _copy(value)
-            elif (generator := source(value)) is not None:
+            elif value.__class__ not in PLAIN and (generator := source(value)) is not None:
                 self._sources.append(generator)
 
     @torch.no_grad()
     def _end(self) -> None:
         """The run is over: keep the former values of what it changed."""
         written = set(self._known or ())
-        for path, owner, name, was, version in self._states:
-            if (path, name) in written or self._is_written(was, version):  # some kernels do not count writes
-                written.add((path, name))
-                if id(was) not in self._copies:
-                    self._refuse(path, name)
-                self._changed.append((owner, name, self._copies[id(was)]))
-            elif owner.get(name) is not was:
-                # without its graph, which would stay alive with it
-                self._changed.append((owner, name, was.detach().requires_grad_(was.requires_grad)))
+        for path, owner, before in self._found:
+            for name, now in (dict.fromkeys(before, ABSENT) | owner).items():
+                was = before.get(name, ABSENT)
+                if not _is_state(was):
+                    counted = self._effects.counts and now.__class__ in NUMBERS and was != now
+                    if counted or _is_state(now):
+                        self._changed.append((owner, name, was))
+                elif (path, name) in written or self._is_written(was):  # some kernels do not count writes
+                    written.add((path, name))
+                    if id(was) not in self._copies:
+                        self._refuse(path, name)
+                    self._changed.append((owner, name, self._copies[id(was)]))
+                elif now is not was:
+                    # without its graph, which would stay alive with it
+                    self._changed.append((owner, name, was.detach().requires_grad_(was.requires_grad)))
         if self._known is None:
             self._effects.written[self._mode] = written
-        self._add_new()
-        self._states.clear()
-        self._copies.clear()
+        for each in (self._found, self._versions, self._copies):
+            each.clear()
 
-    def _add_new(self) -> None:
-        """Note tensors that were not there before, and numbers that changed."""
-        noted = {(id(owner), name) for _, owner, name, *_ in self._states}
-        for owner, before in self._before:
-            for name, value in owner.items():
-                if value.__class__ in NUMBERS:
-                    if self._effects.counts and before.get(name, ABSENT) != value:
-                        self._changed.append((owner, name, before.get(name, ABSENT)))
-                elif value.__class__ not in PLAIN and _is_state(value) and (id(owner), name) not in noted:
-                    self._changed.append((owner, name, before.get(name, ABSENT)))
-        self._before.clear()
-
-    def _is_written(self, tensor: Tensor, version: int) -> bool:
-        if _version(tensor) != version:
+    def _is_written(self, tensor: Tensor) -> bool:
+        if _version(tensor) != self._versions[id(tensor)]:
             return True
         comparable = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
         return self._known is None and comparable and not same_bits(tensor, self._copies[id(tensor)])
@@ -169,7 +160,7 @@ def source(value: Any) -> Source | None:
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return value.__class__ not in PLAIN and isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _version(tensor: Tensor) -> int:

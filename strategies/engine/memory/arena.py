@@ -19,7 +19,7 @@ import logging
 import mmap
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -34,37 +34,23 @@ from strategies.engine.memory.accelerator import Driver, row_of
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 30  # one registration; above 64 GiB some drivers refuse
+HOMES = (Home.DEVICE, Home.HOST)
 
 
 class OutOfMemoryError(RuntimeError):
     """An arena could not be reserved."""
 
 
-class ArenaMemory:
-    """The memory of one arena, as bytes, for ``owner``. As it is, one tensor on the device."""
-
-    def __init__(self, num_bytes: int, device: torch.device, owner: str) -> None:
-        self.borders: list[int] = []  # offsets that no copy may cross
-        try:
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
-            raise OutOfMemoryError(f"{owner} needs {human(num_bytes)}: {error}") from None
-
-    def pin(self, starts: Iterable[int]) -> None:
-        """Let copies to and from the device run beside compute. Memory on the device needs nothing for that."""
-
-    def release(self) -> None: ...
-
-
-class HostMemory(ArenaMemory):
+class HostMemory:
     """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
 
     ``file``: its descriptor, if other processes map it too.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str, file: int | None = None) -> None:
-        super().__init__(0, torch.device("cpu"), owner)
         self._device, self._owner = device, owner
+        self.borders: list[int] = []  # offsets that no copy may cross
+        self.memory = torch.empty(0, dtype=torch.uint8)
         self._mapping: Any = None
         if num_bytes:
             try:
@@ -128,9 +114,6 @@ def _borders(total: int, starts: Iterable[int]) -> Iterator[int]:
         last = start
 
 
-RESERVE: Mapping[Home, type[ArenaMemory]] = {Home.DEVICE: ArenaMemory, Home.HOST: HostMemory}
-
-
 class CommonPart(Protocol):
     """The first ``num_bytes`` of the host's arena, where other ranks read them: a ``CommonHost``."""
 
@@ -146,13 +129,14 @@ class Arena:
 
     def __init__(self, addresses: Addresses, device: torch.device, common: CommonPart | None = None) -> None:
         self.addresses, self._common = addresses, common
-        first = {} if common is None else {Home.HOST: common.num_bytes}
-        self._memories = {
-            home: RESERVE[home](
-                num_bytes - first.get(home, 0), device, f"the {home.value} arena ({self._contents(home)})"
-            )
-            for home, num_bytes in addresses.arena_bytes.items()
-        }
+        self._first = 0 if common is None else common.num_bytes
+        device_owner, host_owner = (f"the {home.value} arena ({self._contents(home)})" for home in HOMES)
+        num_bytes = self.num_bytes(Home.DEVICE)
+        try:
+            self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on accelerators, RuntimeError on the CPU
+            raise OutOfMemoryError(f"{device_owner} needs {human(num_bytes)}: {error}") from None
+        self._host = HostMemory(self.num_bytes(Home.HOST) - self._first, device, host_owner)
 
     def num_bytes(self, home: Home) -> int:
         return self.addresses.num_bytes(home)
@@ -162,46 +146,38 @@ class Arena:
         spot = self.addresses.spots.get((bucket, item))
         if spot is None:
             return None
-        memory, first = self._behind(spot)
-        return memory.memory[spot.offset - first : spot.end - first].view(dtype)
+        if spot.home is Home.DEVICE:
+            return self._device[spot.offset : spot.end].view(dtype)
+        if self._common is not None and spot.offset < self._first:
+            return self._common.own.memory[spot.offset : spot.end].view(dtype)
+        return self._host.memory[spot.offset - self._first : spot.end - self._first].view(dtype)
 
     def borders(self, spot: Spot) -> list[int]:
-        """Offsets in ``spot`` that no copy may cross."""
-        memory, first = self._behind(spot)
-        borders = [border + first for border in memory.borders]
+        """Offsets in ``spot`` on the host that no copy may cross."""
+        borders = [border + self._first for border in self._host.borders]
         return [border - spot.offset for border in borders if spot.offset < border < spot.end]
-
-    def _behind(self, spot: Spot) -> tuple[ArenaMemory, int]:
-        if spot.home is not Home.HOST or self._common is None:
-            return self._memories[spot.home], 0
-        if spot.offset < self._common.num_bytes:
-            return self._common.own, 0
-        return self._memories[spot.home], self._common.num_bytes
 
     def owners(self) -> Iterator[str]:
         """What each arena holds, by kind of memory, as lines for people."""
-        for home in self._memories:
+        for home in self.addresses.arena_bytes:
             yield f"{home.value} arena {human(self.num_bytes(home))}: {self._contents(home)}"
 
     def pin(self) -> None:
-        """Pin the arenas where their homes and the driver need it, without what other ranks read.
+        """Pin the host's arena if the driver needs it, without what other ranks read.
 
         Called when the weights have moved in and the model's own memory is free again: pinning takes every page at
         once, and until then the pages of the moments are not there. So the model never exists twice beside the arena.
         """
-        starts: dict[Home, set[int]] = {home: set() for home in self._memories}
+        starts = set[int]()
         for (_, item), spot in self.addresses.spots.items():
-            memory, first = self._behind(spot)
-            step = PIECE_BYTES if item is Item.SAVED else max(spot.num_bytes, 1)  # saved tensors keep to ``borders``
-            if memory is self._memories[spot.home]:
-                starts[spot.home].update(range(spot.offset - first, spot.end - first, step))
-        for home, memory in self._memories.items():
-            memory.pin(starts[home])
+            if spot.home is Home.HOST and spot.offset >= self._first:
+                step = PIECE_BYTES if item is Item.SAVED else max(spot.num_bytes, 1)  # those keep to ``borders``
+                starts.update(range(spot.offset - self._first, spot.end - self._first, step))
+        self._host.pin(starts)
 
     def close(self) -> None:
         """Give pinned pages back to the system. The views stay valid, the pages are pageable again."""
-        for memory in self._memories.values():
-            memory.release()
+        self._host.release()
 
     def _contents(self, home: Home) -> str:
         """The kinds of memory at one home with their sizes, largest first. Shared slots count once."""

@@ -143,7 +143,7 @@ class VisitingParameter(StowedParameter):
             for param in (*args, *kwargs.values()):
                 if type(param) is VisitingParameter:
                     keeper = param._keeper
-                    out = replace_views(out, *keeper.home, keeper.follow)
+                    out = replace_views(out, keeper.home, keeper.follow)
         return out
 
 
@@ -182,7 +182,7 @@ class Alias(Tensor):
             else:
                 out = func(*args, **kwargs)
             for alias in found:
-                out = replace_views(out, *alias._keeper.home, alias._keeper.follow)
+                out = replace_views(out, alias._keeper.home, alias._keeper.follow)
                 if func in ARRAYS:
                     out.setflags(write=False)
             return read_only(func, out, copies, ReadOnly)

@@ -98,8 +98,9 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
         return func(*args, **kwargs)
 
 
-def replace_views(out: Any, begin: int, end: int, do: Callable[[Tensor], Tensor]) -> Any:
+def replace_views(out: Any, home: tuple[int, int], do: Callable[[Tensor], Tensor]) -> Any:
     """``out`` with each of its tensors that begins between these addresses replaced by ``do`` of it."""
+    begin, end = home
 
     def look(one: Tensor) -> Tensor:
         return do(one) if one.layout is torch.strided and begin <= one.data_ptr() < end else one
@@ -120,5 +121,5 @@ def read_only(func: Any, out: Any, copies: Sequence[Tensor], kind: type[Tensor])
         return tensor
 
     for copy in copies:
-        out = replace_views(out, copy.data_ptr(), copy.data_ptr() + copy.nbytes, as_kind)
+        out = replace_views(out, (copy.data_ptr(), copy.data_ptr() + copy.nbytes), as_kind)
     return out
