@@ -26,10 +26,8 @@ def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState
 
 @pytest.mark.parametrize("best", [None, "/elsewhere/run/checkpoint-6"])
 @pytest.mark.parametrize("there", [True, False])
-def test_the_bar_stays_and_its_checkpoint_is_found_in_this_folder(
-    there: bool, best: str | None, tmp_path: Path
-) -> None:
-    """Hugging Face forgets the path if there is no such folder any more, and a worse evaluation is not best for that."""
+def test_the_bar_stays_and_its_checkpoint_is_found_here(there: bool, best: str | None, tmp_path: Path) -> None:
+    """Hugging Face forgets the path if there is no such folder any more; a worse evaluation is not best for that."""
     if there:
         (tmp_path / "checkpoint-6").mkdir()
     state, said = after(tmp_path, best, "")
