@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.core.layout import Addresses, Item, Layout
@@ -40,9 +41,6 @@ from strategies.engine.updating.norms import TotalNorm, norm_of_all
 from strategies.engine.updating.optim import UpdateRule
 from strategies.engine.updating.skipped_steps import SkippedSteps
 from strategies.engine.updating.updates import Updates
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -68,7 +66,7 @@ class Engine(Copied):
         transfer: Transfer,
         device: torch.device,
         *,
-        group: ProcessGroup | None,
+        group: dist.ProcessGroup | None,
         total_norm: TotalNorm,
         debug: bool,
         beside: bool,

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -52,12 +52,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """A module, the buckets that it uses, and the names of the scopes around it."""
+    """A module and the buckets that it uses."""
 
     name: str
     module: nn.Module
     buckets: list[BucketState]
-    outer: frozenset[str] = field(default_factory=frozenset)
     is_block: bool = True
     announced: bool | None = None  # whether hooks announced all its backward nodes so far; None: it has none yet
     guarded: bool = True  # see [Note: unannounced nodes]
@@ -68,7 +67,7 @@ class Scope:
         return not (isinstance(self.module, nn.Embedding) and all(bucket.spec.looked_up for bucket in self.buckets))
 
     def contains(self, other: Scope) -> bool:
-        return self is other or self.name in other.outer
+        return self is other or _inside(other.name, self.name)
 
 
 def find_scopes(model: nn.Module, bucket_of: Mapping[int, tuple[BucketState, int]]) -> list[Scope]:
@@ -82,8 +81,7 @@ def find_scopes(model: nn.Module, bucket_of: Mapping[int, tuple[BucketState, int
         owned = module.parameters(recurse=name in blocks)
         buckets = list(dict.fromkeys(bucket_of[id(param)][0] for param in owned))
         if buckets:
-            outer = frozenset(scope.name for scope in found if _inside(name, scope.name))
-            found.append(Scope(name, module, buckets, outer, name in blocks))
+            found.append(Scope(name, module, buckets, name in blocks))
     return found
 
 

@@ -44,8 +44,6 @@ from strategies.engine.updating.norms import TotalNorm, norm_of_all
 from strategies.engine.updating.optim import AdamW, UpdateRule
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from strategies.core.plan import Plan
 
 Saved = list[tuple[nn.Parameter, Mapping[str, Any]]]
@@ -59,7 +57,7 @@ def stow(
     rule: UpdateRule | None = None,
     *,
     device: torch.device | str | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     total_norm: TotalNorm = norm_of_all,
     transfer: Transfer | None = None,
     beside: bool | None = None,

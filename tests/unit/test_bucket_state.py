@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,20 @@ from strategies.engine.buckets.gradient_state import GradientState
 from strategies.engine.tensors.parameter_views import ParameterViews
 
 ENGINE = Path(__file__).resolve().parents[2] / "strategies" / "engine"
+
+
+def fields_of(owner: type) -> list[str]:
+    """What the class sets on itself when it is made."""
+    if is_dataclass(owner):
+        return [field.name for field in fields(owner)]
+    source: Any = owner
+    return re.findall(r"self\.(\w+)(?=[:,]? )", inspect.getsource(source.__init__))
+
+
 OWNERS = {
-    "bucket_state.py": re.findall(r"^ {8}self\.(\w+)(?:: .*)? = ", inspect.getsource(BucketState.__init__), re.M),
-    "gradient_state.py": [field.name for field in fields(GradientState)],
-    "parameter_views.py": [field.name for field in fields(ParameterViews)],
+    "bucket_state.py": fields_of(BucketState),
+    "gradient_state.py": fields_of(GradientState),
+    "parameter_views.py": fields_of(ParameterViews),
 }
 CHANGES = {
     "add", "append", "clear", "difference_update", "discard", "extend", "insert", "intersection_update", "pop",

@@ -121,14 +121,9 @@ class BucketState:
         self.steps = None if steps is None else steps[: len(params)]
         self.visit = flat(Item.VISIT, torch.float32, layout.moments + spec.mixed)
         parts = zip(params, spec.offsets, spec.sizes, strict=True)
-        self.views = ParameterViews(
-            names=spec.params,
-            params=params,
-            homes=[weight[start : start + size].view(param.shape) for param, start, size in parts],
-            nan=nan,
-            resident=spec.resident,
-            fused=frozenset(index for index, param in enumerate(params) if id(param) in fused),
-        )
+        homes = [weight[start : start + size].view(param.shape) for param, start, size in parts]
+        kernels = frozenset(index for index, param in enumerate(params) if id(param) in fused)
+        self.views = ParameterViews(spec.params, params, homes, nan, kernels, resident=spec.resident)
         self.grads = GradientState(spec.params)
         self.pieces = tuple(pieces_of(spec, rank))
         # The copy is a slot that fetches round masters into, never the weight's resting place.

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,6 @@ from torch import Tensor
 from strategies.core.facts import IN_ORDER, Home
 from strategies.core.layout import Spot, aligned
 from strategies.engine.memory.arena import HostMemory
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 POLL_S = 5e-5
 LOOK_S = 0.5  # between looks at whether the others are alive
@@ -72,7 +68,7 @@ class CommonHost:
     def _map(self, file: int) -> HostMemory:
         return HostMemory(self._size, self._device, OWNER, file)
 
-    def connect(self, hosts: ProcessGroup) -> None:
+    def connect(self, hosts: dist.ProcessGroup) -> None:
         """Map the others' parts, or raise on all ranks. A collective: all have written theirs when it begins."""
         self._timeout_s = hosts._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         ranks, rank = dist.get_world_size(hosts), dist.get_rank(hosts)

@@ -22,7 +22,6 @@ waits for what comes after that place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,9 +37,6 @@ from strategies.engine.ranks.shares import Shares
 from strategies.engine.transfer.transfer import Event, Lane, Transfer
 from strategies.engine.transfer.worker import Worker
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class CommonCopies(Shares):
     """What all ranks of a group read of each other. ``beside``: a thread waits for copies down, not the caller."""
@@ -50,7 +46,7 @@ class CommonCopies(Shares):
     def __init__(
         self,
         model: nn.Module,
-        group: ProcessGroup,
+        group: dist.ProcessGroup,
         transfer: Transfer,
         device: torch.device,
         layout: Layout,
@@ -110,7 +106,7 @@ class CommonCopies(Shares):
 
 
 def ranks_of(
-    group: ProcessGroup | None,
+    group: dist.ProcessGroup | None,
     model: nn.Module,
     layout: Layout,
     transfer: Transfer,

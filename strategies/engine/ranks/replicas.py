@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,13 @@ from strategies.engine.buckets.bucket_state import BucketState
 from strategies.engine.ranks.one_rank import OneRank, Place
 from strategies.engine.transfer.transfer import Transfer
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class Replicas(OneRank):
     """Broadcasts the first rank's parameters and buffers when it is made, if all have the same model. A collective."""
 
     many = True
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, transfer: Transfer, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, transfer: Transfer, device: torch.device) -> None:
         super().__init__(transfer)
         self._model, self._group, self._hosts = model, group, hosts_of(group, device)
         self._due = True  # the next forward with gradients shares buffers
@@ -96,7 +93,7 @@ class Replicas(OneRank):
         return [bool(flag) for flag in known.tolist()]
 
 
-def hosts_of(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+def hosts_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A group of the same ranks whose collectives do not wait for ``device``. A collective.
 
     It is closed with all others. Torch names it after its ranks: if it were closed alone, the next one would have its
@@ -105,5 +102,5 @@ def hosts_of(group: ProcessGroup, device: torch.device) -> ProcessGroup:
     if device.type == "cpu":
         return group
     ranks = dist.get_process_group_ranks(group)
-    found: ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    found: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return found

@@ -29,7 +29,7 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,6 @@ from strategies.engine.ranks.one_rank import Place
 from strategies.engine.ranks.replicas import Replicas
 from strategies.engine.transfer.transfer import Lane, Transfer
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 REMEMBERED = 10_000  # of what ranks compare, for the message; a long evaluation has more
 
 
@@ -53,7 +50,7 @@ class Shares(Replicas):
 
     shared = True
 
-    def __init__(self, model: nn.Module, group: ProcessGroup, transfer: Transfer, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, transfer: Transfer, device: torch.device) -> None:
         super().__init__(model, group, transfer, device)
         self.rank = dist.get_rank(group)
         self._received: Tensor | None = None  # bytes for the largest gradient; None: ``reduction`` is fast
