@@ -51,7 +51,6 @@ class Engine(Copied):
     Args:
         groups: returns the optimizer's parameter groups; called when a job is made.
         group: ranks to take the mean of gradients over; None for one rank.
-        total_norm: the norm of all gradients; of a part of a model, with those that other ranks have.
         debug: check at each use that a home holds the right bucket, and guard all scopes.
         beside: run host updates in a worker thread, else in the caller's.
     """

@@ -159,10 +159,8 @@ class Keeper(Copied):
 
 
 def _refuse_casts(name: str, param: nn.Parameter) -> None:
-    """Raise RuntimeError if autocast would cast the parameter itself for backward.
-
-    Autocast keeps one cast of a parameter for all its uses, so that their gradients are added in the lower precision.
-    Of a copy it keeps none, and gradients would be added in the parameter's own precision.
+    """Raise RuntimeError if autocast would cast the parameter itself for backward: it keeps one cast for all uses, so
+    that their gradients are added in the lower precision. Of a copy it keeps none.
     """
     kept = torch.is_autocast_enabled(param.device.type) and torch.is_autocast_cache_enabled()
     if kept and torch.is_grad_enabled() and param.requires_grad and param.dtype is torch.float32:

@@ -266,8 +266,8 @@ class ModuleHooks:
         """A node of ``scope`` reads ``buckets`` in backward before a hook has announced the scope.
 
         Scopes that do not contain this one have ended, but this very node may have read their weights before. So they
-        are left a second time when the node is done. Until then only ``buckets`` are fetched, and what one node reads
-        was present at once in forward, so that it does not overlap.
+        are left a second time when the node is done. What one node reads was present at once in forward, so that it
+        does not overlap.
         """
         scope.announced = False
         self._leave_pending()

@@ -35,9 +35,8 @@ from strategies.engine.transfer.transfer import Lane, Transfer
 
 
 class Residency:
-    """Moves buckets in and out of their homes.
-
-    ``debug``: fill homes with NaN before a bucket moves in, and check at every use which bucket the home holds.
+    """Moves buckets in and out of their homes. ``debug``: fill homes with NaN before a bucket moves in, and check at
+    every use which bucket the home holds.
     """
 
     def __init__(self, ranks: OneRank, transfer: Transfer, *, debug: bool) -> None:

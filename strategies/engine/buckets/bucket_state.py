@@ -81,12 +81,7 @@ def pieces_of(spec: Bucket, rank: int) -> Iterator[Piece]:
 class BucketState:
     """Bucket ``spec``, number ``index`` of ``layout``, with flat views of ``arena``, None if the layout needs no such.
     ``weight`` and ``grad`` are of the whole bucket, the others of this rank's span, which is all unless ranks share it.
-
-    Args:
-        params: the model's, in the order of ``spec.params``.
-        nan: a single NaN of their dtype on the device.
-        fused: ids of parameters of modules with a fused kernel; see ``ParameterViews``.
-        rank: whose span this is, where ranks share the bucket.
+    ``nan`` is a single one on the device; ``fused`` has ids of parameters of modules with a fused kernel.
     """
 
     def __init__(
@@ -210,9 +205,7 @@ class BucketState:
 
     def weight_of(self, index: int) -> Tensor:
         """The newest weight of one parameter in its shape, while no update is pending, for the host or COMPUTE to read.
-
-        A view of the host's copy, or of the home of a resident. If the copy is given up, a rounded master, which is on
-        the host then; what DOWN has written there has to be waited for (``stored``).
+        If the copy is given up it is a rounded master, which DOWN may still be writing (``stored``).
         """
         if not self.given_up:
             return self.shaped(self.weight if self.copy is None else self.copy, index)

@@ -76,12 +76,10 @@ class Leaving:
 
 
 class HostRoom:
-    """The host's memory for the saved tensors of some blocks, and the copies there and back.
+    """The host's memory for the saved tensors of ``blocks``, which are all in order of use, and the copies there and
+    back.
 
-    Args:
-        blocks: all blocks of the model, in order of use.
-        arena: has the memory; None: nothing is sent before ``use`` names one.
-        transfer: moves the bytes; None: what suits the device of the first tensor that is sent.
+    Nothing is sent before ``use`` names an arena; ``transfer`` is by default what suits the first tensor that is sent.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], arena: Arena | None, transfer: Transfer | None = None) -> None:
@@ -99,9 +97,8 @@ class HostRoom:
             block.register_forward_hook(partial(self._end, index), always_call=True)
 
     def use(self, arena: Arena | None) -> None:
-        """Send to the spot for saved tensors of ``arena`` from now on; None: send nothing any more.
-
-        What was sent before can still be read. Returns when no copy uses the former arena.
+        """Send to the spot for saved tensors of ``arena`` from now on; None: send nothing any more. What was sent
+        before can still be read. Returns when no copy uses the former arena.
         """
         if self._transfer is not None and self._arena is not None:
             self._transfer.host_wait(self._transfer.record(Lane.DOWN), self._transfer.record(Lane.UP))

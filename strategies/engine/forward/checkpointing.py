@@ -173,9 +173,8 @@ class Receiving(TorchDispatchMode):
 
 
 class Checkpointed:
-    """Replaces the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``.
-
-    Those in ``hosted``, and the input if it is among them, wait in ``room``.
+    """Replaces the ``forward`` of ``block``: keeps its inputs and the outputs named in ``kept``; those in ``hosted``,
+    and the input if it is among them, wait in ``room``.
     """
 
     def __init__(

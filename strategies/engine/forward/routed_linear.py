@@ -96,10 +96,8 @@ class _Products(torch.autograd.Function):
 
 
 class Copy:
-    """A transposed copy of one weight in the dtype of compute.
-
-    Not an attribute tensor of the layer: recomputation would take it for state of the module, and refuse a forward that
-    writes it.
+    """A transposed copy of one weight in the dtype of compute. Not an attribute tensor of the layer: recomputation
+    would take it for state of the module, and refuse a forward that writes it.
     """
 
     def __init__(self) -> None:

@@ -18,9 +18,8 @@ WITHOUT_STREAMS = {"mps"}
 
 
 class Driver:
-    """Registers host memory for copies: locks its pages and makes it known to the device.
-
-    By CUDA's runtime, as far as torch exposes it; in a ROCm build of torch the same names call HIP.
+    """Registers host memory for copies: locks its pages and makes it known to the device. By CUDA's runtime, as far as
+    torch exposes it; in a ROCm build of torch the same names call HIP.
     """
 
     def register(self, pointer: int, num_bytes: int) -> str | None:

@@ -42,9 +42,8 @@ class OutOfMemoryError(RuntimeError):
 
 
 class HostMemory:
-    """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``.
-
-    ``file``: its descriptor, if other processes map it too.
+    """One mapping of host memory of the exact size, zero as it comes, to be pinned for ``device``; of ``file``, a
+    descriptor, if other processes map it too.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, owner: str, file: int | None = None) -> None:
@@ -122,9 +121,8 @@ class CommonPart(Protocol):
 
 
 class Arena:
-    """The arenas of one rank, one per home, cut up as ``addresses`` says.
-
-    ``common``: the first bytes of the host's arena, if they are memory that other ranks read.
+    """The arenas of one rank, one per home, cut up as ``addresses`` says. ``common``: the first bytes of the host's, if
+    they are memory that other ranks read.
     """
 
     def __init__(self, addresses: Addresses, device: torch.device, common: CommonPart | None = None) -> None:
@@ -189,10 +187,8 @@ class Arena:
 
 
 def alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own.
-
-    Libraries take tensors that share a storage for tied weights; views of an arena share one and are not tied. Kinds of
-    device that are registered with torch have no DLPack, and keep the arena's.
+    """The same memory as a tensor with a storage of its own: libraries take tensors that share one for tied weights.
+    Kinds of device that are registered with torch have no DLPack, and keep the arena's.
     """
     there = view.numel() and view.device.type != torch._C._get_privateuse1_backend_name()
     return from_dlpack(view.detach()) if there else view.detach()

@@ -43,9 +43,8 @@ CURE = "write strategies.offload.gather: network"
 
 
 class CommonHost:
-    """This rank's part of the memory that all read, and after ``connect`` the others' parts.
-
-    ``num_bytes`` of weights are at the start of the arena on the host; ``num_buckets`` may have been replaced.
+    """This rank's part of the memory that all read, ``num_bytes`` of weights at the start of its arena on the host, and
+    after ``connect`` the others' parts.
     """
 
     def __init__(self, num_bytes: int, num_buckets: int, device: torch.device) -> None:
@@ -105,9 +104,8 @@ class CommonHost:
         return [memory.memory[spot.offset : spot.end].view(dtype)[:count] for memory in self._memories]
 
     def count(self, bucket: int, replaced: int) -> None:
-        """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now.
-
-        The thread that waits for copies down may come here later than the caller who has loaded weights since.
+        """This rank's span of a bucket has been ``replaced`` so many times; it holds its newest weights now. The thread
+        that waits for copies down may come here later than the caller who has loaded weights since.
         """
         counts = self._counts(self.own)
         with self._lock:

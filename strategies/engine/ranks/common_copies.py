@@ -1,15 +1,13 @@
-"""When a rank may read the other ranks' parts of weights, which are in host memory that all of them have mapped.
+"""When a rank may read the other ranks' spans of weights, in host memory that all of them have mapped.
 
-Problem. Each rank writes its span when its update is done, and reads all spans when it fetches the weight, or receives
-it if it stays. No event of one process is known in another. What is told across is one number per bucket, how often the
-rank's span was replaced (``memory/common_host.py``); every rank counts the same updates and loads in the same order, as
-its plan and its program say.
+Each rank writes its span when its update is done, and reads all spans when it fetches the weight, or receives it if it
+stays. No event of one process is known in another. What is told across is one number per bucket, how often the rank's
+span was replaced (``memory/common_host.py``); every rank counts the same updates and loads in the same order.
 
 Invariant. Whoever reads gets from every rank the weights after as many updates as it has submitted itself.
 
     read after write   the reader waits on its host for the numbers of all ranks. An update by the worker has written
-                       when it ends; one on the device when DOWN has (``stored``), for which a thread waits. So a late
-                       rank makes others wait where they first use its weights, as an exchange would
+                       when it ends; one on the device when DOWN has (``stored``), for which a thread waits
     write after read   all that is read before an update was issued by ``step``. Before any update is submitted there,
                        and before weights are loaded, each rank waits for its own copies up and then for the others.
                        A gradient that takes the place of a weight (PARKED) comes after an exchange of NET, in which

@@ -27,13 +27,9 @@ Place = tuple[BucketState, int]  # of a parameter: its bucket, and its index the
 
 
 class OneRank:
-    """The methods in the order in which a step calls them.
-
-    Attributes:
-        rank: whose spans this process has.
-        many: gradients are averaged over several ranks.
-        shared: each holds a span of every bucket, and exchanges follow from where forward and backward are.
-        common: the part of the host's memory that the others read.
+    """The methods in the order in which a step calls them. ``many``: gradients are averaged over several ranks.
+    ``shared``: each holds a span of every bucket, and exchanges follow from where forward and backward are. ``common``:
+    the part of the host's memory that the others read.
     """
 
     rank = 0

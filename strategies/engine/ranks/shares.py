@@ -5,12 +5,10 @@
     sum_to_owners   a whole gradient of each rank becomes, in each rank's span of the slot, the sum of all ranks' spans
 
 Exactness. N ranks have the bits of one process that accumulates N micro-batches: an owner adds the gradients in the
-order of ranks, as that process does one micro-batch after the other, and an element-wise update of a span has the bits
-of the update of the whole. Both divide by N first, which is exact for powers of two. With ``reduction: fast`` the
-library adds while it sends (``reduce_scatter``), in an order of its own: of N ranks, N - 1 additions of each element
-round otherwise, and two ranks have the same bits. The norm of a parameter needs all its elements in one place: most
-parameters have one owner, who computes it; of one that is cut the owner of its first elements gets the others' sums,
-behind its own span in the slot.
+order of ranks, and an element-wise update of a span has the bits of the update of the whole. Both divide by N first,
+which is exact for powers of two. With ``reduction: fast`` the library adds while it sends, in an order of its own: N -
+1 additions of each element round otherwise. The norm of a parameter needs all its elements in one place: most have one
+owner; of one that is cut the owner of its first elements gets the others' sums, behind its own span in the slot.
 
 Ordering. All are on the lane NET of one process group, and every rank issues them in the same order, which follows from
 the plan and the model, never from timing. UP before NET: a fetch brings up this rank's span first. COMPUTE before NET:
@@ -130,8 +128,7 @@ class Shares(Replicas):
 
     def _complete_the_last(self, bucket: BucketState, grad: Tensor) -> None:
         """What the other ranks have of the parameter that goes on behind this rank's span comes there, for its norm.
-
-        Every rank has at most one part of a parameter that began before its span: the first elements of the span.
+        Each has at most one part of a parameter that began before its span: the first elements of the span.
         """
         transfer, spec, own = self._transfer, bucket.spec, bucket.own(grad)
         heads = [_head_of(spec, rank) for rank in range(self.ranks)]

@@ -278,10 +278,8 @@ class StateAccess(Copied):
 
 
 class State(MutableMapping[nn.Parameter, dict[str, Tensor]]):
-    """``optimizer.state``, as torch's optimizers have it: a mapping from each parameter that was updated to its state.
-
-    The tensors are views of the arenas: writing to one changes the next update. To delete a parameter is to reset its
-    state, as if it had never been updated; then its dict is empty, and it is not listed.
+    """``optimizer.state``, as torch's optimizers have it: a mapping from each parameter that was updated to views of
+    its state in the arenas. To delete a parameter is to reset its state; then its dict is empty, and it is not listed.
     """
 
     def __init__(self, access: StateAccess) -> None:

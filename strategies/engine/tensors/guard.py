@@ -40,9 +40,8 @@ class SavedWeight:
 
 
 def guard(offloaded: Sequence[Any], bring: Callable[[Any], None]) -> saved_tensors_hooks:
-    """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``: a context for that time.
-
-    ``bring`` is called with a bucket that is not shown when it is read, and fetches it.
+    """Hooks on tensors that autograd saves while a scope runs that uses ``offloaded``. ``bring`` is called with a
+    bucket that is not shown when it is read, and fetches it.
     """
     places = [(bucket, start := bucket.weight.data_ptr(), start + bucket.weight.nbytes) for bucket in offloaded]
     first, last = min(start for _, start, _ in places), max(end for *_, end in places)
@@ -80,9 +79,8 @@ def hooked() -> bool:
 
 
 def others_keep() -> bool:
-    """Whether hooks of other code keep what autograd saves now, set inside of any guard.
-
-    Torch's checkpoints keep nothing: they run forward again in backward and read weights once more.
+    """Whether hooks of other code keep what autograd saves now, set inside of any guard. Torch's checkpoints keep
+    nothing: they run forward again in backward and read weights once more.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not torch.is_grad_enabled():
@@ -101,10 +99,8 @@ def _read(kept: SavedWeight, bring: Callable[[Any], None]) -> Tensor:
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError under torch.compile or torch.func's transforms.
-
-    Compiled code keeps the memory of weights that it was compiled with, and transforms do not see that memory is
-    overwritten.
+    """Raise RuntimeError under torch.compile or torch.func's transforms, which keep the memory of weights or do not see
+    that it is overwritten.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(

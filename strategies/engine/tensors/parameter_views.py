@@ -35,11 +35,8 @@ AWAY = 2**31 - 1  # see [Note: versions]; larger than any number of updates
 
 
 class ParameterViews:
-    """Parameters of one bucket by their index in it.
-
-    Args:
-        homes: each parameter's part of the home, in its shape.
-        fused: those of modules with a fused kernel, which they use only if all parameters are plain tensors.
+    """Parameters of one bucket by their index in it; ``homes``: each one's part of the home, in its shape; ``fused``:
+    those of modules with a fused kernel, which they use only if all parameters are plain tensors.
     """
 
     def __init__(

@@ -263,10 +263,9 @@ ACCUMULATED = (
 def put(tensor: Tensor, value: Tensor) -> None:
     """``tensor.data = value``, also from one kind of device to another.
 
-    Torch assigns data between the CPU and its own kinds of device. For kinds that register with it (PrivateUse1) the
-    implementations behind two Python objects are swapped, and ``tensor`` stays the same object. Torch keeps hooks with
-    the implementation, so they are moved along. A graph that was made before belongs to the old implementation, and
-    backward through it raises.
+    For kinds that register with torch (PrivateUse1) the implementations behind two Python objects are swapped, and
+    ``tensor`` stays the same object. Torch keeps hooks with the implementation, so they are moved along. A graph that
+    was made before belongs to the old implementation, and backward through it raises.
     """
     if torch._has_compatible_shallow_copy_type(tensor, value):
         RAW_DATA.__set__(tensor, value)

@@ -37,10 +37,7 @@ class Access:
 
 
 class RaceDetector(Transfer):
-    """Copies at once, as on a machine without streams, and checks the order that events alone would give.
-
-    ``races`` has one line per pair of accesses that is not ordered.
-    """
+    """Copies at once, and checks the order that events alone would give; ``races`` has a line per unordered pair."""
 
     def __init__(self) -> None:
         super().__init__()

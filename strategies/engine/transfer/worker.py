@@ -27,9 +27,8 @@ T = TypeVar("T")
 class Worker:
     """Runs submitted work in one thread; equal priorities in order of submission.
 
-    Args:
-        threads: number of threads for the kernels of an update; None: work runs in the caller's thread, at once.
-        device: the device whose events the work waits for; a new thread would use the machine's first one.
+    ``threads`` are for the kernels of an update; None: work runs in the caller's thread, at once. ``device``: whose
+    events the work waits for; a new thread would use the machine's first one.
     """
 
     def __init__(self, threads: int | None, device: torch.device | None = None) -> None:

@@ -41,12 +41,9 @@ from strategies.engine.updating.updates import Updates
 
 
 class Gradients:
-    """Takes gradients as they land.
-
-    Args:
-        order: the places of all trained parameters in the order of ``model.parameters()``.
-        complete: called when all gradients of a bucket for one update are where they wait for it.
-        settle: computes the last update of a bucket, if that was not done yet.
+    """Takes gradients as they land. ``order`` has the places of all trained parameters in the order of
+    ``model.parameters()``. ``complete`` is called when all gradients of a bucket for one update are where they wait for
+    it; ``settle`` computes the last update of a bucket, if that was not done yet.
     """
 
     def __init__(

@@ -28,9 +28,8 @@ class Operands:
 
 
 class UpdateRule(Protocol):
-    """An update rule. ``names`` are torch's for its state, one fp32 number per element each.
-
-    ``flagged``: its kernel takes a flag that skips the update. For other rules the caller waits for the flag's value.
+    """An update rule. ``names`` are torch's for its state, one fp32 number per element each. ``flagged``: its kernel
+    takes a flag that skips the update. For other rules the caller waits for the flag's value.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -50,9 +49,8 @@ TORCH = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": Fal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW:
-    """``torch.optim.AdamW``; ``fused``: torch's fused kernel, otherwise what torch takes by default.
-
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+    """``torch.optim.AdamW`` (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019); ``fused``: torch's
+    fused kernel, otherwise what torch takes by default.
     """
 
     names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")

@@ -21,9 +21,8 @@ PATIENCE = 3  # skipped steps in a row
 
 
 class NonFiniteError(RuntimeError):
-    """Gradients were not finite in several steps in a row, so that no weight changed.
-
-    ``steps_ago`` counts the steps since the first of them; ``parameter`` had the first such gradient of backward.
+    """Gradients were not finite in several steps in a row, so that no weight changed. ``steps_ago`` counts the steps
+    since the first of them; ``parameter`` had the first such gradient of backward.
     """
 
     def __init__(self, steps_ago: int, parameter: str | None) -> None:

@@ -251,12 +251,9 @@ class Updates:
         factor: Tensor | None,
         bad: Tensor | None = None,
     ) -> None:
-        """Apply the update rule to all parameters that have a gradient, call by call.
-
-        Args:
-            grad, state: flat views of this rank's span, all on the device or all on the host; ``state`` is the master,
-                or in fp32 the weight, and the moments.
-            scratch: takes gradients of a lower precision as fp32. A call updates at most as many elements as it has.
+        """Apply the update rule to all parameters that have a gradient, in calls of as many elements as ``scratch``
+        has, which takes gradients of a lower precision as fp32. ``grad`` and ``state`` (the master, or in fp32 the
+        weight, and the moments) are flat views of this rank's span, all on the device or all on the host.
         """
         assert bucket.steps is not None
         limit = bucket.spec.share if scratch is None else scratch.numel()
