@@ -90,7 +90,8 @@ class Gradients:
     @torch.no_grad()
     def _land(self, bucket: BucketState, index: int, param: nn.Parameter) -> None:
         grad = take_grad(param)
-        assert grad is not None
+        if grad is None:  # the parameter was frozen after forward: torch has dropped its gradient
+            return
         if grad.layout is not torch.strided:
             raise RuntimeError(f"{bucket.name}: sparse gradients are not supported: build it with sparse=False")
         bucket.grads.refuse_spent(index)
