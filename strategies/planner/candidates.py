@@ -169,7 +169,7 @@ class Candidates:
         """The candidates of one placement that may fit, one for each share of streamed updates."""
         within = (p for p in self._placements.with_streaming(placement) if self._sizes(p).host <= self._host_room)
         found = [self._candidate(one, room) for one in within]
-        return [one for one in found if one.room > 0 and self._placements.largest_unit(one.placement) <= one.room]
+        return [one for one in found if one.room > 0 and self._sizes(one.placement).largest_unit <= one.room]
 
     def _candidate(self, placement: StatePlacement, device_room: int) -> _Candidate:
         sizes = self._sizes(placement)

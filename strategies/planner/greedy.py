@@ -57,7 +57,6 @@ def choose(problem: Problem) -> tuple[Eviction, ...]:
     Raises:
         DoesNotFit: no plan is within the budget.
     """
-    assert problem.moves_weights_only, "updates and saved tensors are not part of this search"
     check_fits(problem)
     few = len(problem.gaps) <= FEW
     search = Search(problem, 1 << FEW if few else SEARCHED)
