@@ -11,7 +11,7 @@ not to fit there is made again with as few copies as its placement allows (``lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -29,8 +29,7 @@ from strategies.planner.state_placement import OffloadRequest, StatePlacement, S
 
 ESTIMATED = 24  # placements that are estimated, each with several shares of streamed updates
 BEYOND = 8  # placements that offload more than they have to
-CLOSE = 0.005  # an estimate that promises less than this over what has been simulated is not followed
-TRIED = 3  # of those, placements that are worked out
+TRIED = 3  # of those, placements that are worked out; over ranks, twice as many
 
 T = TypeVar("T")
 
@@ -54,21 +53,16 @@ class Candidates:
 
     Args:
         host_room: bytes that the arena on the host may have.
-        seconds: simulates a layout; None: the machine's rates are unknown.
+        knows_rates: layouts can be compared by time; else the first one that fits is wanted.
     """
 
     def __init__(
-        self,
-        facts: Facts,
-        request: OffloadRequest,
-        placements: StatePlacements,
-        host_room: int,
-        seconds: Callable[[Layout], float] | None,
+        self, facts: Facts, request: OffloadRequest, placements: StatePlacements, host_room: int, *, knows_rates: bool
     ) -> None:
         self._facts, self._request, self._placements = facts, request, placements
-        self._host_room, self._seconds = host_room, seconds
+        self._host_room, self._knows_rates = host_room, knows_rates
         self._sizes, self._all = placements.sizes, placements.all()
-        if seconds:
+        if knows_rates:
             self._estimate = Estimate(facts, request)
             self._load = cache(lambda placement: self._estimate.load(placements.placed(placement)))
 
@@ -79,7 +73,7 @@ class Candidates:
             return [layout for layout in made if place(layout).num_bytes(Home.HOST) <= self._host_room]
         fits = (sizes.device <= device_room and sizes.host <= self._host_room for sizes in map(self._sizes, self._all))
         first = next((index for index, fit in enumerate(fits) if fit), None)
-        if self._seconds:
+        if self._knows_rates:
             here = len(self._all) if first is None else first + 1
             return self._fastest([*self._all[:here], *spread(self._all[here:], BEYOND)], device_room)
         return (
@@ -99,19 +93,9 @@ class Candidates:
 
     def _fastest(self, placements: Sequence[StatePlacement], room: int) -> list[Layout]:
         """The most promising layouts of these placements: as they are, with offloaded weights or streamed updates."""
-        assert self._seconds
-        found, best = list[Layout](), inf
-        tried = TRIED if self._request.ways == 1 else 2 * TRIED
-        for one in self._most_promising(self._ranked(placements, room)):
-            if len(found) == tried:
-                break
-            if found and one.seconds >= best * (1 - CLOSE):
-                continue
-            layout = self._worked_out(one)
-            if layout is not None:
-                found.append(layout)
-                best = min(best, self._seconds(layout))
-        return found
+        number = TRIED if self._request.ways == 1 else 2 * TRIED
+        made = map(self._worked_out, self._most_promising(self._ranked(placements, room)))
+        return list(islice((layout for layout in made if layout is not None), number))
 
     def _most_promising(self, ranked: Sequence[_Candidate]) -> list[_Candidate]:
         """The most promising share of streamed updates of each placement, in order.
@@ -154,17 +138,15 @@ class Candidates:
     def _candidate(self, placement: StatePlacement, device_room: int) -> _Candidate:
         sizes = self._sizes(placement)
         room = device_room - sizes.rest
-        if not self._seconds:
+        if not self._knows_rates:
             return _Candidate(placement, room, 0.0)
         away = sizes.weights if self._request.weights == "streamed" else max(0, sizes.weights - room)
         return _Candidate(placement, room, self._estimate.seconds(self._load(placement), away))
 
     def _ends(self, room: int) -> Iterator[Layout]:
         """The last placement and the first one with offloaded weights, if they fit."""
-        for placement in (self._all[-1], self._all[0]):
-            layout = self._worked_out(self._candidate(placement, room))
-            if layout is not None:
-                yield layout
+        made = (self._worked_out(self._candidate(placement, room)) for placement in (self._all[-1], self._all[0]))
+        return (layout for layout in made if layout is not None)
 
     def _worked_out(self, candidate: _Candidate) -> Layout | None:
         """The candidate's layout; None if it turns out not to fit."""
@@ -189,7 +171,7 @@ class Candidates:
             layout = self._window(placement, room)
             if layout is not None:
                 shared = [one for one in self._placements.with_streaming(placement) if one.eighths]
-                others = (self._window(one, room) for one in (shared if self._seconds else []))
+                others = (self._window(one, room) for one in (shared if self._knows_rates else []))
                 return [layout, *(other for other in others if other is not None)]
         return list(self._ends(room))
 

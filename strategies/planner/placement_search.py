@@ -101,8 +101,7 @@ class PlacementSearch:
         return found
 
     def _of(self, placements: StatePlacements) -> Candidates:
-        seconds = self._seconds if self._knows_rates else None
-        return Candidates(self._facts, self._request, placements, self._host_room, seconds)
+        return Candidates(self._facts, self._request, placements, self._host_room, knows_rates=self._knows_rates)
 
     def _seconds(self, layout: Layout) -> float:
         """Simulated, once for each layout; the rates must be known."""
