@@ -25,19 +25,14 @@ def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState
 
 
 @pytest.mark.parametrize("best", [None, "/elsewhere/run/checkpoint-6"])
-def test_the_best_one_is_found_in_this_folder_wherever_it_was(best: str | None, tmp_path: Path) -> None:
-    """Hugging Face forgets the path if there is no such folder any more."""
-    (tmp_path / "checkpoint-6").mkdir()
+@pytest.mark.parametrize("there", [True, False])
+def test_the_bar_stays_and_its_checkpoint_is_found_here(there: bool, best: str | None, tmp_path: Path) -> None:
+    """Hugging Face forgets the path if there is no such folder any more; a worse evaluation is not best for that."""
+    if there:
+        (tmp_path / "checkpoint-6").mkdir()
     state, said = after(tmp_path, best, "")
-    assert (state.best_metric, state.best_model_checkpoint) == (4.5, str(tmp_path / "checkpoint-6"))
-    assert said == []
-
-
-@pytest.mark.parametrize("best", [None, "/elsewhere/run/checkpoint-6"])
-def test_the_bar_stays_without_its_checkpoint(best: str | None, tmp_path: Path) -> None:
-    """The best evaluation was not at a save, or its checkpoint is gone: a worse one is not best for that."""
-    state, _ = after(tmp_path, best, "")
-    assert (state.best_metric, state.best_model_checkpoint) == (4.5, None)
+    found = str(tmp_path / "checkpoint-6") if there else None
+    assert (state.best_metric, state.best_model_checkpoint, said) == (4.5, found, [])
 
 
 def test_what_is_not_this_runs_is_forgotten(tmp_path: Path) -> None:
