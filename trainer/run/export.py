@@ -24,7 +24,13 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from strategies.backends.tensor_shards import whole_shape
 from strategies.core.commit import replaced_folder
@@ -32,13 +38,7 @@ from strategies.core.modes import same_modes
 from strategies.core.sealed import seal
 from trainer.model.build import set_use_cache
 from trainer.run.finished import KIND
-
-if TYPE_CHECKING:
-    import torch
-    from huggingface_hub import ModelCard
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from trainer.run.trainer import Trainer
+from trainer.run.trainer import Trainer
 
 PROBE_TOKENS = 32
 # Of the largest logit. The same kernels give the same bits; another device or 16-bit compute rounds differently.
@@ -79,8 +79,6 @@ def export(
     Raises:
         ExportError: a weight is not finite; a name, a shape, a value or a logit differs after reloading.
     """
-    import torch
-
     model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     probe, logits = probe_logits(trainer)
     if trainer.pipeline is not None:
@@ -117,10 +115,9 @@ def export(
 
 
 def tied_again(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``state`` with one tensor under all names of a tied weight.
+    """``state`` with one tensor under all names of a tied weight, since ``save_pretrained`` knows them by their memory.
 
-    ``save_pretrained`` recognises tied weights by their memory. DeepSpeed's stages 0 to 2 return a copy for each name,
-    and every copy would be written.
+    DeepSpeed's stages 0 to 2 return a copy for each name, and every copy would be written.
     """
     live = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
@@ -161,8 +158,6 @@ def config_as_it_came(model: Any) -> Iterator[None]:
 @contextmanager
 def as_a_user(trainer: Trainer) -> Iterator[None]:
     """Inside, Transformers does not know of ZeRO stage 3; otherwise it would split the reloaded model over ranks."""
-    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
     config = getattr(trainer.args, "hf_deepspeed_config", None)  # only there with DeepSpeed
     unset_hf_deepspeed_config()
     try:
@@ -179,8 +174,6 @@ def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 def probe_logits(trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     """A fixed row of tokens and its logits from the trained model. [1, T], [1, T, V]"""
-    import torch
-
     rows = trainer.whole.get_input_embeddings().num_embeddings
     probe = (torch.arange(PROBE_TOKENS) * 7919 % rows).unsqueeze(0)
     if trainer.pipeline is not None:
@@ -204,19 +197,13 @@ def check(
     *,
     trust_remote_code: bool,
 ) -> Receipt:
-    """Load the model from ``folder`` as a user would and compare it.
+    """Load the model from ``folder`` as a user would and compare it; ExportError names the first differences.
 
     Tied weights are stored once, and the model has both names after loading, so names are compared on the model.
 
     Args:
         expected: shapes by name; if empty, names are not compared.
-        state: values by name.
-
-    Raises:
-        ExportError: naming the first differences.
     """
-    import torch
-
     model, wrong = reload(folder, trust_remote_code=trust_remote_code)
     wrong += _different_names(expected, shapes(model)) if expected else []
     wrong = wrong or _different_values(state, model.state_dict())
@@ -234,14 +221,7 @@ def check(
 
 
 def reload(folder: Path, *, trust_remote_code: bool) -> tuple[PreTrainedModel, list[str]]:
-    """The model in ``folder``, and a line for each weight that was missing or had another shape.
-
-    Raises:
-        ExportError: it cannot be opened.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
+    """The model in ``folder``, and a line for each weight that was missing or had another shape."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
