@@ -2,12 +2,10 @@
 
 ``save_pretrained`` writes safetensors and the tokenizer into a draft folder. The draft is opened with
 ``from_pretrained``, as a user would, and compared: all names and shapes, all values bit for bit, and the logits of a
-probe. Only then it replaces ``<output_dir>/export``.
+probe. Only then it replaces ``<output_dir>/export``, sealed with the step and the hash of every file.
 
-Weights that ranks divide (ZeRO stage 3, tensor parallelism) are gathered to the first rank. Adapters (LoRA) are
-exported as adapters if their base can be loaded by name; on a base with random weights they are merged into it.
-
-It has a manifest with the step and the hash of every file (``strategies/core/sealed.py``), written after the check.
+Weights that ranks divide are gathered to the first rank. Adapters (LoRA) are exported as adapters if their base can be
+loaded by name; on a base with random weights they are merged into it.
 
 Invariant. A tied weight is in the file once, under every strategy. The config has the model's own ``use_cache`` and
 not the one that training sets. Python files that came with the model are in the folder; the check runs them only if

@@ -85,8 +85,7 @@ def shrink(
 ) -> RunConfig:
     """The config of a run on the shrunk copy: ``steps`` optimizer steps, no evaluation, no checkpoints.
 
-    Args:
-        keep_optimizer: also in mixed precision; for comparisons in which both sides round alike.
+    The optimizer is SGD in mixed precision unless ``keep_optimizer`` says that both sides round alike.
     """
     tree = config.tree()
     model = {key: tree["model"][key] for key in ("dtype", "attn_implementation", "lora") if key in tree["model"]}
@@ -213,11 +212,7 @@ def verify(config: RunConfig, num_ranks: int, steps: int) -> list[Difference]:
 
 
 def _trained(num_ranks: int, config: RunConfig) -> dict[str, Any]:
-    """Train on real ranks; what rank 0 returns.
-
-    Raises:
-        UserError: it was refused.
-    """
+    """Train on real ranks; what rank 0 returns. UserError: it was refused."""
     found: dict[str, Any] = run_world(num_ranks, train_or_refuse, config)
     if "lines" in found:
         raise {kind.code: kind for kind in (ConfigError, DataError)}.get(found["code"], UserError)(found["lines"])
