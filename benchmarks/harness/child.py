@@ -19,13 +19,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import importlib.metadata
 import json
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,7 @@ def main() -> int:
 def surroundings() -> dict[str, Any]:
     """This machine, and the versions of the compared packages."""
     versions = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions |= {name: version(name) if find_spec(name) else "not installed" for name in PACKAGES}
     return {"hardware": asdict(probe()), "versions": versions}
 
 
@@ -129,13 +126,12 @@ def llama(work: Work) -> Any:
     from transformers.initialization import no_init_weights
 
     shape = work.shape
-    options: dict[str, Any] = {
-        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "vocab_size": shape.vocab,
-        "max_position_embeddings": max(2048, work.length), "use_cache": False, "attention_dropout": work.dropout,
-        "attn_implementation": work.attention,
-    }  # fmt: skip
-    config = LlamaConfig(**options)
+    config = LlamaConfig(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, vocab_size=shape.vocab,
+        max_position_embeddings=max(2048, work.length), use_cache=False, attention_dropout=work.dropout,
+        attn_implementation=work.attention,
+    )  # fmt: skip
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.dtype]
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
