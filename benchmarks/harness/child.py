@@ -130,11 +130,10 @@ def llama(work: Work) -> Any:
         hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.heads, vocab_size=shape.vocab,
         max_position_embeddings=max(2048, work.length), use_cache=False, attention_dropout=work.dropout,
-        attn_implementation=work.attention,
     )  # fmt: skip
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.dtype]
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=work.attention)
     generator = torch.Generator().manual_seed(work.seed)
     noise = torch.randn(NOISE_LENGTH, generator=generator).mul_(config.initializer_range).to(dtype)
     for index, param in enumerate(model.parameters()):
