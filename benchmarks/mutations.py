@@ -4,8 +4,8 @@
     python -m benchmarks.mutations --out FOLDER [--only N,...] [--without N,...] [--rehearse]
     python -m benchmarks.mutations --list
 
-Problem. Copies, kernels and the worker run concurrently, and only events order them. A wait whose removal no test
-notices is either unnecessary or untested, and a suite that has never failed says nothing about its own strength.
+Copies, kernels and the worker run concurrently, and only events order them. A wait whose removal no test notices is
+unnecessary or untested.
 
 Mutants, found in the source of ``strategies/engine`` except for the transfers and the worker themselves: an event that
 is waited for is left out; a result of the worker that is awaited is not; an event is not recorded (None); an update is
@@ -198,9 +198,6 @@ def in_turn(todo: Iterable[tuple[str, Work]]) -> Iterator[tuple[Note, list[Note]
         how = {-signal.SIGALRM: "no end"}.get(code, f"signal {-code}" if code < 0 else f"exit {code}")
         end = next((note for note in notes if "how" in note), {"case": begun, "how": how})
         yield {"mutant": name, **end, "seconds": round(time.monotonic() - began_s, 1)}, notes
-
-
-# --- the test --------------------------------------------------------------------------------------------------------
 
 
 class Test:

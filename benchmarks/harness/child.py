@@ -5,13 +5,10 @@
 The request names the work, the contender and the folder for the result. A failure is a result, too. Over ranks there is
 one process and one result of each; the environment says which rank this is, as under a launcher.
 
-The clock starts after the warm-up steps, when deferred updates are finished and the device is idle, and stops when the
-updates of the last measured step are finished and the device is idle again. So the time contains exactly as many
-updates as steps. Single steps are stamped without waiting for the device: on an accelerator a stamp says when the host
-was done.
-
-Memory is measured after the clock, by micro-batches without an update. The contender then discards their gradients
-(``Trained.discard``), so that it could go on training from where the clock stopped.
+The clock starts after the warm-up steps and stops after the last step, both times when deferred updates are finished
+and the device is idle, so the time contains as many updates as steps. Single steps are stamped without waiting for the
+device: on an accelerator a stamp says when the host was done. Memory is measured after the clock, by micro-batches
+without an update, whose gradients the contender then discards.
 """
 
 from __future__ import annotations
