@@ -80,9 +80,15 @@ def recomputed(name: str, attention: str, policy: str, dtype: torch.dtype = torc
     return model, plan
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    [
+        ("llama", "eager", torch.float32),
+        ("llama", "sdpa", torch.bfloat16),
+        ("gpt2", "eager", torch.bfloat16),
+        ("gpt2", "sdpa", torch.float32),
+    ],
+)
 def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dtype: torch.dtype) -> None:
     """Measured by weak references to all storages: nobody's account but the allocator's."""
     kept = {}
@@ -101,8 +107,7 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
     assert kept["selective, on the host"] < kept["selective"]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gpt2", "eager")])
 def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> None:
     for policy in HOSTED:
         model, plan = recomputed(name, attention, policy, torch.bfloat16)
