@@ -153,7 +153,7 @@ def ddp_holds(ranks: Ranks, num_params: int) -> float:
 @pytest.mark.ranks
 def test_data_parallel_holds_gradients_twice() -> None:
     """Within 15 %: pages of the process are counted, and gloo has buffers of its own. Without buckets it is half."""
-    num_params = 64 << 20
+    num_params = 32 << 20
     plan = compose({}, facts(block("model.layers.0", num_params), world_size=RANKS))
     (reserved,) = plan.reserves(Home.DEVICE)
     predicted = reserved.num_bytes + plan.total(Kind.GRAD)
