@@ -10,7 +10,7 @@ import torch
 from strategies.state import spans
 from strategies.state.blocks import Columns, all_columns, rectangles
 from strategies.state.spans import Span, SpanError, Store
-from strategies.state.torch_state import Place, TorchState
+from strategies.state.torch_state import Held, Piece, TorchState
 
 ROWS, COLUMNS = 7, 12
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
@@ -23,21 +23,22 @@ def cuts(size: int, parts: int, draw: random.Random) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def places(tensor_ranks: int, data_ranks: int, draw: random.Random) -> list[Place]:
+def places(tensor_ranks: int, data_ranks: int, draw: random.Random) -> list[Held]:
     """What each rank has: a share of some columns, or of all rows."""
     found = []
     for left, right in cuts(COLUMNS, tensor_ranks, draw):
         columns = Columns(left, right, COLUMNS) if tensor_ranks > 1 else None
         part = WHOLE[:, left:right].contiguous().view(-1)
         for start, stop in cuts(part.numel(), data_ranks, draw):
-            found.append(Place(NAME, (ROWS, COLUMNS), start, part[start:stop].clone(), columns))
+            piece = Piece(NAME, (ROWS, COLUMNS), start, 0, stop - start, columns)
+            found.append(Held(part[start:stop].clone(), (piece,), "float32"))
     return found
 
 
-def written(folder: Path, some: list[Place]) -> Store:
+def written(folder: Path, some: list[Held]) -> Store:
     """A file for each rank."""
     for number, place in enumerate(some):
-        holder = TorchState(torch.optim.SGD([WHOLE]), [], [], {}, [place], writes=True)
+        holder = TorchState(torch.optim.SGD([WHOLE]), [], [], {}, [place])
         spans.write(folder / str(number), list(holder.weight_spans({NAME})))
     return Store.of(sorted(folder.iterdir()))
 
@@ -50,7 +51,8 @@ def test_any_division_is_read_under_any_other(seed: int, tmp_path: Path, monkeyp
     assert list(store.faults(NAME, "weight", (ROWS, COLUMNS))) == []
     for want in [*places(3, 2, draw), *places(1, 3, draw)]:
         found = torch.full_like(want.tensor, -1)
-        store.read(NAME, "weight", want.start, found, columns=want.columns)
+        (piece,) = want.pieces
+        store.read(NAME, "weight", piece.start, found, columns=piece.columns)
         assert torch.equal(found, want.tensor)
 
 
@@ -76,9 +78,9 @@ def test_what_is_missing_or_twice_there_is_found(tmp_path: Path) -> None:
     with pytest.raises(SpanError, match="7 elements are in no file"):
         some.read(NAME, "weight", 0, torch.empty(ROWS, COLUMNS))
     every = list(Store.of([tmp_path / "0", tmp_path / "1", tmp_path / "2"]).faults(NAME, "weight", (ROWS, COLUMNS)))
-    assert any("rows 1 to 2 of column 0 are there twice" in line for line in every)
+    assert any("elements 12 to 17 are in " in line for line in every)
     (line,) = some.faults(NAME, "weight", (COLUMNS, ROWS))
-    assert line.endswith("it was saved as a matrix of other columns than 7")
+    assert line.endswith("was saved as a matrix of other columns than 7")
 
 
 def test_rectangles_of_a_range() -> None:

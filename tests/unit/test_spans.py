@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from strategies.core.sealed import signed, size_and_hash
 from strategies.state import saved_state, spans
 from strategies.state.saved_state import Described, Saved, Weights
 from strategies.state.spans import WEIGHT, Span, SpanError, Store
@@ -40,7 +41,7 @@ def test_a_file_is_an_ordinary_one(tmp_path: Path) -> None:
     assert found.keys() == {"a.w.exp_avg", "a.w.other[3:9]"}
     assert torch.equal(found["a.w.exp_avg"], VALUES) and torch.equal(found["a.w.other[3:9]"], VALUES.reshape(-1)[3:9])
     assert bytes_ == (tmp_path / "f").stat().st_size
-    assert digest == saved_state.size_and_hash(tmp_path / "f")[1]
+    assert digest == size_and_hash(tmp_path / "f")[1]
 
 
 def test_spans_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +87,9 @@ def test_who_has_a_copy_sees_the_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "line"),
     [
-        ([(0, 10), (11, 24)], "a.w.exp_avg: elements 10 to 11 of 24 are in no file"),
-        ([(1, 24)], "a.w.exp_avg: elements 0 to 1 of 24 are in no file"),
-        ([(0, 23)], "a.w.exp_avg: elements 23 to 24 of 24 are in no file"),
+        ([(0, 10), (11, 24)], "a.w.exp_avg: 1 of 24 elements are in no file"),
+        ([(1, 24)], "a.w.exp_avg: 1 of 24 elements are in no file"),
+        ([(0, 23)], "a.w.exp_avg: 1 of 24 elements are in no file"),
         ([(0, 12), (11, 24)], "a.w.exp_avg: elements 11 to 12 are in 0.safetensors and in 1.safetensors"),
         ([], "a.w.exp_avg is in no file"),
     ],
@@ -101,12 +102,12 @@ def test_what_is_not_there_once(tmp_path: Path, ranges: list[tuple[int, int]], l
 def test_another_shape(tmp_path: Path) -> None:
     assert faults(tmp_path, cut((0, 24)), shape=(4, 6)) == ["0.safetensors: a.w.exp_avg has shape [6, 4], not [4, 6]"]
     line = "0.safetensors: a.w.exp_avg goes on to element 20, and it has 18"
-    assert faults(tmp_path, cut((0, 20)), shape=(3, 6)) == [line]
+    assert faults(tmp_path, cut((0, 18), (18, 20)), shape=(3, 6)) == [line]
 
 
 def test_a_range_that_is_missing_is_not_read(tmp_path: Path) -> None:
     found = store(tmp_path, cut((0, 10)), cut((12, 24)))
-    with pytest.raises(SpanError, match="elements 10 to 14 are in no file"):
+    with pytest.raises(SpanError, match="2 elements are in no file"):
         found.read("a.w", "exp_avg", 8, torch.empty(6))
 
 
@@ -124,7 +125,6 @@ MALFORMED: dict[str, Any] = {
     "no table": [1],
     "no JSON": b"{",
     "nested": b"[" * 100_000,
-    "a name twice": b'{"a": {}, "a": {}}',
     "an unknown dtype": entry(dtype="F99"),
     "a negative size": entry(shape=[-4]),
     "a fraction": entry(shape=[4.0]),
@@ -200,7 +200,7 @@ def test_rows_of_three_ranks(tmp_path: Path) -> None:
 
 
 def test_a_save_that_lacks_something_is_not_opened(tmp_path: Path) -> None:
-    with pytest.raises(SpanError, match="elements 8 to 16 of 24 are in no file"):
+    with pytest.raises(SpanError, match="8 of 24 elements are in no file"):
         written(tmp_path, Owner(cut((0, 8))), Owner(cut((16, 24))))
     with pytest.raises(SpanError, match="elements 7 to 8 are in"):
         written(tmp_path, Owner(cut((0, 8))), Owner(cut((7, 24))))
@@ -241,7 +241,7 @@ def test_what_is_signed_and_wrong(tmp_path: Path) -> None:
     ]
     for path, changed in changes:
         kept = path.read_text()
-        saved_state.sign(path, json.loads(kept)["content"] | changed)
+        path.write_text(signed(json.loads(kept)["content"] | changed))
         with pytest.raises(SpanError) as caught:
             saved_state.opened(tmp_path)
         assert len(str(caught.value).splitlines()) == 1

@@ -242,7 +242,7 @@ def test_one_count_for_pieces_of_one_tensor(tmp_path: Path) -> None:
     )
     shapes = {piece.name: piece.shape for piece in pieces}
     flattened = TorchState(
-        torch.optim.AdamW([flat]), [Held(flat, pieces, "float32", copied=True)], [list(shapes)], shapes, [], writes=True
+        torch.optim.AdamW([flat]), [Held(flat, pieces, "float32", copied=True)], [list(shapes)], shapes, []
     )
     lines = list(flattened.misfits(saved_state.opened(tmp_path)))
     assert lines == [
