@@ -1,13 +1,10 @@
 """Offload: where the training state rests. The device is used first; the host takes what does not fit.
 
-Problem. Mixed-precision Adam needs 16 bytes per parameter, and a GPU has a tenth of the memory that its host has.
-
 Arithmetic, for P parameters in bf16 with Adam; the table in ``strategies/core/layout.py`` has all cases:
     device     16 P on the device                      nothing moves
     host        4 P on the device, 12 P on the host    a gradient goes down (2 P), a weight comes up (2 P) per step
     streamed    4 P on the device, 12 P on the host    the state comes and goes: 24 P per step, no work for the CPU
 Where weights travel, their 2 P on the device shrink to those in use or in flight, and come up twice per micro-batch.
-
 With ``zero`` beside it, the ranks share the state in this engine: see ``strategies/engine/ranks/shares.py``.
 
 Invariant. Copies change no bits: weights equal plain training bit for bit in fp32. Gradients wait for the norm if

@@ -8,12 +8,8 @@
 Under tensor parallelism a rank has rows or columns of the weights that are divided (``tensor_shards.py``), and of their
 state; what is not divided is the same on all ranks of a copy, and the first of them writes it.
 
-DeepSpeed's own checkpoints are pickles, which run code when they are read, and fit only the number of ranks that wrote
-them. So none is written or read: its tensors are saved and filled in as spans of named parameters.
-
-Besides tensors a checkpoint of DeepSpeed restores counts of steps and the loss scale; they are in ``extra``.
-
-Refused: other optimizers of DeepSpeed's, which no strategy here asks for.
+DeepSpeed's own checkpoints are pickles, and fit only the number of ranks that wrote them, so none is written or read:
+its tensors are saved and filled in as spans of named parameters. Counts of steps and the loss scale are in ``extra``.
 """
 
 from __future__ import annotations

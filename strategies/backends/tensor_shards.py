@@ -27,12 +27,10 @@ class Shard:
 
     @property
     def start(self) -> int:
-        """The first of them."""
         return sum(self.sizes[: self.index])
 
     @property
     def stop(self) -> int:
-        """The one after the last."""
         return self.start + self.sizes[self.index]
 
 
@@ -45,7 +43,7 @@ def shard_of(param: Any) -> Shard | None:
 
 
 def tensor_rank() -> int:
-    """This rank among those of its copy of the model, where AutoTP has divided it."""
+    """This rank among those of its copy of the model."""
     from deepspeed.utils import groups
 
     return int(groups.get_tensor_model_parallel_rank())

@@ -24,19 +24,12 @@ from strategies.core.layout import ALIGN_BYTES, aligned
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Bytes that one unit saves.
+    """Bytes that one unit saves."""
 
-    Args:
-        waiting: on the device, from its forward to its backward.
-        working: on the device during its backward, with what came back from the host.
-        hosted: on the host, from its forward to its backward.
-        temporaries: beyond ``working``, during its forward and during its backward.
-    """
-
-    waiting: int
-    working: int
-    hosted: int = 0
-    temporaries: Temporaries | None = None
+    waiting: int  # on the device, from its forward to its backward
+    working: int  # on the device during its backward, with what came back from the host
+    hosted: int = 0  # on the host, from its forward to its backward
+    temporaries: Temporaries | None = None  # beyond ``working``
 
 
 def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
@@ -65,7 +58,7 @@ def backward_peak(units: Sequence[Saved], grads: Sequence[int]) -> int:
 
 
 def forward_peak(units: Sequence[Saved]) -> int:
-    """Largest sum of saved tensors and temporaries along forward."""
+    """The same along forward, without gradients."""
     before = highest = leaving = 0
     for unit in units:
         there = before + unit.working + leaving + (unit.temporaries.forward if unit.temporaries else 0)

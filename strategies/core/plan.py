@@ -1,13 +1,13 @@
 """The plan: an immutable answer to every question about every unit, and the bytes that follow from it.
 
-A baseline answers everything first (plain layers, whole tensors on every rank, all saved tensors kept, everything
-on the device), so every plan is complete and can be printed. Strategies replace answers. Two strategies that answer the
-same question about the same unit differently raise a ``Conflict`` that names both; the order never decides.
+A baseline answers everything first (plain layers, whole tensors on every rank, all saved tensors kept, everything on
+the device), so every plan is complete. Strategies replace answers; two that answer one question about one unit
+differently raise a ``Conflict`` that names both.
 
 Memory arithmetic. Per unit and kind of tensor, bytes on one rank are ``elements * element_bytes / ways`` (rounded up).
-The device peak is computed along forward and backward (``peak.py``): saved tensors are freed as gradients appear, and
-each unit has temporaries; parameters, masters, moments and reserved buffers are alive throughout, and with accumulation
-the gradients of all units. Saved tensors that wait on the host have memory there all the time.
+The device's peak follows forward and backward (``peak.py``); parameters, masters, moments and reserved buffers are
+alive throughout, and with accumulation the gradients of all units. Saved tensors that wait on the host have memory
+there all the time.
 
 If the plan has addresses, each home is one arena, allocated at the start and never grown. On the device the peak is its
 size plus what forward and backward have besides; saved tensors that wait on the host are part of the host's arena.
@@ -97,7 +97,7 @@ class Keep(Decision):
     Args:
         policy: "none": all that autograd saves. "chunks": the head without softmax. Else backward runs forward again.
         kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
-        hosted: those of these, and of the input (``INPUT``), that wait on the host: ``hosted_bytes``.
+        hosted: those of these, and of the input (``INPUT``), that wait on the host.
         again: the work that backward repeats.
         open: a later phase may decide again; ``may_host``: also with saved tensors on the host.
     """
@@ -172,7 +172,7 @@ class Place(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSet(Decision):
-    """A key of DeepSpeed's config (dotted). Each key has one writer, so that two strategies cannot set it silently."""
+    """A key of DeepSpeed's config (dotted), which has one writer."""
 
     key: str
     value: bool | int | float | str
@@ -280,22 +280,19 @@ class Plan:
         return whole - strays if home is rest.home else strays
 
     def total(self, kind: Kind, home: Home | None = None) -> int:
-        """Bytes of one kind over all units on one rank, at one home or anywhere."""
         return sum(self.num_bytes(unit.name, kind, home) for unit in self.facts.units)
 
     @property
     def layout(self) -> Layout | None:
-        """How parameters are stowed; None if no strategy stows them."""
+        """None if no strategy stows parameters."""
         return self._answer(Stow, RUN).layout if (Stow.__name__, RUN) in self.answers else None
 
     @property
     def place(self) -> Place | None:
-        """The addresses of what is stowed, and whether their use is checked at run time."""
         return self._answer(Place, RUN) if (Place.__name__, RUN) in self.answers else None
 
     @property
     def addresses(self) -> Addresses | None:
-        """The addresses of what is stowed; None if no strategy stows anything."""
         return self.place.addresses if self.place else None
 
     def keep(self, unit: str) -> Keep:
@@ -305,7 +302,7 @@ class Plan:
         return self.keep(unit).saved_bytes
 
     def saved_peak(self) -> int:
-        """The most that micro-batches under way keep, recompute, receive and need at a time, besides the states."""
+        """The most bytes that forward and backward have on the device besides the states."""
         kept = self.kept()
         received = sum(reserve.num_bytes for reserve in self.reserves(Home.DEVICE) if reserve.in_passes)
         return received + passes_peak(kept, [0] * len(kept), self.facts.run.in_flight)
@@ -368,7 +365,7 @@ class Plan:
         return peak
 
     def engine(self) -> dict[str, bool | int | float | str]:
-        """DeepSpeed keys (dotted) and values; empty when no strategy uses its engine."""
+        """DeepSpeed's keys (dotted) and values; empty when no strategy uses its engine."""
         return {d.key: d.value for d, _ in self.answers.values() if isinstance(d, EngineSet)}
 
     def decided_by(self, *slots: Slot) -> str:
@@ -387,12 +384,11 @@ def answer(decision: Decision) -> tuple[object, ...]:
     return tuple(getattr(decision, each.name) for each in fields(decision) if each.name not in ("reason", "unit"))
 
 
-_NOTHING = (("routes", ()), ("kept", ()), ("hosted", ()), ("hosted_bytes", 0), ("again", NO_WORK))
 _UNSAID = ("reason", "unit", "kind", "open", "may_host")
 
 
 def _words(decision: Decision) -> str:
-    """The values of a decision as text: ``ways=2, element_bytes=4``."""
-    values = ((each.name, getattr(decision, each.name)) for each in fields(decision) if each.name not in _UNSAID)
-    said = ((name, value.value if isinstance(value, Enum) else value) for name, value in values)
-    return ", ".join(f"{name}={value}" for name, value in said if (name, value) not in _NOTHING)
+    """The values of a decision as text, without those that are as always: ``ways=2, element_bytes=4``."""
+    values = ((each, getattr(decision, each.name)) for each in fields(decision) if each.name not in _UNSAID)
+    said = ((each.name, value) for each, value in values if value != each.default)
+    return ", ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in said)

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parent.parent
 
 
 def available() -> tuple[str, ...]:
-    """Names of all strategies, sorted. A strategy is a module directly inside ``strategies``."""
+    """Names of all strategies, sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]) if not module.ispkg))
 
 

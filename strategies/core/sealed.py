@@ -1,11 +1,11 @@
 """A folder whose manifest says what every file in it is: written last, and checked before anything is read from it.
 
-Problem. That a folder is there says nothing about its bytes. A disk returns a flipped bit, a copy ends early, a file of
-another save has the right name, and neither safetensors nor Arrow nor JSON notices all of it.
+A disk returns a flipped bit, a copy ends early, a file of another save has the right name, and neither safetensors nor
+Arrow nor JSON notices all of it.
 
-``seal`` waits until every file and every folder in it is on the disk, hashes the files while the disk works, and writes
-``manifest.json`` as the last file: size and SHA-256 by name, and what the writer says about the whole. The manifest
-has a hash of its own. ``read`` opens the manifest alone, ``damage`` compares every byte.
+``seal`` waits until all that is in it is on the disk, hashes the files while the disk works, and writes
+``manifest.json`` as the last file: size and SHA-256 by name, what the writer says about the whole, and a hash of its
+own. ``read`` opens the manifest alone, ``damage`` compares every byte.
 
 Invariant. A folder with a readable manifest had all its bytes on the disk before. ``damage`` names a file that was
 changed, cut, exchanged, removed or added.

@@ -21,7 +21,7 @@ import transformers
 from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from strategies.core.modes import same_modes
+from strategies.core.commit import same_modes
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
 from trainer.errors import ConfigError
