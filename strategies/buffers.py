@@ -38,7 +38,6 @@ class Buffers(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit: addresses do not change values."""
         return BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:

@@ -47,7 +47,6 @@ class CrossEntropy(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit: the same kernels run on the same rows."""
         return BITWISE
 
     def decide(self, facts: Facts, plan: Plan) -> Iterator[Decision]:
@@ -65,7 +64,6 @@ class CrossEntropy(Strategy):
         yield Keep(unit=head.name, reason=reason, policy=CHUNKS, saved_bytes=head.in_chunks.saved_bytes)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Give ``model`` the loss that was decided."""
         from strategies.engine.forward.chunked_loss import set_by_plan
 
         set_by_plan(model, plan)

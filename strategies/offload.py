@@ -216,7 +216,6 @@ class Offload(Strategy):
             raise MemoryRefusal(key, self.gpu_memory, lambda: has, lambda: budget, home=Home.DEVICE, budget=size)
 
     def _common_host(self, facts: Facts) -> bool:
-        """Whether ranks read weights out of each other's host memory."""
         machine, ways = facts.machine, self._ways(facts.run)
         if self.gather != "auto" or ways == 1 or 0 < machine.ranks < facts.run.world_size or not machine.in_order:
             return self.gather == "host"
@@ -233,7 +232,6 @@ class Offload(Strategy):
         return run.replicas > 1 and run.accumulation > 1
 
     def request(self, facts: Facts) -> OffloadRequest:
-        """The options, with budgets in bytes on this machine."""
         return OffloadRequest(
             device_bytes=device_budget(facts.machine, self.gpu_memory),
             host_bytes=host_budget(facts.machine, self.host_memory),

@@ -103,7 +103,6 @@ class Pipeline(Strategy):
             yield self._refusal(why)
 
     def _refusal(self, why: str) -> Refusal:
-        """The model cannot be cut so."""
         key = "stages" if self.blocks is None else "blocks"
         return Refusal(f"{KEY}.{key}", getattr(self, key), why)
 

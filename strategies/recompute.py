@@ -88,7 +88,6 @@ class Recompute(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit: the same kernels run on the same inputs."""
         return BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
@@ -123,7 +122,6 @@ class Recompute(Strategy):
                 yield option.keep(unit.name, reason, is_open=is_open, may_host=may_host)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
-        """Replace the forward of each recomputed block by a checkpoint."""
         from strategies.engine.forward.checkpointing import recompute
 
         recompute(model, plan)

@@ -69,7 +69,6 @@ class Tensor(Strategy):
     degree: int = Field(ge=2, description="Ranks that hold one copy of the model together.")
 
     def parity(self, run: RunFacts) -> Parity:
-        """Equal to rounding in fp32; fp64 is in the tests."""
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         return Parity(1e-5 if run.optim == "sgd" else 2e-2, _SUMS)

@@ -52,7 +52,6 @@ class Zero(Strategy):
     )
 
     def parity(self, run: RunFacts) -> Parity:
-        """Bit for bit, except where DeepSpeed adds in another order than plain data parallelism."""
         if run.precision is not Precision.FP32:
             return Parity(2e-2, _ROUNDING)
         if self.stage >= 2 and run.accumulation > 1:

@@ -80,7 +80,6 @@ class DeepSpeedState(TorchState):
         return {"scale": scaler.cur_scale, "held": held} | ({} if left is None else {"hysteresis": left})
 
     def set_loss_scale(self, saved: Mapping[str, float]) -> None:
-        """Go on with a scale that was saved by any strategy."""
         scaler = self._scaler()
         if scaler is None:
             return

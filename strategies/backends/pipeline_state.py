@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 def pipeline_state(
     optimizer: torch.optim.Optimizer, pipeline: Pipeline, gradients: StageGradients, *, writes: bool
 ) -> TorchState:
-    """The ``Holder`` of one stage; a collective.
-
-    Args:
-        writes: whether this copy of the model is the one that is written.
-    """
+    """The ``Holder`` of one stage, ``writes``: of the copy of the model that is written. A collective."""
     params = pipeline.stage.names()
     name_of = {id(param): name for name, param in params.items()}
     mine = [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]

@@ -99,7 +99,6 @@ class Pipeline:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank has the last part."""
         return self.stage.is_last(max(self.stage.mine))
 
     @property
@@ -149,11 +148,7 @@ class Pipeline:
         return tensor
 
     def forward(self, inputs: Inputs, outputs_of: Callable[[Inputs], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """``outputs_of`` a batch, called with the model as the last part, on every stage. No gradients.
-
-        Args:
-            shape: of what it returns, in fp32.
-        """
+        """``outputs_of`` a batch in fp32, called with the model as the last part. On every stage; no gradients."""
         rows, hidden = inputs["input_ids"].numel(), None
         for part in range(len(self.stage.parts) - 1):
             here, there = (self.kind.stage_of(each, self.stages) for each in (part, part + 1))

@@ -247,7 +247,6 @@ def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
 def _run(
     model: nn.Module, inputs: Mapping[str, Tensor], params: Mapping[str, nn.Parameter]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss, and gradients by name."""
     loss: Tensor = model(**inputs).loss
     found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     return loss.detach(), {name: grad for name, grad in zip(params, found, strict=True) if grad is not None}

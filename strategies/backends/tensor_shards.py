@@ -69,11 +69,7 @@ def group() -> Any:
 
 @torch.no_grad()
 def state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """All that is in the state dict, whole and on the CPU, one tensor at a time; a collective.
-
-    Args:
-        keep: return it; other ranks only send.
-    """
+    """The state dict, whole and on the CPU, empty unless ``keep``. A collective, one tensor at a time."""
     found: dict[str, Tensor] = {}
     same: dict[int, Tensor] = {}  # a tied weight is gathered once
     for name, tensor in model.state_dict(keep_vars=True).items():

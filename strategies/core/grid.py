@@ -78,11 +78,7 @@ class Cut:
 
 
 def grid_of(world_size: int, *, stages: int = 1, tensor: int = 1) -> Grid:
-    """The grid of a world.
-
-    Raises:
-        ValueError: the world is not a multiple of a replica's ranks; the message says which sizes are.
-    """
+    """The grid of a world. Raise ValueError with those that would do if it is no multiple of a replica's ranks."""
     ranks = stages * tensor
     if world_size % ranks:
         replica, fits = Grid(stages, 1, tensor), _multiples(ranks, world_size)

@@ -236,11 +236,7 @@ class Plan:
         return cls(facts, MappingProxyType({d.slot: (d, BASELINE) for d in decisions}))
 
     def amend(self, decisions: Iterable[Decision], by: str) -> Plan:
-        """This plan with ``decisions`` in place.
-
-        Raises:
-            Conflict: another strategy already answered one of these questions differently.
-        """
+        """This plan with ``decisions`` in place. Raise Conflict where another strategy has decided differently."""
         answers = dict(self.answers)
         given: set[Slot] = set()
         for decision in decisions:

@@ -108,10 +108,8 @@ class Strategy(BaseModel, ABC):
         """
 
     def narrowed(self, facts: Facts, rank: int) -> Facts:
-        """The facts of the part of the model that ``rank`` has; every strategy decides about that part alone.
-
-        Raises:
-            Refusal: the model cannot be divided so.
+        """The facts of the part of the model that ``rank`` has; every strategy decides about that part alone. Raise
+        Refusal if the model cannot be divided so.
         """
         return facts
 
@@ -190,10 +188,8 @@ class Refusal(ValueError):
 
 
 class MemoryRefusal(Refusal):
-    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``.
-
-    Args:
-        find_cure, find_needed: may take seconds; they are called if somebody reads what they find.
+    """A budget is too small: ``needed`` bytes at ``home``, of which there may be ``budget``. What ``find_cure`` and
+    ``find_needed`` find may take seconds; they are called if somebody reads it.
     """
 
     def __init__(

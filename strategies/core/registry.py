@@ -18,11 +18,7 @@ def available() -> tuple[str, ...]:
 
 
 def find(name: str) -> type[Strategy]:
-    """The one strategy class in ``strategies/<name>.py``.
-
-    Raises:
-        KeyError: there is no such file; ``available()`` lists those that there are.
-    """
+    """The one strategy class in ``strategies/<name>.py``. Raise KeyError if there is no such file."""
     if name not in available():
         raise KeyError(name)
     module = importlib.import_module(f"strategies.{name}")

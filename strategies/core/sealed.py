@@ -45,11 +45,7 @@ class Sealed:
 
 
 def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> Sealed:
-    """Sync and hash everything in ``folder``, then write its manifest and sync that. ``about`` has to be JSON.
-
-    Raises:
-        OSError: something cannot be read or synced, or is a symbolic link.
-    """
+    """Sync and hash everything in ``folder``, then write its manifest. Raise OSError if anything is a link."""
     paths = [path for path in _files(folder) if path.name != MANIFEST or path.parent != folder]
     by_size = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
     with _threads() as pool:
@@ -71,11 +67,7 @@ def seal(folder: Path, kind: str, about: Mapping[str, Any]) -> Sealed:
 
 
 def read(folder: Path, kind: str) -> Sealed:
-    """What the manifest of ``folder`` says; the files themselves are not looked at.
-
-    Raises:
-        Damaged: there is no manifest, or it is not what ``seal`` has written for this ``kind``.
-    """
+    """What the manifest of ``folder`` says. Raise Damaged if it is not what ``seal`` has written for this ``kind``."""
     try:
         content = content_of((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -122,7 +114,6 @@ def damage(folder: Path, sealed: Sealed) -> list[str]:
 
 
 def _found(path: Path) -> tuple[int, str] | str:
-    """Size and hash of a file, or why it has none."""
     try:
         return size_and_hash(path)
     except FileNotFoundError:
@@ -139,11 +130,7 @@ def size_and_hash(path: Path) -> tuple[int, str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file in ``folder`` and the folders in it.
-
-    Raises:
-        OSError: one is a symbolic link.
-    """
+    """Every file in ``folder`` and the folders in it. Raise OSError if one is a symbolic link."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise OSError(f"{_name(folder, path)}: a symbolic link; only files are written and read here")
@@ -170,11 +157,7 @@ def signed(content: Any) -> str:
 
 
 def content_of(text: bytes) -> Any:
-    """What ``signed`` was given.
-
-    Raises:
-        Damaged: "cannot be read", or it is not what was written.
-    """
+    """What ``signed`` was given. Raise Damaged if it cannot be read, or is not what was written."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

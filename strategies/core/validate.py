@@ -47,11 +47,8 @@ def check(
 def validate(
     layout: Layout, addresses: Addresses, facts_params: Iterable[Param] | None = None, hosted_bytes: int = 0
 ) -> list[str]:
-    """Everything that is wrong with ``layout`` at ``addresses``, one sentence each.
-
-    Args:
-        facts_params: the parameters of the model, if the layout is to be compared with them.
-        hosted_bytes: of saved tensors that wait on the host.
+    """Everything that is wrong with ``layout`` at ``addresses``, one sentence each. ``facts_params``: of the model, to
+    compare with; ``hosted_bytes``: of saved tensors that wait on the host.
     """
     found = [*_settings(layout), *_names(layout)]
     for bucket in layout.buckets:
@@ -145,7 +142,6 @@ def _residency(bucket: Bucket, layout: Layout) -> Iterator[str]:
 
 
 def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
-    """Parameters of the model that are in no bucket, or in one that does not suit them."""
     expected = {param.name: param for param in params}
     placed = {name for bucket in layout.buckets for name in bucket.params}
     yield from (f"parameter {name}: in no bucket" for name in expected if name not in placed)
@@ -165,7 +161,6 @@ def _params(layout: Layout, params: list[Param]) -> Iterator[str]:
 
 
 def _spots(needs: Mapping[Key, Need], addresses: Addresses) -> Iterator[str]:
-    """Needs without a spot, and spots that are too small, misaligned, outside their arena or of no use."""
     for key, need in needs.items():
         name, spot = _name(key), addresses.spots.get(key)
         if spot is None:
@@ -202,7 +197,7 @@ def _overlaps(layout: Layout, needs: Mapping[Key, Need], addresses: Addresses) -
         elif first[1] is Item.WEIGHT:
             pairs = ((max(a, c), min(b, d)) for a, b in stays[first[0]] for c, d in stays[second[0]])
             if common := [start for start, end in pairs if start < end]:
-                both = f"{first[0]} and {second[0]}"
+                both = " and ".join(sorted((first[0], second[0])))
                 yield f"{both} share an address, and both are resident at tick {min(common)}"
         elif addresses.of(*first).offset != addresses.of(*second).offset:
             yield f"{_name(second)} overlaps {_name(first)}, and does not begin where it does"

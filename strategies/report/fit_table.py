@@ -45,24 +45,20 @@ class FitRow:
 
     @property
     def training(self) -> str:
-        """The way of training, in a few words."""
         return "this config" if self.given else " + ".join(("full" if self.whole else "LoRA", *self.strategies))
 
     @property
     def fits(self) -> bool:
-        """Whether it can be trained."""
         return not self.missing and not self.refused
 
     @property
     def says(self) -> str:
-        """The answer in the first column."""
         if self.refused:
             return "no: refused"
         return "yes" if self.fits else f"no: {self.lacks}"
 
     @property
     def lacks(self) -> str:
-        """What is missing."""
         return ", ".join(f"{home.value} lacks {self._over}{human(size)}" for home, size in self.missing.items())
 
     @property
@@ -70,7 +66,6 @@ class FitRow:
         return "over " if self.at_least else ""
 
     def needs(self, home: Home) -> str:
-        """The bytes at one home, as text."""
         return f"{self._over}{human(self.needed[home])}" if home in self.needed else UNKNOWN
 
 

@@ -121,8 +121,6 @@ def _span(units: Iterable[str]) -> str:
 
 
 def _saved_line(plan: Plan, home: Home, saved: dict[UnitKind, list[Row]]) -> str:
-    """What forward saves at one home."""
-
     def total(some: Iterable[Row]) -> str:
         return human(sum(row.num_bytes for row in some))
 

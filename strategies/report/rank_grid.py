@@ -52,11 +52,7 @@ def _ranks(grid: Grid, stage: int, copy: int) -> str:
 
 
 def stage_table(plans: Sequence[Plan]) -> list[str]:
-    """What each stage holds, one row per stage; none for a single one.
-
-    Args:
-        plans: of the stages, in order.
-    """
+    """What each stage holds, by the ``plans`` of the stages in order; none for a single one."""
     if len(plans) < 2:
         return []
     header = ("stage", "units", "parameters", "training state", "saved", "peak", "of")

@@ -62,23 +62,17 @@ class _File(BaseModel):
 
 
 class _Record(BaseModel):
-    """What one rank has written."""
-
     parameters: dict[str, Described]
     files: dict[Annotated[str, Field(pattern=FILE_NAME.pattern)], _File]
 
 
 class _Group(BaseModel):
-    """Hyperparameters of a group; ``params`` are names."""
-
     model_config = ConfigDict(extra="allow")
 
     params: list[str]
 
 
 class _Index(BaseModel):
-    """What concerns all ranks."""
-
     ranks: Annotated[int, Field(strict=True, gt=0, lt=10**5)]
     rule: str
     param_groups: list[_Group]
@@ -121,7 +115,6 @@ class Saved:
     store: Store
 
     def trained(self) -> set[str]:
-        """The parameters that the optimizer has."""
         return {name for group in self.param_groups for name in group["params"]}
 
 
@@ -141,7 +134,6 @@ class Weights:
         return None
 
     def faults(self, name: str, shape: Sequence[int]) -> Iterator[str]:
-        """Why the weight cannot be read, one line each."""
         found = self.find(name)
         if found is None:
             yield f"{name}: its weight is in no file"
@@ -177,12 +169,7 @@ def write_part(folder: Path, holder: Holder, more: Iterable[Span], *, rank: int,
 
 
 def write_index(folder: Path, holder: Holder, ranks: int, extra: Mapping[str, Any] | None = None) -> None:
-    """Write what concerns all ranks; for the first one.
-
-    Raises:
-        ValueError: a hyperparameter cannot be written as JSON.
-        OSError: the file cannot be written.
-    """
+    """Write what concerns all ranks; for the first one. Raise ValueError if a hyperparameter is not JSON."""
     groups = holder.groups()
     check_json(groups)
     head = {"version": VERSION, "ranks": ranks, "rule": holder.rule, "param_groups": groups, "extra": dict(extra or {})}
@@ -198,7 +185,6 @@ def _name_of(tensor: Tensor) -> str:
 
 
 def _merged(records: Sequence[_Record]) -> dict[str, Described]:
-    """What all ranks together have written of each parameter."""
     merged: dict[str, Described] = {}
     for name, each in ((name, each) for record in records for name, each in record.parameters.items()):
         known = merged.setdefault(name, each)
@@ -237,10 +223,8 @@ def check_json(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def opened(folder: Path, *, hashes: bool = False) -> Saved:
-    """Open a save. Nothing of it is trusted: names, sizes, ranges and counts are checked, and hashes by wish.
-
-    Raises:
-        SpanError: there is no save, it has another format, or is damaged; a line for each file.
+    """Open a save. Nothing of it is trusted: names, sizes, ranges and counts are checked, and hashes by wish. Raise
+    SpanError if there is none, if it has another format, or is damaged: a line for each file.
     """
     if not (folder / INDEX).is_file():
         raise SpanError(f"{folder}: no {INDEX} in it; name a folder that optimizer.save() has written")
@@ -260,11 +244,7 @@ def opened(folder: Path, *, hashes: bool = False) -> Saved:
 
 
 def _signed(path: Path, kind: type[M]) -> M:
-    """What a signed file says.
-
-    Raises:
-        SpanError: it is missing, has another format, or is damaged.
-    """
+    """What a signed file says. Raise SpanError if it is missing, has another format, or is damaged."""
     if path.is_symlink() or not path.is_file():
         raise SpanError(f"{path}: missing; {AGAIN}")
     try:

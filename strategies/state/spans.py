@@ -72,7 +72,6 @@ class Span:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
         end = "" if self.is_whole else f"[{self.start}:{self.start + self.tensor.numel()}]"
         if self.columns is not None:
             (block,) = rectangles(self.columns, self.start, self.tensor.numel())
@@ -127,7 +126,6 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
     data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
@@ -163,10 +161,8 @@ class Store:
 
     @classmethod
     def of(cls, paths: Iterable[Path], *, kind: str | None = None) -> Store:
-        """Read the headers of ``paths``. With ``kind``, keys are names of whole tensors of that kind.
-
-        Raises:
-            SpanError: a file is missing or malformed.
+        """Read the headers of ``paths``. With ``kind``, keys are names of whole tensors of that kind. Raise SpanError
+        if a file is missing or malformed.
         """
         found: dict[tuple[str, str], list[Stored]] = {}
         for path in paths:
@@ -181,15 +177,12 @@ class Store:
         return key in self._stored
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Parameter and kind of all tensors of which something is there."""
         return iter(self._stored)
 
     def shape(self, name: str, kind: str) -> tuple[int, ...] | None:
-        """The shape, where a file holds the whole tensor."""
         return next((span.shape for span in self._stored.get((name, kind), ()) if span.shape is not None), None)
 
     def dtype(self, name: str, kind: str) -> torch.dtype:
-        """The dtype of a tensor that is there."""
         return self._stored[name, kind][0].dtype
 
     def faults(self, name: str, kind: str, shape: Sequence[int]) -> Iterator[str]:
@@ -266,11 +259,7 @@ class Store:
 
 
 def read_header(path: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int]]:
-    """Key, dtype, shape and place in the file of every tensor.
-
-    Raises:
-        SpanError: the file is missing or malformed.
-    """
+    """Key, dtype, shape and place in the file of every tensor. Raise SpanError if it is missing or malformed."""
     try:
         with safe_open(path, "pt"):  # checks the header, and that the tensors take the whole of the file
             pass

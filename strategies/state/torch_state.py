@@ -59,7 +59,6 @@ class Held:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is one whole parameter, in its shape."""
         return len(self.pieces) == 1 and tuple(self.tensor.shape) == self.pieces[0].shape
 
     def part(self, tensor: Tensor, piece: Piece) -> Tensor:
@@ -101,12 +100,10 @@ class TorchState:
         self._is_torchs = type(optimizer).__module__.startswith("torch.")  # they keep state in the dtype of the weight
 
     def groups(self) -> list[dict[str, Any]]:
-        """Hyperparameters of each group, with names for parameters."""
         named = zip(self._optimizer.param_groups, self._groups, strict=True)
         return [{**group, "params": list(names)} for group, names in named]
 
     def described(self) -> dict[str, Described]:
-        """Every trained parameter of which this rank writes a piece."""
         found: dict[str, Described] = {}
         for held, piece in _written(self._held):
             tensors, numbers = self._state_of(held)
@@ -115,13 +112,11 @@ class TorchState:
         return found
 
     def spans(self) -> Iterator[Span]:
-        """State and masters, piece by piece."""
         for held, piece in _written(self._held):
             for kind, tensor in self._state_of(held)[0].items():
                 yield from _spans(kind, held.shape_of(tensor, piece), piece, held.part(tensor, piece))
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
-        """The weights of ``names`` on this rank."""
         for held, piece in _written(self._weights):
             if piece.name in names:
                 yield from _spans(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
@@ -143,7 +138,6 @@ class TorchState:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def misfits(self, saved: Saved) -> Iterator[str]:
-        """Why ``saved`` cannot be filled in, one line each."""
         complaints = list(other_model(saved, self._shapes, self.rule))
         yield from complaints
         for held in self._held if not complaints else ():
@@ -156,7 +150,6 @@ class TorchState:
                     yield f"{first.name}: {kind} was saved in {dtype}, and here it would be {held.tensor.dtype}"
 
     def fill(self, saved: Saved) -> None:
-        """Replace the state of every tensor by what was saved."""
         for held in self._held:
             known = saved.parameters[held.pieces[0].name]
             state: dict[str, Any] = {}
@@ -190,7 +183,6 @@ class TorchState:
         return made
 
     def fill_weights(self, weights: Weights) -> None:
-        """Read every weight that was saved, and the masters of those that are trained."""
         copies = [held for held in self._held if held.copied]
         for each in (*self._weights, *copies):
             for piece in each.pieces:
@@ -199,7 +191,6 @@ class TorchState:
 
 
 def _written(some: Sequence[Held]) -> Iterator[tuple[Held, Piece]]:
-    """What this rank writes of them."""
     return ((held, piece) for held in some for piece in held.pieces if piece.written)
 
 
