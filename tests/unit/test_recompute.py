@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Operator, Param, Rates, Unit, Work
 from strategies.core.layout import Item
-from strategies.core.plan import NONE, Home, Keep, Plan
+from strategies.core.plan import NONE, Home, Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import Names, OutputRecorder, checkpoint_blocks, checkpointed, draws
@@ -72,7 +72,7 @@ def test_the_peak_has_one_block_in_full() -> None:
     assert grads > 0
 
 
-@pytest.mark.parametrize("waiting", range(14, 38, 3))
+@pytest.mark.parametrize("waiting", [14, 20, 35, 37])
 def test_auto_stays_within_the_device(waiting: int) -> None:
     state = Plan.baseline(about()).states(Home.DEVICE)
     budget = int((state + waiting * MIB) / 0.9) + 1
@@ -350,12 +350,3 @@ def test_what_is_written_to_in_place_is_not_kept() -> None:
 
     for kept in ([], ["linear 0"], ["linear 0", "linear 1"]):
         assert all(torch.equal(one, two) for one, two in zip(grads(None), grads(kept), strict=True))
-
-
-def test_an_open_answer_may_be_given_again_and_a_final_one_not() -> None:
-    first = Keep(unit="layers.0", reason="", policy="full", saved_bytes=1, open=True)
-    second = replace(first, saved_bytes=2, open=False)
-    plan = Plan.baseline(facts()).amend([first], by="a").amend([second], by="b")
-    assert plan.saved_bytes("layers.0") == 2
-    with pytest.raises(ValueError, match=r"strategies\.b and strategies\.c both decide"):
-        plan.amend([first], by="c")
