@@ -68,24 +68,17 @@ class _Part(nn.Module):
 
 
 class Pipeline:
-    """The stages of one copy of the model, seen from one of them.
+    """The stages of one copy of the model, seen from one of them."""
 
-    Args:
-        group: of the ranks that this copy's micro-batches go through, in their order.
-        context: entered around the forward of every part but the last, which the loss has around it: autocast.
-
-    Attributes:
-        before_backward: called when the backward of a micro-batch begins.
-    """
-
-    before_backward: Callable[[], None] | None = None
+    before_backward: Callable[[], None] | None = None  # called when the backward of a micro-batch begins
 
     def __init__(
         self,
         stage: Stage,
         schedule: Schedule,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup,  # of the ranks that this copy's micro-batches go through, in their order
         device: torch.device,
+        # Around the forward of every part but the last, which the loss has around it: autocast.
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.stage, self.group, self.device = stage, group, device

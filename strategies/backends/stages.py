@@ -82,18 +82,10 @@ class Form:
 
 
 class Stage:
-    """A model of which this rank keeps some parts.
+    """A model of which this rank keeps some parts; what is in none of ``mine`` is removed from it.
 
-    Args:
-        model: the whole one; what is in none of ``mine`` is removed from it.
-        parts: names of units of all parts, blocks among them by their path.
-        form: of its architecture.
-
-    Attributes:
-        whole: the model as it was, on the device ``meta``: names, shapes and ties, without values.
-
-    Raises:
-        CannotCut: the model has other modules around its blocks than what ``form`` was found out on.
+    ``parts`` are names of units, of blocks their paths; ``whole`` the model as it was, on the device ``meta``: names,
+    shapes and ties, without values. Raise CannotCut if it has other modules around its blocks than ``form`` knows.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[Sequence[str]], mine: Sequence[int], form: Form) -> None:
@@ -201,13 +193,8 @@ class CannotCut(ValueError):
 
 
 def form_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Form:
-    """Try on a small copy that parts of one block each give the bits of the whole, in loss and gradients.
-
-    Args:
-        inputs: of one batch, with labels.
-
-    Raises:
-        CannotCut: they do not, or the forward cannot run in parts.
+    """Try on a small copy that parts of one block each give the bits of the whole, in loss and gradients of one batch
+    with labels. Raise CannotCut if they do not, or if the forward cannot run in parts.
     """
     model.eval()  # no dropout: the parts would draw other numbers
     blocks, called, given = list(find_blocks(model)), list[str](), list[Any]()

@@ -74,16 +74,12 @@ class Impl(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share(Decision):
-    """WHO: one kind of the unit's tensors is split over ``ways`` ranks, ``element_bytes`` per element.
-
-    ``element_bytes`` 0 means that the tensor does not exist (no separate master in plain fp32). Frozen parameters may
-    have another size, ``frozen_bytes``.
-    """
+    """WHO: one kind of the unit's tensors is split over ``ways`` ranks."""
 
     kind: Kind
     ways: int
-    element_bytes: int
-    frozen_bytes: int | None = None
+    element_bytes: int  # 0: the tensor does not exist (no separate master in plain fp32)
+    frozen_bytes: int | None = None  # of frozen parameters, where they have another size
 
     @property
     def slot(self) -> Slot:
@@ -92,24 +88,16 @@ class Share(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(Decision):
-    """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch.
+    """KEEP: bytes of saved tensors that forward keeps on the device for backward of one micro-batch."""
 
-    Args:
-        policy: "none": all that autograd saves. "chunks": the head without softmax. Else backward runs forward again.
-        kept: operators whose outputs are kept besides the unit's input, as ``facts.Operator`` names them.
-        hosted: those of these, and of the input (``INPUT``), that wait on the host.
-        again: the work that backward repeats.
-        open: a later phase may decide again; ``may_host``: also with saved tensors on the host.
-    """
-
-    policy: str
+    policy: str  # "none": all that autograd saves; "chunks": the head without softmax; else backward runs forward again
     saved_bytes: int
-    kept: tuple[str, ...] = ()
-    hosted: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # operators whose outputs are kept besides the unit's input, as ``Operator`` names them
+    hosted: tuple[str, ...] = ()  # those of these, and of the input (``INPUT``), that wait on the host
     hosted_bytes: int = 0
-    again: Work = NO_WORK
-    open: bool = False
-    may_host: bool = False
+    again: Work = NO_WORK  # that backward repeats
+    open: bool = False  # a later phase may decide again
+    may_host: bool = False  # and then also with saved tensors on the host
 
     @property
     def recomputes(self) -> bool:
@@ -120,13 +108,12 @@ class Keep(Decision):
 class Rest(Decision):
     """WHERE: the home of one kind of the unit's tensors between uses.
 
-    ``strays`` counts elements that rest at the other home: small vectors stay where the matrices of a block leave. The
-    table shows ``reason`` with them; the others have that of their ``Share``.
+    The table shows ``reason`` with strays; the others have that of their ``Share``.
     """
 
     kind: Kind
     home: Home
-    strays: int = 0
+    strays: int = 0  # elements at the other home: small vectors stay where the matrices of a block leave
 
     @property
     def slot(self) -> Slot:
@@ -197,11 +184,7 @@ class Conflict(ValueError):
 
 
 def baseline_shares(facts: Facts, unit: Unit) -> Iterable[Decision]:
-    """Plain data parallelism as ``torch`` does it: tensors as they are loaded, whole on every rank.
-
-    Mixed precision autocasts parameters where they are used, so they keep their size and there is no separate master
-    copy. Gradients and the optimizer's state have the parameters' dtype.
-    """
+    """Tensors as they are loaded, whole on every rank. Autocast keeps parameters' size; there is no separate master."""
     run = facts.run
     mixed = run.precision is not Precision.FP32
     note = f"autocast computes in {run.precision.value}" if mixed else "plain fp32"

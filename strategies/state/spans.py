@@ -53,18 +53,14 @@ class SpanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements ``start`` to ``start + tensor.numel()`` of the tensor ``kind`` of parameter ``name``.
-
-    ``shape`` is that of the whole tensor. With ``columns`` elements are counted in these columns alone, and the span
-    has whole rows of them, or a part of one row.
-    """
+    """Elements ``start`` to ``start + tensor.numel()`` of the tensor ``kind`` of parameter ``name``."""
 
     name: str
     kind: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     start: int
     tensor: Tensor
-    columns: Columns | None = None
+    columns: Columns | None = None  # elements are counted in these alone; there are whole rows, or a part of one row
 
     @property
     def is_whole(self) -> bool:
@@ -135,18 +131,15 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A span in a file: elements ``start`` to ``stop``, from byte ``offset`` on. ``shape``: if it is a whole tensor.
-
-    With ``columns`` elements are counted in these columns alone.
-    """
+    """A span in a file: elements ``start`` to ``stop``, from byte ``offset`` on."""
 
     path: Path
     start: int
     stop: int
     dtype: torch.dtype
     offset: int
-    shape: tuple[int, ...] | None
-    columns: Columns | None = None
+    shape: tuple[int, ...] | None  # of a whole tensor
+    columns: Columns | None = None  # elements are counted in these alone
 
     def rectangles(self, of: int) -> Iterator[Rectangle]:
         """Which part it is of a matrix with ``of`` columns; the memory is the file's, from ``offset`` on."""

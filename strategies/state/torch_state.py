@@ -29,18 +29,15 @@ RECOMPUTED = frozenset(["RMS"])  # Adafactor computes it anew in every step befo
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` elements of a parameter from element ``start`` on; in the tensor that holds it from ``offset`` on.
-
-    With ``columns`` elements are counted in these columns alone. ``written``: no other rank writes them.
-    """
+    """``count`` elements of a parameter from element ``start`` on; in the tensor that holds it from ``offset`` on."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole parameter
     start: int
     offset: int
     count: int
-    columns: Columns | None = None
-    written: bool = True
+    columns: Columns | None = None  # elements are counted in these columns alone
+    written: bool = True  # this rank writes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +70,17 @@ class Held:
 
 
 class TorchState:
-    """A ``Holder`` for an optimizer of torch's kind.
-
-    Args:
-        optimizer: has the state.
-        held: what it updates on this rank.
-        groups: names of the parameters in each of its groups, the same on all ranks.
-        shapes: of the trained parameters, the same on all ranks.
-        weights: the model's weights on this rank, also those that are not trained.
-        divides_weights: each rank has a part of the weights.
-    """
+    """A ``Holder`` for an optimizer of torch's kind."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        held: Sequence[Held],
-        groups: Sequence[Sequence[str]],
-        shapes: Mapping[str, tuple[int, ...]],
-        weights: Sequence[Held],
+        held: Sequence[Held],  # what it updates on this rank
+        groups: Sequence[Sequence[str]],  # names of the parameters in each of its groups, the same on all ranks
+        shapes: Mapping[str, tuple[int, ...]],  # of the trained parameters, the same on all ranks
+        weights: Sequence[Held],  # the model's on this rank, also those that are not trained
         *,
-        divides_weights: bool = False,
+        divides_weights: bool = False,  # each rank has a part of the weights
     ) -> None:
         self._optimizer, self._held, self._groups = optimizer, held, groups
         self._shapes, self._weights, self.divides_weights = shapes, weights, divides_weights
