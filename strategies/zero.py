@@ -73,7 +73,8 @@ class Zero(Strategy):
             yield from self._shares(facts, unit)
         for key, value in deepspeed.zero_keys(facts, self.stage).items():
             yield EngineSet(unit=RUN, reason="zero", key=f"zero_optimization.{key}", value=value)
-        yield from self._reserves(facts)
+        for each in buffers(facts, self.stage, facts.run.replicas):
+            yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)
 
     def apply(self, model: nn.Module, plan: Plan) -> None:
         """Stage 3: blocks are gathered whole."""
@@ -94,7 +95,3 @@ class Zero(Strategy):
             reason = f"stage {self.stage}: " + (f"1/{run.replicas} per rank" if split else "whole on every rank")
             ways = run.replicas if split else 1
             yield Share(unit=unit.name, reason=reason, kind=kind, ways=ways, element_bytes=sizes[kind])
-
-    def _reserves(self, facts: Facts) -> Iterator[Reserve]:
-        for each in buffers(facts, self.stage, facts.run.replicas):
-            yield Reserve(unit=RUN, reason=each.reason, owner=each.owner, num_bytes=each.num_bytes, when=each.when)

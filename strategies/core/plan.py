@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 from strategies.core.facts import NO_WORK, Facts, Precision, Unit, Work
 from strategies.core.facts import Home as Home  # part of the vocabulary of plans
@@ -55,13 +55,15 @@ class When(Enum):
 class Decision:
     """An answer to one question about one unit. ``reason`` is shown in the table."""
 
+    about: ClassVar[tuple[str, ...]] = ("unit",)  # the fields that say which question it answers
     unit: str
     reason: str
 
     @property
     def slot(self) -> Slot:
         """The question this answers: two decisions with one slot compete."""
-        return (type(self).__name__, self.unit)
+        which = (getattr(self, name) for name in self.about)
+        return (type(self).__name__, *(each.name if isinstance(each, Enum) else each for each in which))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +78,11 @@ class Impl(Decision):
 class Share(Decision):
     """WHO: one kind of the unit's tensors is split over ``ways`` ranks."""
 
+    about = ("unit", "kind")
     kind: Kind
     ways: int
     element_bytes: int  # 0: the tensor does not exist (no separate master in plain fp32)
     frozen_bytes: int | None = None  # of frozen parameters, where they have another size
-
-    @property
-    def slot(self) -> Slot:
-        return ("Share", self.unit, self.kind.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +110,10 @@ class Rest(Decision):
     The table shows ``reason`` with strays; the others have that of their ``Share``.
     """
 
+    about = ("unit", "kind")
     kind: Kind
     home: Home
     strays: int = 0  # elements at the other home: small vectors stay where the matrices of a block leave
-
-    @property
-    def slot(self) -> Slot:
-        return ("Rest", self.unit, self.kind.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +127,12 @@ class Travel(Decision):
 class Reserve(Decision):
     """BUFFER: bytes set aside under a name, outside any unit's own tensors."""
 
+    about = ("owner",)
     owner: str
     num_bytes: int
     home: Home = Home.DEVICE
     when: When = When.ALWAYS
     in_passes: bool = False  # used by forward and backward, as saved tensors are: in no arena
-
-    @property
-    def slot(self) -> Slot:
-        return ("Reserve", self.owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +154,9 @@ class Place(Decision):
 class EngineSet(Decision):
     """A key of DeepSpeed's config (dotted), which has one writer."""
 
+    about = ("key",)
     key: str
     value: bool | int | float | str
-
-    @property
-    def slot(self) -> Slot:
-        return ("EngineSet", self.key)
 
 
 D = TypeVar("D", bound=Decision)
