@@ -16,7 +16,6 @@ engine here could carry it out. ``VERSION`` changes with every key that gets ano
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -118,9 +117,8 @@ class TickEntry(Entry):
     gradients: list[str]
 
 
-_HINTS = get_type_hints(Layout)
-SETTINGS = [each.name for each in fields(Layout) if each.name != "buckets"]
-LayoutEntry: Any = create_model("LayoutEntry", __base__=Entry, **{name: (_HINTS[name], ...) for name in SETTINGS})
+_SETTINGS: dict[str, Any] = {name: (kind, ...) for name, kind in get_type_hints(Layout).items() if name != "buckets"}
+LayoutEntry: Any = create_model("LayoutEntry", __base__=Entry, **_SETTINGS)
 # Which field of ``Bucket`` is what in a ``BucketEntry``.
 FIELDS = {name: name for name in ("name", "units", "dtype", "group", "site", "ways", "looked_up")}
 FIELDS |= {"elements": "num_elements", "gradients": "grad_home", "stays": "resident_ticks"}
@@ -162,24 +160,29 @@ def to_json(plan: Plan) -> dict[str, Any]:
     """What an engine needs, as JSON types: the first keys of ``PlanFile`` without ``facts``."""
     layout, addresses = plan.layout, plan.addresses
     found: dict[str, Any] = {"schema_version": VERSION, "units": [_unit(plan, unit) for unit in plan.facts.units]}
-    if layout is None or addresses is None:
-        found |= {key: [] for key in ("parameters", "buckets", "slots", "ticks", "updates")}
-        return to_jsonable_python(found | {"layout": None, "arenas": {}, "shared": {}})
-    found |= {
+    found |= {key: [] for key in ("parameters", "buckets", "slots", "ticks", "updates")}
+    found |= {"layout": None, "arenas": {}, "shared": {}}
+    if layout is not None and addresses is not None:
+        found |= _stowed(layout, addresses)
+    made: dict[str, Any] = to_jsonable_python(found)
+    return made
+
+
+def _stowed(layout: Layout, addresses: Addresses) -> dict[str, Any]:
+    return {
         "parameters": [
             ParameterEntry(name=name, bucket=b.name, offset=offset, elements=size, dtype=b.dtype, group=b.group)
             for b in layout.buckets
             for name, offset, size in zip(b.params, b.offsets, b.sizes, strict=True)
         ],
         "buckets": [_entry(bucket, addresses) for bucket in layout.buckets],
-        "layout": {name: getattr(layout, name) for name in SETTINGS},
+        "layout": {name: getattr(layout, name) for name in _SETTINGS},
         "arenas": {home: addresses.num_bytes(home) for home in Home},
         "slots": slots(addresses),
         "shared": {item: SpotEntry.of(spot) for (name, item), spot in addresses.spots.items() if not name},
         "ticks": ticks(layout),
         "updates": updates(layout),
     }
-    return to_jsonable_python(found)
 
 
 def _unit(plan: Plan, unit: Unit) -> UnitEntry:
@@ -276,7 +279,7 @@ def read(file: PlanFile) -> tuple[Layout, Addresses]:
     buckets = (_bucket(entry, of_bucket.get(entry.name, [])) for entry in file.buckets)
     spots = {(each.name, item): spot for each in file.buckets for item, spot in each.addresses.items()}
     spots |= {("", item): spot for item, spot in file.shared.items()}
-    layout = Layout(buckets=tuple(buckets), **{name: getattr(file.layout, name) for name in SETTINGS})
+    layout = Layout(buckets=tuple(buckets), **{name: getattr(file.layout, name) for name in _SETTINGS})
     places = {key: Spot(spot.home, spot.offset, spot.bytes) for key, spot in spots.items()}
     return layout, Addresses(file.arenas, places)
 

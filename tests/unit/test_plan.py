@@ -5,8 +5,6 @@ import json
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from strategies.core.compose import ANSWERS, compose
 from strategies.core.facts import MachineFacts, Precision
@@ -31,8 +29,6 @@ from strategies.core.protocol import Idle, Phase, Requirement
 from strategies.core.registry import find
 from strategies.report.plan_table import table, to_json
 from tests.helpers.fakes import block, embedding, facts, fake, head
-
-sizes = st.lists(st.integers(0, 10_000), min_size=1, max_size=5)
 
 
 def share(unit: str, kind: Kind, ways: int = 2, element_bytes: int = 4, reason: str = "test") -> Share:
@@ -75,9 +71,9 @@ def test_baseline_bytes(moments: int) -> None:
 def test_amend_leaves_the_plan_as_it_was() -> None:
     plan = Plan.baseline(facts())
     before = dict(plan.answers)
-    changed = plan.amend([share("head", Kind.PARAM, ways=4)], by="a")
+    changed = plan.amend([share("head", Kind.PARAM, ways=3)], by="a")
     assert plan.answers == before
-    assert (plan.num_bytes("head", Kind.PARAM), changed.num_bytes("head", Kind.PARAM)) == (160, 40)
+    assert (plan.num_bytes("head", Kind.PARAM), changed.num_bytes("head", Kind.PARAM)) == (160, 4 * 14), "rounded up"
     with pytest.raises(TypeError):
         plan.answers[("Impl", "head")] = changed.answers[("Impl", "head")]  # type: ignore[index]  # must be refused
     with pytest.raises(FrozenInstanceError):
@@ -109,11 +105,8 @@ def test_answers_to_different_questions_do_not_meet() -> None:
     plan = plan.amend(
         [share("head", Kind.GRAD, 4), share("embedding", Kind.PARAM, 8), rest("head", Kind.PARAM)], by="b"
     )
-    assert [plan.share(*of).ways for of in (("head", Kind.PARAM), ("head", Kind.GRAD), ("embedding", Kind.PARAM))] == [
-        2,
-        4,
-        8,
-    ]
+    which = (("head", Kind.PARAM), ("head", Kind.GRAD), ("embedding", Kind.PARAM))
+    assert [plan.share(*each).ways for each in which] == [2, 4, 8]
 
 
 def test_one_strategy_that_contradicts_itself_is_refused() -> None:
@@ -253,25 +246,6 @@ def test_what_rests_on_the_host_counts_there() -> None:
     assert plan.states(Home.HOST) == moments_there + grads_there
 
 
-# Properties
-
-
-@settings(derandomize=True, max_examples=100, deadline=None)
-@given(sizes, st.sampled_from([0, 1, 2, 3]), st.sampled_from(Precision), st.integers(1, 64))
-def test_all_ranks_together_hold_every_element(
-    elements: list[int], stage: int, precision: Precision, world_size: int
-) -> None:
-    units = [block(index, size) for index, size in enumerate(elements)]
-    zero = find("zero").model_validate({"stage": stage})
-    plan = compose({"zero": zero}, facts(*units, precision=precision, world_size=world_size))
-    for unit, kind in itertools.product(units, Kind):
-        answer = plan.share(unit.name, kind)
-        together = plan.num_bytes(unit.name, kind) * world_size
-        assert together >= unit.num_params * answer.element_bytes
-        if answer.ways == world_size:  # rounding costs less than one element per rank
-            assert together < (unit.num_params + world_size) * answer.element_bytes or not answer.element_bytes
-
-
 # What it says
 
 
@@ -283,14 +257,8 @@ def test_explain_gives_every_answer_with_who_and_why() -> None:
     assert changed.endswith("[zero: a half each]")
     kept = next(line for line in lines if line.startswith("Keep head "))
     assert kept.endswith("policy=none, saved_bytes=4000  [baseline: all kept]")
-
-
-def test_decided_by_names_strategies_or_the_baseline() -> None:
-    plan = (
-        Plan.baseline(facts()).amend([share("head", Kind.PARAM)], by="zero").amend([rest("head", Kind.PARAM)], by="a")
-    )
-    assert plan.decided_by(("Share", "head", "PARAM"), ("Rest", "head", "PARAM")) == "a, zero"
-    assert plan.decided_by(("Share", "head", "GRAD")) == "baseline"
+    both = plan.amend([rest("head", Kind.PARAM)], by="a")
+    assert both.decided_by(("Share", "head", "PARAM"), ("Rest", "head", "PARAM")) == "a, zero"
 
 
 def test_json_is_json() -> None:
