@@ -1,9 +1,7 @@
 """Weights that DeepSpeed's AutoTP has divided: which part this rank has, whole weights again, and the norm over parts.
 
 DeepSpeed notes on each divided parameter along which dimension it was divided and into which sizes. A parameter without
-that note is the same on all ranks of a copy.
-
-Invariant. The norm of the gradients counts a divided gradient's parts once each and a whole gradient once.
+that note is the same on all ranks of a copy, and counts once in the norm.
 """
 
 from __future__ import annotations

@@ -12,10 +12,8 @@ holds the name is synced as well::
 ``put_in_place`` is the exchange alone, for a draft that several processes have written.
 
 Invariant. At every moment the place holds the earlier content or the new one, both complete. A folder cannot be
-exchanged in one step: a kill between the two renames leaves the earlier one under ``earlier(folder)``.
-
-An ``OSError`` from the block or from the disk, which any of these may raise, leaves the earlier content, and removes
-what was written beside it.
+exchanged in one step: a kill between the two renames leaves the earlier one under ``earlier(folder)``. An ``OSError``,
+which any of these may raise, leaves the earlier content, and removes what was written beside it.
 
 A folder that is a symbolic link is followed: what it points to is exchanged, on its own disk. Nothing is ever deleted
 through a link.

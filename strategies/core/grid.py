@@ -1,11 +1,9 @@
 """The grid of ranks: which rank works on which stage of the model, on which data, and with which part of each weight.
 
 A replica is the set of ranks that together hold one copy of the model: ``stages`` one behind the other, each of
-``tensor`` ranks. Each replica is given other data.
-
-Ranks are numbered as launchers place them, neighbours on one machine: tensor ranks next to each other, since they
-exchange in every layer; replicas then; stages outermost, since they exchange least. Example of 8 ranks as stages 2 x
-data 2 x tensor 2:
+``tensor`` ranks. Each replica is given other data. Ranks are numbered as launchers place them, neighbours on one
+machine: tensor ranks next to each other, since they exchange in every layer; stages outermost, since they exchange
+least. Example of 8 ranks as stages 2 x data 2 x tensor 2:
 
     stage 0    replica 0: ranks 0 1    replica 1: ranks 2 3
     stage 1    replica 0: ranks 4 5    replica 1: ranks 6 7

@@ -26,23 +26,20 @@ Memory arithmetic, per element of a bucket in a compute dtype of ``e`` bytes, ``
 
 Over ranks a bucket may be cut into ``ways`` spans of equal size, one for each rank. WEIGHT and GRAD are whole on every
 rank while they are there; with ``grad_split`` GRAD is a slot, as if the gradient left. Everything else holds the rank's
-own span only, so the host's bytes and those of the state fall to a part. A parameter is whole in one span where that
-costs little room; otherwise it is cut at aligned elements, and its owners are several ranks (``planner/buckets.py``).
+own span only. A parameter is whole in one span where that costs little room; otherwise it is cut at aligned elements,
+and its owners are several ranks (``planner/buckets.py``).
 
-With ``common_host`` the ranks are on one machine, and copy all spans of a weight up from its memory, the others' out of
-their arenas, instead of their own span only, with the network for the others (``read_by_all``). It takes no more
-memory. What others read comes first in the arena on the host.
+With ``common_host`` the ranks are on one machine, and copy all spans of a weight up from its memory (``read_by_all``)
+instead of their own span only, with the network for the others. What others read comes first in the host's arena.
 
 In mixed precision with one micro-batch per update, COPY and PARKED of a bucket are one place (``parks_in_copy``). The
 copy is needed until backward has fetched it for the last time, the gradient from then on, and the update writes the
 new weight over the gradient that it has read. A weight that is wanted in between, and one whose gradient is dropped, is
-rounded from the master again, whose rounded value it always is. So with Adam a bucket whose gradient waits on the host
-costs 14 bytes per element there instead of 16.
+rounded from the master again, whose rounded value it always is.
 
 Without ``keeps_copies`` the master is all that the host has of a mixed-precision weight (``rounded_to_fetch``): each
-fetch rounds it into a slot, which the copy up reads. That is 12 bytes per element where gradients wait on the device,
-and 14 where several micro-batches are added on the host. Where COPY is the place of PARKED, nothing would be saved, and
-it stays.
+fetch rounds it into a slot, which the copy up reads. Where COPY is the place of PARKED, nothing would be saved, and it
+stays.
 
 Time inside an iteration is counted in ticks: forward of each unit in order of first use, then backward in reverse; 2 n
 ticks for n units. A weight that travels has ``resident_ticks``, half-open ranges during which it is on the device: it

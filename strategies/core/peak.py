@@ -6,11 +6,7 @@ alive together. If unit i is recomputed, so is everything that its forward saves
 model (``trainer/model/temporaries.py``); without a count they are 0.
 
 What waits on the host is copied down during the forward of the next unit, and copied up during the backward of the next
-unit. So at the backward of unit i, its own hosted tensors are on the device, and those of the unit before it arrive.
-Forward is the same in reverse.
-
-Example: four units that save 3 bytes each and whose gradients have 1 byte each peak at the backward of the last one,
-with 12 + 1 bytes.
+unit: at the backward of unit i, its own hosted tensors are on the device, and those of the unit before it arrive.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Training state on disk, in one format for all strategies: an index, and spans of named parameters.
-
-    optimizer.json                                rule, groups with hyperparameters, how many ranks have written
-    optimizer-00000-of-00002.json                 what rank 0 of 2 has written: counts, kinds of tensors, files
-    optimizer-00000-of-00002-001.safetensors      its spans (``spans.py``)
+"""Training state on disk, in one format for all strategies: an index, and spans of named parameters (``spans.py``).
 
 A ``Holder`` is the state of one strategy on one rank: what it has, as views of where it is, and places to fill. Saving
-writes what each rank holds; loading fills what each rank needs, from whatever ranks and strategy have saved it.
+writes what each rank holds; loading fills what each rank needs, from whatever ranks and strategy have saved it. The
+files are listed in docs/checkpoint-format.md.
 
     kinds of tensors    exp_avg, exp_avg_sq, ... torch's names; master (fp32, of a weight in lower precision); weight
     numbers             per parameter; ``step`` counts its updates. A parameter never updated has none

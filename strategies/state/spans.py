@@ -1,14 +1,10 @@
 """Spans of named parameters in safetensors files: written by whoever holds them, read by whoever needs them.
 
-    model.norm.weight.exp_avg                   the whole tensor ``exp_avg`` of a parameter, in the parameter's shape
-    model.norm.weight.exp_avg[1024:2048]        elements 1024 to 2047 of it, counted row by row
-    ...o_proj.weight.exp_avg[0:64,32:48/48]     rows 0 to 63 of its columns 32 to 47, of which it has 48
-
-Problem. A rank holds whole parameters, rows or columns of them, or what happens to lie in its share of a flat buffer.
-A file that says what it holds by name and range can be read under any other division, by any number of ranks.
+A rank holds whole parameters, rows or columns of them, or what happens to lie in its share of a flat buffer. A file
+that says what it holds by name and range (docs/checkpoint-format.md) can be read under any other division.
 
 ``write`` streams from where tensors are, in pieces, and makes no second copy of them. ``Store`` reads any range of any
-tensor from any number of files, straight into the memory that it is for; nothing is mapped, and nothing is unpickled.
+tensor from any number of files, straight into the memory that it is for; nothing is unpickled.
 
 Invariant. A range is read only if its elements are each in exactly one span.
 

@@ -4,14 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 
-from strategies.core.facts import Facts, Home, Param
+from strategies.core.facts import Home, Param
 from strategies.core.layout import Addresses, Item, Layout, Site, Spot
 from strategies.core.validate import check, validate
 from strategies.planner.addresses import place
-from tests.helpers.layouts import bucket, layout, random_facts
-from tests.unit.test_placement_search import choose, options, request
+from tests.helpers.layouts import bucket, layout
 
 
 def two() -> Layout:
@@ -210,10 +208,3 @@ def test_what_other_ranks_read_is_where_they_look() -> None:
     assert "weight copy of a: lies outside of the memory that other ranks read" in complaints(made, beyond)
     within = with_spot(right, ("a", Item.MOMENTS), offset=read.offset)
     assert "moments of a: lies in the memory that other ranks read" in complaints(made, within)
-
-
-@settings(max_examples=60, deadline=None)
-@given(random_facts(), options)
-def test_what_the_planner_makes_is_accepted(known: Facts, asked: dict[str, Any]) -> None:
-    made = choose(known, request(**asked))
-    assert validate(made, place(made), known.params) == []
