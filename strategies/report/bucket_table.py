@@ -1,7 +1,6 @@
 """The bucket table: which buckets are updated where, when their weights travel, and their addresses.
 
-Buckets of one kind share a row, wherever they stand: with updates shared between the CPU and the link, every other one
-is of the same kind. ``plan.json`` lists each of them.
+Buckets of one kind share a row, wherever they stand; ``plan.json`` lists each of them.
 """
 
 from __future__ import annotations
