@@ -165,8 +165,8 @@ def test_conflicts_are_found_beside_other_errors_and_never_twice() -> None:
     training = "training: {output_dir: r, bf16: true, fp16: true, seed: -1, max_steps: no}\n"
     Path("x.yaml").write_text(complete(training + "data: {path: x, streaming: true}"))
     assert lines() == [
-        'x.yaml:1: training.max_steps = "no": must be a whole number >= 1, or -1 for no limit',
         f"x.yaml:1: training.seed = -1: {SEED}",
+        'x.yaml:1: training.max_steps = "no": must be a whole number >= 1, or -1 for no limit',
         "x.yaml:1: training.fp16 = true: cannot go with training.bf16; keep one of the two",
     ]
 

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -57,8 +57,7 @@ SYNTAX: tuple[tuple[str, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where a key was written: a file and its line, or the command line (line 0)."""
 
     file: str
@@ -68,8 +67,7 @@ class Location:
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
-@dataclass(frozen=True)
-class ConfigProblem:
+class ConfigProblem(NamedTuple):
     """A complete error line. ``key`` is set if its value could not be read at all."""
 
     location: Location
@@ -111,17 +109,10 @@ def error_line(key: Key, value: object, what: str) -> str:
     return f"{dotted(key)} = {shown(key, value)}: {what}"
 
 
-# Resolvers of plain scalars by their first character, as PyYAML takes them.
-RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-for _tag, _pattern, _first in SCHEMA:
-    for _char in _first:
-        RESOLVERS.setdefault(_char, []).append((_tag, re.compile(f"(?:{_pattern})\\Z")))
-
-
 class _Loader(yaml.SafeLoader):
     """Turns text into nodes; ``Document``, which knows the keys above a node, turns those into values."""
 
-    yaml_implicit_resolvers = RESOLVERS
+    yaml_implicit_resolvers = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -132,10 +123,6 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes text that our loader or a YAML 1.1 reader would otherwise read as another type."""
 
-    yaml_implicit_resolvers = {
-        first: [*RESOLVERS.get(first, []), *older] for first, older in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    }
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
@@ -145,6 +132,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+for _tag, _pattern, _first in SCHEMA:
+    for _each in (_Loader, _Dumper):
+        _each.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})\\Z"), _first)
 
 
 def _integer(text: str) -> int:
