@@ -17,10 +17,11 @@ import json
 import keyword
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,20 +47,6 @@ class Table(NamedTuple):
 
     name: str
     columns: tuple[str, ...]
-
-
-class Source(Protocol):
-    """Rows that can be read repeatedly, always in the same order."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tables(self) -> tuple[Table, ...]: ...
-    def rows(self, wanted: Collection[str]) -> Iterator[Row]:
-        """Rows with at least the columns in ``wanted``, where they have them."""
-
-    def identity(self, exact: bool) -> list[str]:
-        """Lines that identify the content, whatever its path: by sha256 if ``exact``, else by size and mtime."""
 
 
 # Readers: each yields (number, row), where a row is a mapping or a sentence about what is wrong with it.
@@ -196,18 +183,22 @@ class Files:
 
     root: Path
     paths: tuple[Path, ...]
-    tables: tuple[Table, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
-        for table in tables:
-            if not table.columns:
-                raise DataError(f"{table.name}: the file is empty; it has no rows")
-        object.__setattr__(self, "tables", tables)
 
     @property
     def name(self) -> str:
         return str(self.root)
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """Reads the head of every file.
+
+        Raises:
+            DataError: one is empty, or its head cannot be read.
+        """
+        tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
+        if empty := next((table.name for table in tables if not table.columns), None):
+            raise DataError(f"{empty}: the file is empty; it has no rows")
+        return tables
 
     def rows(self, wanted: Collection[str]) -> Iterator[Row]:
         for path in self.paths:
@@ -274,6 +265,11 @@ class Arrow:
 
     def identity(self, exact: bool) -> list[str]:
         return list(self.marks)
+
+
+# Rows that can be read repeatedly, always in the same order. ``rows`` have at least the columns that are wanted, where
+# they have them; ``identity`` is the content, whatever its path: by sha256 if it is to be exact, else by size and time.
+Source = Files | Pydoc | Arrow
 
 
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
