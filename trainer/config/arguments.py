@@ -1,14 +1,9 @@
 """The ``training`` section: the names of Hugging Face's TrainingArguments, with types and ranges.
 
-Problem. TrainingArguments is a plain dataclass. It accepts ``learning_rate: fast``, a negative learning rate and an
-accumulation of 0, and fails (or trains wrongly) much later.
-
-Every name of TrainingArguments is either a field here, with type and range, or in ``REFUSED``, with the reason and what
-to write instead; a test compares both with the installed dataclass. A field that is None is not passed on, so that
-Hugging Face's own default applies; defaults that this framework relies on are stated.
-
-Refused: names that the plan or another section decides (``deepspeed``, ``fsdp``), that hide errors
-(``logging_nan_inf_filter``), or that break exact resuming (``ignore_data_skip``).
+TrainingArguments is a plain dataclass: it accepts ``learning_rate: fast`` and an accumulation of 0, and fails much
+later. Every name of it is either a field here, or in ``REFUSED`` with what to write instead; a test compares both with
+the installed dataclass. Refused is what the plan or another section decides (``deepspeed``), what hides errors
+(``logging_nan_inf_filter``), and what breaks exact resuming (``ignore_data_skip``).
 """
 
 from __future__ import annotations
@@ -51,41 +46,17 @@ Reporters = Annotated[
 ]
 LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "greedy",
-]
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+]  # fmt: skip
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
 # What a resumed run may change of the result, if it is told so (trainer/run/resume_rules.py has the keys of each).
 Changeable = Literal[
-    "data",
-    "max_length",
-    "packing",
-    "seed",
-    "order",
-    "batch_size",
-    "accumulation",
-    "loss",
-    "dropout",
-    "betas",
-    "weight_decay",
-    "clipping",
-    "precision",
-    "kernels",
-    "model",
-    "ranks",
-]
+    "data", "max_length", "packing", "seed", "order", "batch_size", "accumulation", "loss", "dropout", "betas",
+    "weight_decay", "clipping", "precision", "kernels", "model", "ranks",
+]  # fmt: skip
 ALLOWABLE: tuple[str, ...] = get_args(Changeable)
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"]
 
@@ -226,9 +197,6 @@ class TrainingSection(Section):
     ddp_timeout: Count | None = option("Seconds before a silent collective fails.")
 
     def arguments(self) -> dict[str, object]:
-        """The keyword arguments for TrainingArguments: all fields that are set, by names that every release has.
-
-        Without ``resume_from_checkpoint``, which is an argument of ``Trainer.train``, and without our own.
-        """
+        """The keyword arguments for TrainingArguments: what is set, without our own and ``Trainer.train``'s."""
         given = self.model_dump(exclude={"resume_from_checkpoint", *OWN})
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not None}

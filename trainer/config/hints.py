@@ -1,11 +1,7 @@
-"""Hints for unknown keys.
+"""Hints for unknown keys: most configs are rewritten from another framework's.
 
-Problem. Most configs are rewritten from another framework's, and "unknown key" alone leaves the user searching.
-
-The first of these that matches is used: for a name of another framework, our name for it; for one of our own keys in
-the wrong section, its full name; for anything else, the most similar key, if one is similar.
-
-Refused: foreign names as aliases, since a file could then give one option two values under two names.
+The first of these that matches is used: for a name of another framework (``foreign.yaml``), our name for it; for one of
+our own keys in the wrong section, its full name; for anything else, the most similar key, if one is similar.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The sections of a config as types: ``model``, ``data``, ``training`` and ``strategies``.
 
-Name, type, range, default and meaning of each key are stated once, here and in ``trainer.config.arguments``. Error
-lines (``trainer.config.check``), the JSON schema (``trainer.config.load``) and ``docs/config.md``
-(``trainer.config.doc``) are derived from that. The section of a strategy has the fields of the class in its file.
-
-Refused: unknown keys, conversions (the text "8" is not a number), and the combinations in ``trainer.config.conflicts``.
-Only the file is checked here; whether a path exists or a model has a certain module is checked later.
+Name, type, range, default and meaning of each key are stated once, here and in ``trainer.config.arguments``; error
+lines, the JSON schema and ``docs/config.md`` are derived from that. The section of a strategy has the fields of the
+class in its file. Only the config is checked here; whether a path exists or a model has a certain module is later.
 """
 
 from __future__ import annotations

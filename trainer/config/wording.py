@@ -1,8 +1,4 @@
-"""What may be written for a key, in words, computed from the declaration of its field.
-
-Error lines (``trainer/config/check.py``) and ``docs/config.md`` take them from here, so that both say the same:
-``must be a whole number >= 1``.
-"""
+"""What may be written for a key, in words, computed from its field: for error lines and for ``docs/config.md``."""
 
 from __future__ import annotations
 

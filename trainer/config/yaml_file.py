@@ -1,15 +1,9 @@
 """Read YAML by the 1.2 core schema, with the line of every key.
 
-Problem. PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal
-keys. Each of these can spoil a training run.
-
-By the core schema ``1e-4``, ``1E5``, ``.5`` and ``1.`` are numbers, and only true and false are booleans (``yes`` and
-``on`` stay text and then fail the type check, whose message names the key).
-
-Refused, each with its line: duplicate keys, tags (``!!python/...`` included), aliases (a value is written where it is
-used, and a small file cannot expand into a huge one), keys that are not text, integers beyond 64 bits, and more than
-one document. Problems that leave the rest of the file readable are collected, so that all are shown at once; a syntax
-error ends the reading.
+PyYAML reads ``1e-4`` as text, ``no`` as false and ``010`` as eight, and silently keeps the last of two equal keys. Each
+of these can spoil a training run. Refused, each with its line: duplicate keys, tags (``!!python/...`` included),
+aliases (a small file cannot expand into a huge one), keys that are not text, integers beyond 64 bits, and more than one
+document. All that leaves the rest of the file readable is collected; a syntax error ends the reading.
 """
 
 from __future__ import annotations

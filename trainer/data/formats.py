@@ -1,8 +1,6 @@
 """Tokenise rows: input ids, and labels that say which tokens are trained on.
 
-Five formats, recognised by their columns: ``text``; ``prompt`` + ``completion``; ``messages``; ``instruction``
-[+ ``input``] + ``output``; ``input_ids`` [+ ``labels``]. ``data.columns`` maps these names to the columns of the data.
-Data that fits two formats is refused.
+The format is recognised by the columns; ``data.columns`` maps our names to those of the data.
 
 A row of strings is a list of segments, trained on or not, and each segment is tokenised *alone*. So no token straddles
 the boundary between prompt and completion, the mask is exact, and a prompt has the tokens that it has in generation.
@@ -10,11 +8,8 @@ the boundary between prompt and completion, the mask is exact, and a prompt has 
 also cut into segments, at line ends, to bound the memory of the tokenizer, which needs a hundred bytes per token.
 
 A label is the token itself, or -100 if it is not trained on; the model shifts labels. The first label is always -100,
-as in a packed row, so that both count the same number of trained tokens. ``eos`` follows text and completions and is
-trained on, or generation would not stop; a chat template writes its own. The row begins with a bos token if the
-tokenizer adds one itself.
-
-A bad row gives a line of text instead of an exception, so that several can be reported, from any process.
+as in a packed row. ``eos`` follows text and completions and is trained on, or generation would not stop; a chat
+template writes its own. A bad row gives a line of text instead of an exception, so that several can be reported.
 """
 
 from __future__ import annotations

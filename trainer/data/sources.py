@@ -1,14 +1,11 @@
 """Rows of data from files, folders, Python's documentation (``pydoc``) or the hub, each with its place: ``a.jsonl:7``.
 
 Local files are read here row by row and not by a table builder of ``datasets``, which infers one schema for all files,
-reads all columns, and reports a broken row by its block. Reading is ten to a hundred times faster than tokenising, so
-this costs no time, needs little memory, and works for streaming, too. Hub data is read by ``datasets``.
-
-The number in a place is the line in .jsonl and .txt files, and the row counted from 1 in .json, .csv (without the
-header) and .parquet files. A .txt file is one document; blank lines in it separate paragraphs. A folder consists of all
-its data files in name order, or of the files of one split if their names begin with train, test or validation. A row
-that cannot be read is a value (``problem``), so that several can be reported at once; a file that cannot be read is a
-DataError.
+and reports a broken row by its block; reading is ten to a hundred times faster than tokenising. The number in a place
+is the line in .jsonl and .txt files, and the row counted from 1 in .json, .csv (without the header) and .parquet files.
+A .txt file is one document. A folder consists of all its data files in name order, or of the files of one split if
+their names begin with train, test or validation. A row that cannot be read is a value (``problem``), so that several
+can be reported at once; a file that cannot be read is a DataError.
 """
 
 import csv
@@ -190,11 +187,7 @@ class Files:
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """Reads the head of every file.
-
-        Raises:
-            DataError: one is empty, or its head cannot be read.
-        """
+        """Reads the head of every file; raises DataError if one is empty or cannot be read."""
         tables = tuple(Table(str(path), _columns(path)) for path in self.paths)
         if empty := next((table.name for table in tables if not table.columns), None):
             raise DataError(f"{empty}: the file is empty; it has no rows")
@@ -273,10 +266,9 @@ Source = Files | Pydoc | Arrow
 
 
 def open_source(path: str, name: str | None, split: str, streaming: bool, key: str = "data.") -> Source:
-    """The source that ``path`` names; reads only headers.
+    """The source that ``path`` names: a file, a folder, ``pydoc``, or a hub name ``owner/name``.
 
     Args:
-        path: a file, a folder, ``pydoc``, or a hub name ``owner/name``.
         name: the hub subset, or ``text`` or ``pairs`` for pydoc.
         key: prefix of the config keys of this source, for messages.
 
