@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from types import GenericAlias
 from typing import Annotated, Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -68,7 +69,7 @@ def _refusal(model: type[BaseModel], field: FieldInfo, value: object) -> str | N
     """What is wrong with the value of a field, or None."""
     names, kind = choices(field.annotation), Annotated[field.annotation, field]
     try:
-        TypeAdapter(list[kind], config=model.model_config).validate_python(
+        TypeAdapter(GenericAlias(list, (kind,)), config=model.model_config).validate_python(
             [value]
         )  # a type that is a model has its own
     except ValidationError as error:

@@ -31,7 +31,8 @@ class Wrong:
 class Values(dict[str, Any]):
     """The keys of a section, as attributes too."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, key: str) -> Any:
+        return self[key]
 
 
 WRONG = Wrong()
