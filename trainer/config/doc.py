@@ -1,14 +1,12 @@
-"""Generate the tables of keys in ``docs/``, and the JSON schema, from the sections.
+"""Generate the tables of keys in ``docs/config.md`` and ``docs/strategies``, between two marks, from the sections.
 
-``python -m trainer.config.doc`` writes ``docs/config.md`` and the table in each ``docs/strategies/<name>.md``, between
-two marks; with ``--schema`` it prints the schema for editors. A test compares the files with what would be written.
+``python -m trainer.config.doc`` writes them; a test compares the files with what would be written.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from pydantic.fields import FieldInfo
 from strategies.core.registry import available, find
 from trainer.config.arguments import REFUSED
 from trainer.config.hints import elsewhere
-from trainer.config.load import json_schema
 from trainer.config.sections import SECTIONS
 from trainer.config.wording import allowed, inner_model
 
@@ -88,8 +85,5 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    if "--schema" in sys.argv[1:]:
-        print(json.dumps(json_schema(), indent=2))
-    else:
-        for path, text in pages(Path(__file__).resolve().parents[2] / "docs"):
-            path.write_text(text, encoding="utf-8")
+    for path, text in pages(Path(__file__).resolve().parents[2] / "docs"):
+        path.write_text(text, encoding="utf-8")

@@ -75,9 +75,7 @@ def _loaded(path: str, base: Document, file: Document, overrides: Sequence[str])
         order = {path: 0, COMMAND_LINE: 2}  # the base comes between
         problems.sort(key=lambda problem: (order.get(problem.location.file, 1), problem.location.line))
         raise ConfigError(map(str, problems))
-    config = build(tree)
-    config.note_locations({(): Location(path), **locations})
-    return config
+    return build(tree).note_locations({(): Location(path), **locations})
 
 
 def build(tree: dict[str, Any]) -> RunConfig:
@@ -145,7 +143,6 @@ def _base(path: Path, file: Document) -> Document:
 def _overrides(arguments: Sequence[str]) -> Document:
     """Arguments such as ``a.b=value`` as one layer; the last one for a key wins."""
     layer = Document(COMMAND_LINE)
-    location = Location(COMMAND_LINE)
     for argument in arguments:
         name, equals, text = argument.partition("=")
         key = tuple(name.split("."))
@@ -161,7 +158,7 @@ def _overrides(arguments: Sequence[str]) -> Document:
             continue
         value, written = parse(text, COMMAND_LINE, key)
         layer.problems += written.problems
-        layer.locations |= written.locations | {key[:depth]: location for depth in range(1, len(key) + 1)}
+        layer.locations |= written.locations | {key[:depth]: Location(COMMAND_LINE) for depth in range(1, len(key) + 1)}
         if not written.problems:
             _set(layer.tree, key, value)
     return layer

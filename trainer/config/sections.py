@@ -106,14 +106,14 @@ class RunConfig(Section):
 
     __hash__ = None  # type: ignore[assignment]  # it holds mappings
 
-    def note_locations(self, locations: Mapping[Key, Location]) -> None:
-        """Remember where keys were written, for errors that are found after loading."""
+    def note_locations(self, locations: Mapping[Key, Location]) -> RunConfig:
+        """This config, after remembering where keys were written, for errors that are found after loading."""
         self._locations.update(locations)
+        return self
 
     def like(self, other: RunConfig) -> RunConfig:
         """This config, with the keys of ``other`` where they were written there."""
-        self.note_locations(other._locations)
-        return self
+        return self.note_locations(other._locations)
 
     def located(self, key: str, text: str) -> str:
         """``text`` after the file and line of the dotted ``key``, or of the section that it belongs to."""

@@ -52,13 +52,13 @@ SYNTAX: tuple[tuple[str, str], ...] = (
 
 
 class Location(NamedTuple):
-    """Where a key was written: a file and its line, or the command line (line 0)."""
+    """Where a key was written: a file and its line (0: the whole file), or the command line."""
 
     file: str
     line: int = 0
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line else self.file
+        return f"{self.file}:{self.line}" if self.line and self.file != COMMAND_LINE else self.file
 
 
 class ConfigProblem(NamedTuple):
@@ -157,13 +157,9 @@ class Document:
     locations: dict[Key, Location] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
 
-    def at(self, line: int) -> Location:
-        """A line of this file; the command line has none."""
-        return Location(self.file, 0 if self.file == COMMAND_LINE else line)
-
     def report(self, line: int, text: str, key: Key = ()) -> None:
         """Add a problem; ``key`` is the one whose value could not be read."""
-        self.problems.append(ConfigProblem(self.at(line), text, key))
+        self.problems.append(ConfigProblem(Location(self.file, line), text, key))
 
     def value_of(self, node: yaml.Node, key: Key) -> Any:
         """The value of a node; the locations of keys in it and the problems are added to those of the document."""
@@ -190,11 +186,10 @@ class Document:
             if name_node.tag != "tag:yaml.org,2002:str" or re.search("[\ud800-\udfff]", name):
                 self._refuse(name_node, key, name, "a key must be text; put it in quotes")
                 continue
-            first = self.locations.setdefault(inner, self.at(line))
+            first = self.locations.setdefault(inner, Location(self.file, line))
             value = self.value_of(value_node, inner)
             if name in tree:
-                words = f"duplicate key, first on line {first.line}; keep one"
-                self.report(line, error_line(inner, value, words))
+                self.report(line, error_line(inner, value, f"duplicate key, first on line {first.line}; keep one"))
             else:
                 tree[name] = value
         return tree
@@ -240,11 +235,11 @@ def read(path: Path) -> Document:
         document.report(raw.count(b"\n", 0, error.start) + 1, "not UTF-8; save the file as UTF-8")
         return document
     value, document = parse(text, str(path))
-    if document.problems or isinstance(value, dict):
-        document.tree = value if isinstance(value, dict) else {}
-        return document
-    what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
-    document.report(1, f"{what}; a config has the sections model, data, training, strategies")
+    if isinstance(value, dict):
+        document.tree = value
+    elif not document.problems:
+        what = "the file is empty" if value is None else f"{shown((), value)} stands alone"
+        document.report(1, f"{what}; a config has the sections model, data, training, strategies")
     return document
 
 
