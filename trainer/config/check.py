@@ -67,11 +67,11 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
 
 def _refusal(model: type[BaseModel], field: FieldInfo, value: object) -> str | None:
     """What is wrong with the value of a field, or None."""
-    names, kind = choices(field.annotation), Annotated[field.annotation, field]
+    names = choices(field.annotation)
+    # In a list, since the type of a field may be a model, which has a config of its own.
+    kind: Any = GenericAlias(list, (Annotated[field.annotation, field],))
     try:
-        TypeAdapter(GenericAlias(list, (kind,)), config=model.model_config).validate_python(
-            [value]
-        )  # a type that is a model has its own
+        TypeAdapter(kind, config=model.model_config).validate_python([value])
     except ValidationError as error:
         ours = (item["ctx"]["error"] for item in error.errors() if item["type"] == "value_error")  # of our validators
         return str(next(ours, None) or _must_be(field, value))
