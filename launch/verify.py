@@ -64,20 +64,20 @@ def of_checkpoint(folder: Path) -> int:
     """Compare a checkpoint with its manifest and print the result; returns the exit code."""
     from strategies.core import sealed
     from strategies.core.sizes import human
-    from trainer.run import manifest
+    from trainer.run import checkpoint, manifest
 
     try:
         seal, about = manifest.read(folder)
     except sealed.Damaged as damaged:
         print(f"{folder}: damaged: {damaged}" if folder.is_dir() else f"{folder}: there is no such folder")
         return ExitCode.FAILED
-    lines = sealed.damage(folder, seal)
+    lines = checkpoint.damage(folder, seal, about)
     for line in lines:
         print(f"{folder}: damaged: {line}")
     if lines:
         return ExitCode.FAILED
     size = human(sum(num_bytes for num_bytes, _ in seal.files.values()))
-    names = ", ".join(about.run.strategies) or "none"
+    names = ", ".join(about.run.config.get("strategies", {})) or "none"
     print(
         f"{folder}: good: step {about.step}, {len(seal.files)} files, {size}; {about.run.world_size} rank(s), "
         f"strategies {names}; its values are {'finite' if about.finite else 'NOT all finite'}"
