@@ -88,14 +88,6 @@ def test_bad_data_on_two_ranks(server: Server, config: Path) -> None:
     assert found.out == ""
 
 
-def test_what_deepspeeds_optimizer_does_not_know(server: Server, tmp_path: Path) -> None:
-    schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
-    config = write_config(tmp_path, training={"max_steps": 4, **schedule}, strategies={"zero": {"stage": 2}})
-    (line,) = server.run(1, config).check(2).quiet().err.splitlines()
-    assert "training.lr_scheduler_kwargs.min_lr = 0.0001: not with strategies.zero.stage 2" in line
-    assert line.startswith(f"{config}:")
-
-
 def test_options_that_cannot_work_are_all_told_before_data_is_read(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
