@@ -89,6 +89,9 @@ CASES = [
     Case("half a surrogate pair", {"d.jsonl": '{"text": "a \\ud800"}\n'}, {}, [
         "d.jsonl:1: field 'text' holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
     ]),
+    Case("a number of 5000 digits", {"d.jsonl": f'{{"text": {"1" * 5000}}}'}, {}, [
+        "d.jsonl:1: broken JSON: a number of too many digits",
+    ]),
     Case("nested too deeply", {"d.json": "[" * 100_000}, {}, ["d.json:1: broken JSON: nested too deeply"]),
     Case("empty file", {"d.jsonl": ""}, {}, ["d.jsonl: the file is empty; it has no rows"]),
     Case("csv header only", {"d.csv": "text\n"}, {}, ["d.csv: there are no rows"]),

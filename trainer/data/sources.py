@@ -65,10 +65,10 @@ def _read_txt(path: Path, wanted: Collection[str]) -> Numbered:
         yield 1, {"text": text}
 
 
-def _broken(error: json.JSONDecodeError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "broken JSON: nested too deeply"
-    return f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+def _broken(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    return f"broken JSON: {'nested too deeply' if isinstance(error, RecursionError) else 'a number of too many digits'}"
 
 
 def _object(value: object) -> Mapping[str, Any] | str:
@@ -84,7 +84,7 @@ def _read_jsonl(path: Path, wanted: Collection[str]) -> Numbered:
                     yield number, _object(json.loads(text))
             except UnicodeDecodeError as error:
                 yield number, f"byte 0x{raw[error.start]:02x} is not valid UTF-8"
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 yield number, _broken(error)
 
 
@@ -96,7 +96,7 @@ def _read_json(path: Path, wanted: Collection[str]) -> Numbered:
         return
     try:
         rows = json.loads(_utf8(path.read_bytes(), str(path)))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: {_broken(error)}") from None
     yield from enumerate(map(_object, rows), start=1)
 
