@@ -1,11 +1,12 @@
 """What is wrong is said once, in a line, by one rank; the code says of which kind it was; nothing stays behind."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from launch import plan
-from tests.e2e.commands import PYTHON, TRAIN, Result, Server, launcher, run, write_config, write_jsonl
+from tests.e2e.commands import PYTHON, REPO, TRAIN, Result, Server, launcher, run, write_config, write_jsonl
 
 pytestmark = pytest.mark.ranks
 
@@ -24,7 +25,7 @@ def without_torch(folder: Path, *arguments: str) -> Result:
     stubs.mkdir(exist_ok=True)
     for name in ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy"):
         (stubs / f"{name}.py").write_text(f"raise AssertionError('{name} is imported')\n")
-    return run([PYTHON, *arguments], folder, PYTHONPATH=str(stubs))
+    return run([PYTHON, *arguments], folder, PYTHONPATH=f"{stubs}{os.pathsep}{REPO}")
 
 
 def misspelt(config: Path) -> str:
