@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerState
 
 from tests.helpers.tiny import LLAMA, run_config
-from trainer.run import taken_over
+from trainer.run import resuming
 
 
 def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState, list[str]]:
@@ -16,8 +16,8 @@ def after(folder: Path, best: str | None, said_other: str) -> tuple[TrainerState
     args: Any = SimpleNamespace(output_dir=str(folder), process_index=0, logging_steps=1, eval_steps=7, save_steps=0.1)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(taken_over, "write_line", said.append)
-        taken_over.TakenOver(said_other).on_train_begin(args, state, None)
+        patch.setattr(resuming, "write_line", said.append)
+        resuming.TakenOver(said_other).on_train_begin(args, state, None)
     assert (state.save_steps, state.eval_steps) == (10, 7), (
         "the intervals are the config's, a share is one of all steps"
     )
@@ -55,7 +55,7 @@ def test_whose_the_best_one_is(inside: bool, saved: dict[str, Any], why: str, tm
     manifest = SimpleNamespace(run=SimpleNamespace(config={"training": saved}))
     folder = tmp_path / ("own" if inside else "other") / "checkpoint-6"
     resumed: Any = SimpleNamespace(path=folder, found=SimpleNamespace(manifest=manifest), changed=frozenset())
-    assert taken_over.other(resumed, config) == why
+    assert resuming.other(resumed, config) == why
     resumed.changed = frozenset({"data.eval_path"})
-    assert taken_over.other(resumed, config) == (why or "was one of other data")
-    assert taken_over.other(None, config) == ""
+    assert resuming.other(resumed, config) == (why or "was one of other data")
+    assert resuming.other(None, config) == ""
