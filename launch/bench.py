@@ -7,8 +7,7 @@
 
 ``offload`` and ``recompute``: every contender does the same work in a fresh process, in turn, over several rounds.
 ``linear``: the matrix products of well-known models' linear layers over every route. The table is printed; the record
-with every run's figures goes to a folder under benchmarks/records. The exit code is 0 even if a contender failed, which
-is a row of the table, and 2 for a wrong option.
+with every run's figures goes to a folder under benchmarks/records. A contender that failed is a row of the table.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with the message of argparse."""
+        """Instead of argparse's own."""
         raise ConfigError(message)
 
 
@@ -66,9 +65,7 @@ def parser() -> Parser:
     _add(two, "--steps", partial(work.whole, least=0), "10", "N", "rounds of training steps; 0: none")
     _add_choice(two, "--step-model", work.MODELS, "45m")
     for one in themes.choices.values():
-        one.add_argument(
-            "--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record's folder is made"
-        )
+        one.add_argument("--out", type=Path, default=RECORDS, metavar="FOLDER", help="where the record is made")
     return whole
 
 
