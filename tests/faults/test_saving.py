@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from strategies.core import commit
+from strategies.core.sealed import signed
 from strategies.engine import SGD, AdamW, StowOptimizer, stow
 from strategies.state import saved_state, spans
 from tests.faults import saving_child
@@ -106,7 +107,7 @@ def forged(change: Callable[[dict[str, Any]], object], name: str = RECORD) -> Ca
     def forge(folder: Path, first: Path, last: Path) -> None:
         content = json.loads((folder / name).read_text())["content"]
         change(content)
-        saved_state.sign(folder / name, content)
+        (folder / name).write_text(signed(content))
 
     return forge
 

@@ -19,9 +19,9 @@ OFFLOAD = {"offload": {"site": "host", "weights": "streamed"}}
 SAVE, STEPS = 2, 4
 
 
-def config_in(folder: Path, strategies: dict[str, Any]) -> RunConfig:
+def config_in(folder: Path, strategies: dict[str, Any] | None = None) -> RunConfig:
     return run_config(
-        LLAMA, output_dir=folder, strategies=strategies, max_steps=STEPS, save_strategy="steps", save_steps=SAVE,
+        LLAMA, output_dir=folder, strategies=strategies or {}, max_steps=STEPS, save_strategy="steps", save_steps=SAVE,
         save_total_limit=1, per_device_train_batch_size=2,
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
 def test_a_seal_that_fails_is_one_line(full_at: int, tmp_path: Path) -> None:
     """All ranks know it, and the checkpoint before is as it was."""
     good = SAVE + STEPS - full_at
-    found = run_world(2, full_disk, config_in(tmp_path, {}), full_at)
+    found = run_world(2, full_disk, config_in(tmp_path), full_at)
     error = "[Errno 28] No space left on device; older ones are as they were"
     line = f"{tmp_path}/checkpoint-{full_at} was not saved: {error}"
     assert found == [
@@ -118,6 +118,36 @@ def test_a_seal_that_fails_is_one_line(full_at: int, tmp_path: Path) -> None:
     assert verified(tmp_path / f"checkpoint-{good}")
 
 
+<<<<<<< HEAD
+=======
+def broken_off(ranks: Ranks, config: RunConfig) -> bool:
+    """Whether the save is there when training has ended with an error in the step after it."""
+    from trainer.run import saving
+
+    commit, in_step = saving.commit, threading.Event()
+
+    def late(*args: Any) -> None:
+        in_step.wait(60.0)
+        commit(*args)
+
+    def fail(step: int) -> None:
+        if step > SAVE:
+            in_step.set()
+            raise ZeroDivisionError
+
+    saving.commit = late
+    trainer = trainer_of(ranks, config, fail)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.accelerator.free_memory()
+    return bool(verified(Path(config.training.output_dir) / f"checkpoint-{SAVE}"))
+
+
+def test_an_error_loses_no_save(tmp_path: Path) -> None:
+    assert run_world(1, broken_off, config_in(tmp_path))
+
+
+>>>>>>> slim
 def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
     """What is left if Ctrl-C comes while the run waits for a seal."""
     from trainer.run import saving
@@ -145,7 +175,7 @@ def interrupted(ranks: Ranks, config: RunConfig) -> list[str]:
 
 
 def test_an_interruption_while_it_is_settled_loses_no_save(tmp_path: Path) -> None:
-    assert run_world(1, interrupted, config_in(tmp_path, {})) == [f"checkpoint-{SAVE}"]
+    assert run_world(1, interrupted, config_in(tmp_path)) == [f"checkpoint-{SAVE}"]
 
 
 def unprunable(ranks: Ranks, config: RunConfig) -> list[str]:
@@ -169,7 +199,7 @@ def unprunable(ranks: Ranks, config: RunConfig) -> list[str]:
 
 
 def test_what_cannot_be_deleted_is_no_failed_save(tmp_path: Path) -> None:
-    (said,) = run_world(1, unprunable, config_in(tmp_path, {}))
+    (said,) = run_world(1, unprunable, config_in(tmp_path))
     assert said == f"{tmp_path}: older checkpoints could not be deleted: [Errno 39] Directory not empty"
     assert verified(tmp_path / f"checkpoint-{STEPS}")
 
@@ -191,7 +221,7 @@ def looked_at(ranks: Ranks, config: RunConfig) -> list[bool]:
 
 
 def test_callbacks_of_others_find_the_checkpoint(tmp_path: Path) -> None:
-    assert run_world(1, looked_at, config_in(tmp_path, {})) == [True, True]
+    assert run_world(1, looked_at, config_in(tmp_path)) == [True, True]
 
 
 BEST = {

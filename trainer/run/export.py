@@ -31,8 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from strategies.backends.tensor_shards import whole_shape
-from strategies.core.commit import replaced_folder
-from strategies.core.modes import same_modes
+from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import seal
 from trainer.model.build import set_use_cache
 from trainer.run.finished import KIND
