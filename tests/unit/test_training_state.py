@@ -71,11 +71,7 @@ def test_one_with_history_goes_on(tmp_path: Path) -> None:
         schedule.load(tmp_path / schedule.FILE, second)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'])
-=======
-@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "kind": "LambdaLR", "state": {}}'])
->>>>>>> slim
 def test_a_damaged_schedule(tmp_path: Path, text: str) -> None:
     path = tmp_path / schedule.FILE
     path.write_text(text)

@@ -284,13 +284,8 @@ class Offloaded:
     def _copies(self, *, keep_optimizer: bool) -> list[CopyRun]:
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
         known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
-<<<<<<< HEAD
-        stages = [narrowed(small, known, rank) for rank in known.run.grid.pipelines()[0]]
-        return copies_of.moving(self._real, small.strategies, stages)
-=======
         stages = [narrowed(small, known, rank) for rank in known.run.grid.groups("stage")[0]]
-        return moving(self._real, small.strategies, stages)
->>>>>>> slim
+        return copies_of.moving(self._real, small.strategies, stages)
 
     def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
         layers = MOVING_LAYERS * degrees(self._config.strategies).get(Axis.STAGES, 1)
