@@ -64,10 +64,6 @@ class Held:
             return tensor
         return tensor.detach().view(-1)[piece.offset : piece.offset + piece.count]
 
-    def shape_of(self, tensor: Tensor, piece: Piece) -> tuple[int, ...]:
-        """The shape that state like ``tensor`` has for the whole parameter."""
-        return tuple(tensor.shape) if self.is_parameter else piece.shape
-
 
 class TorchState:
     """A ``Holder`` for an optimizer of torch's kind."""
@@ -91,18 +87,13 @@ class TorchState:
         named = zip(self._optimizer.param_groups, self._groups, strict=True)
         return [{**group, "params": list(names)} for group, names in named]
 
-    def described(self) -> dict[str, Described]:
-        found: dict[str, Described] = {}
+    def entries(self) -> Iterator[tuple[str, Described, list[Span]]]:
         for held, piece in _written(self._held):
             tensors, numbers = self._state_of(held)
-            shapes = {kind: held.shape_of(tensor, piece) for kind, tensor in tensors.items()}
-            found[piece.name] = Described(piece.shape, held.dtype, numbers, shapes)
-        return found
-
-    def spans(self) -> Iterator[Span]:
-        for held, piece in _written(self._held):
-            for kind, tensor in self._state_of(held)[0].items():
-                yield from _spans(kind, held.shape_of(tensor, piece), piece, held.part(tensor, piece))
+            shapes = {kind: tuple(it.shape) if held.is_parameter else piece.shape for kind, it in tensors.items()}
+            parts = ((kind, held.part(tensor, piece)) for kind, tensor in tensors.items())
+            some = [span for kind, part in parts for span in _spans(kind, shapes[kind], piece, part)]
+            yield piece.name, Described(piece.shape, held.dtype, numbers, shapes), some
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
         for held, piece in _written(self._weights):

@@ -17,7 +17,7 @@ from strategies.core.registry import find
 from strategies.planner.zero_bytes import MAX_BUCKET
 from tests.helpers.fakes import CPU, block, embedding, facts, fake, head
 from tests.helpers.releases import needs_stage_3
-from tests.helpers.tiny import GPT2, LLAMA, run_config
+from tests.helpers.tiny import LLAMA, run_config
 from trainer.config.sections import RunConfig
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
@@ -196,12 +196,10 @@ def test_stage_3_leaves_nothing_patched(tmp_path: Path) -> None:
 
 @needs_stage_3
 @pytest.mark.ranks
-@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit(base: dict[str, Any]) -> None:
+def test_stage_3_trains_adapters_on_a_frozen_base_bit_for_bit() -> None:
     """Behind a frozen embedding no gradient reaches the first block's input; see ``backends/deepspeed.py``."""
-    targets = ["q_proj", "down_proj"] if base is LLAMA else ["c_attn"]
-    lora = {"lora": {"r": 3, "target_modules": targets}}
-    config = run_config(base, stage=3, model=lora, max_grad_norm=0.0, learning_rate=1e-2)
+    lora = {"lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}}
+    config = run_config(LLAMA, stage=3, model=lora, max_grad_norm=0.0, learning_rate=1e-2)
     assert verify(config, num_ranks=2, steps=3) == []
 
 
