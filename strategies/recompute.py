@@ -30,7 +30,7 @@ from pydantic import Field
 
 from strategies.core.facts import Facts, Rates, RunFacts, UnitKind
 from strategies.core.plan import Decision, Home, Plan
-from strategies.core.protocol import BITWISE, Idle, Parity, Phase, Refusal, Strategy
+from strategies.core.protocol import Idle, Phase, Refusal, Strategy
 from strategies.planner.activation_policy import (
     AUTO,
     KeepOption,
@@ -86,9 +86,6 @@ class Recompute(Strategy):
         description="What recomputed blocks keep waits in pinned host memory: true, always; auto: with policy: auto, "
         "where the link is simulated to have room.",
     )
-
-    def parity(self, run: RunFacts) -> Parity:
-        return BITWISE
 
     def refusals(self, run: RunFacts, others: Mapping[str, Strategy]) -> Iterator[Refusal]:
         if self.policy == AUTO and self.every > 1:

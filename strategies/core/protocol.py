@@ -94,9 +94,9 @@ class Strategy(BaseModel, ABC):
     takes_over: ClassVar[tuple[str, ...]] = ()
     needs_ranks: ClassVar[bool] = False  # it saves memory on several ranks only
 
-    @abstractmethod
     def parity(self, run: RunFacts) -> Parity:
         """How a run with this precision, clipping and accumulation must compare with the same run without it."""
+        return BITWISE
 
     @abstractmethod
     def decide(self, facts: Facts, plan: Plan) -> Iterable[Decision]:

@@ -101,7 +101,6 @@ class Holder(Protocol):
 class Saved:
     """An opened save: what the index says, and what the files hold."""
 
-    folder: Path
     rule: str
     param_groups: list[dict[str, Any]]
     parameters: Mapping[str, Described]
@@ -239,7 +238,7 @@ def opened(folder: Path, *, hashes: bool = False) -> Saved:
     if complaints:
         raise SpanError(complaints[0])
     groups = [group.model_dump() for group in index.param_groups]
-    return Saved(folder, index.rule, groups, parameters, index.extra, store)
+    return Saved(index.rule, groups, parameters, index.extra, store)
 
 
 def _signed(path: Path, kind: type[M]) -> M:

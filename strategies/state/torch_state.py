@@ -50,11 +50,6 @@ class Held:
     copied: bool = False
 
     @property
-    def is_master(self) -> bool:
-        """Whether it has more digits than the weights."""
-        return self.copied and self.dtype != "float32"
-
-    @property
     def is_parameter(self) -> bool:
         return len(self.pieces) == 1 and tuple(self.tensor.shape) == self.pieces[0].shape
 
@@ -102,7 +97,7 @@ class TorchState:
 
     def _state_of(self, held: Held) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Tensors and numbers of what is held; a master is one of the tensors."""
-        tensors: dict[str, Tensor] = {MASTER: held.tensor} if held.is_master else {}
+        tensors: dict[str, Tensor] = {MASTER: held.tensor} if held.copied and held.dtype != "float32" else {}
         numbers: dict[str, float] = {}
         for key, value in self._optimizer.state.get(held.tensor, {}).items():
             if isinstance(value, Tensor) and (value.dim() > 0 or (held.tensor.dim() == 0 and key != "step")):
