@@ -83,17 +83,20 @@ class TorchState:
         return [{**group, "params": list(names)} for group, names in named]
 
     def entries(self) -> Iterator[tuple[str, Described, list[Span]]]:
-        for held, piece in _written(self._held):
-            tensors, numbers = self._state_of(held)
-            shapes = {kind: tuple(it.shape) if held.is_parameter else piece.shape for kind, it in tensors.items()}
-            parts = ((kind, held.part(tensor, piece)) for kind, tensor in tensors.items())
-            some = [span for kind, part in parts for span in _spans(kind, shapes[kind], piece, part)]
-            yield piece.name, Described(piece.shape, held.dtype, numbers, shapes), some
+        for held in self._held:
+            mine = [piece for piece in held.pieces if piece.written]
+            tensors, numbers = self._state_of(held) if mine else ({}, {})
+            for piece in mine:
+                shapes = {kind: tuple(it.shape) if held.is_parameter else piece.shape for kind, it in tensors.items()}
+                parts = ((kind, held.part(tensor, piece)) for kind, tensor in tensors.items())
+                some = [span for kind, part in parts for span in _spans(kind, shapes[kind], piece, part)]
+                yield piece.name, Described(piece.shape, held.dtype, numbers, shapes), some
 
     def weight_spans(self, names: set[str]) -> Iterator[Span]:
-        for held, piece in _written(self._weights):
-            if piece.name in names:
-                yield from _spans(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
+        for held in self._weights:
+            for piece in held.pieces:
+                if piece.written and piece.name in names:
+                    yield from _spans(WEIGHT, piece.shape, piece, held.part(held.tensor, piece))
 
     def _state_of(self, held: Held) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Tensors and numbers of what is held; a master is one of the tensors."""
@@ -162,10 +165,6 @@ class TorchState:
             for piece in each.pieces:
                 if each.copied or weights.find(piece.name) is not None:
                     weights.read(piece.name, piece.start, each.part(each.tensor.detach(), piece), piece.columns)
-
-
-def _written(some: Sequence[Held]) -> Iterator[tuple[Held, Piece]]:
-    return ((held, piece) for held in some for piece in held.pieces if piece.written)
 
 
 def _spans(kind: str, shape: tuple[int, ...], what: Piece, tensor: Tensor) -> Iterator[Span]:
