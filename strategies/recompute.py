@@ -141,9 +141,8 @@ class Recompute(Strategy):
         ]
 
     def _fitting(self, facts: Facts, plan: Plan) -> Sequence[KeepOption]:
-        """The options that fit without offloading; ``strategies.offload`` decides again.
-
-        With known rates the fastest of those that fit, by simulation: only saved tensors cross the link.
+        """The options that fit without offloading; with known rates the fastest of them, by simulation: only saved
+        tensors cross the link. ``strategies.offload`` decides again.
         """
         machine, budget = facts.machine, device_budget(facts.machine)
         rates = machine.rates if machine.has_accelerator and facts.run.forward_flops else None

@@ -101,9 +101,7 @@ def set_leaf_modules(model: Any, plan: Plan) -> None:
 
 
 def builds_under_stage_3() -> bool:
-    """Whether the installed release builds the same model under ``deepspeed.zero.Init``.
-
-    Releases before 5.23 round rotary frequencies to bf16 there, and lose the draw of a module that initializes the
-    weights of its children (GPT-2's output projections).
+    """Whether the installed release builds the same model under ``deepspeed.zero.Init``: those before 5.23 round rotary
+    frequencies to bf16 there, and lose the draw of a module that initializes its children (GPT-2's projections).
     """
     return tuple(int(part) for part in version("transformers").split(".")[:2]) >= STAGE_3_FROM
