@@ -7,7 +7,7 @@ recomputed, at some costs of a byte on the link. The real cost depends on all el
 chooses between curves. If the host is too small for what all blocks would send, only the first ones send.
 
 Positions on a grid over all curves are ranked by an estimate, which needs no layout. The best of them are worked out
-and simulated, then those half a step and a quarter beside the fastest. The fastest position is taken; of those that are as fast
+and simulated, then those half a step and a quarter beside the fastest. The fastest is taken; of those that are as fast
 within ``SAME`` the one that sends the least to the host, then the one that recomputes least. The search at smaller
 budgets (``monotone.py``) takes ten times as long: positions are compared without it.
 
