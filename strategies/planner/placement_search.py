@@ -188,6 +188,8 @@ class PlacementSearch:
         here = self._here
         if here is not None and here.num_bytes[Home.HOST] <= self._host_room:
             return here.layout
+        if min(map(_lower_bound, self._everything)) > self._device_room:
+            return None
         there = self._within_host
         return None if there is None or there.num_bytes[Home.DEVICE] > self._device_room else there.layout
 
