@@ -28,7 +28,7 @@ training:   {output_dir: runs/quickstart, learning_rate: 1e-3, per_device_train_
 strategies: {zero: {stage: 2}}
 """
 FUZZ = settings(
-    max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
