@@ -18,7 +18,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config.arguments import REFUSED
 from trainer.config.conflicts import conflicts
 from trainer.config.hints import foreign, unknown_key
 from trainer.config.sections import SECTIONS, RunConfig, flat
@@ -52,9 +51,7 @@ def _section(model: type[BaseModel], data: object, at: Key) -> Iterator[Fault]:
         return
     for name, value in data.items():
         key, field = (*at, name), model.model_fields.get(name)
-        if at == ("training",) and name in REFUSED:
-            yield Fault(key, value, f"not settable: {REFUSED[name]}")
-        elif field is None:
+        if field is None:
             yield from _unknown(key, value, tuple(model.model_fields))
         elif isinstance(value, dict) and (inner := inner_model(field.annotation)):
             yield from _section(inner, value, key)

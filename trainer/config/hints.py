@@ -14,7 +14,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from strategies.core.registry import available
-from trainer.config.arguments import REFUSED
 from trainer.config.sections import SECTIONS, RunConfig
 from trainer.config.wording import inner_model
 from trainer.config.yaml_file import Key, read
@@ -63,8 +62,6 @@ def unknown_key(key: Key, siblings: Sequence[str]) -> str:
     """The error message for ``key``, whose section has the keys ``siblings``."""
     if words := foreign(key):
         return f"unknown key; {words}"
-    if key[-1] in REFUSED:
-        return f"unknown key; {REFUSED[key[-1]]}"
     others = [known for known in known_keys() if known != ".".join(key)]
     for ending in (".".join(key), key[-1]):
         if ours := next((known for known in others if known.endswith(f".{ending}")), None):
