@@ -23,15 +23,9 @@ PYTHON = str(BIN / "python")
 TRAIN = "launch/train.py"
 
 MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "attention_dropout": 0.1,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "attention_dropout": 0.1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -237,16 +231,11 @@ def write_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
         "model": {"config": MODEL, "tokenizer": {"train": "bpe", "vocab_size": 512}},
         "data": {"path": str(folder / "text.jsonl"), "max_length": 64},
         "training": {
-            "output_dir": str(folder / "run"),
-            "learning_rate": 1e-2,
-            "per_device_train_batch_size": 2,
-            "max_steps": 4,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
+            "output_dir": str(folder / "run"), "learning_rate": 1e-2, "per_device_train_batch_size": 2,
+            "max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         },
         "strategies": {},
-    }
+    }  # fmt: skip
     for name, section in sections.items():
         config[name] |= section
         config[name] = {key: value for key, value in config[name].items() if value is not None}
