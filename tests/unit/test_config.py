@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trainer.config.arguments import OWN, RENAMED, TrainingSection
+from trainer.config.check import elsewhere, known_keys
 from trainer.config.doc import pages
-from trainer.config.hints import elsewhere, known_keys
 from trainer.config.load import json_schema, load, merged
 from trainer.config.sections import DataSection, ModelSection, RunConfig
 from trainer.config.yaml_file import parse, write

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.config.hints import elsewhere, known_keys
+from trainer.config.check import elsewhere, known_keys
 from trainer.config.load import load
 from trainer.config.sections import RunConfig
 from trainer.errors import ConfigError

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from strategies.core.registry import available, find
-from trainer.config.hints import elsewhere
+from trainer.config.check import elsewhere
 from trainer.config.sections import SECTIONS
 from trainer.config.wording import allowed, inner_model
 
