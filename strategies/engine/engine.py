@@ -200,7 +200,7 @@ class Engine(Copied):
     def step(self) -> None:
         """Give every bucket with gradients its job, in the order in which forward will need them."""
         self.hooks.close_all()
-        self.ranks.end_step()
+        self.ranks.step()
         self.gradients.refuse_leftovers()
         self.gradients.finish()
         if self.gradients.empty:

@@ -70,6 +70,9 @@ class OneRank:
     def average(self, bucket: BucketState, prepare: Callable[[BucketState], None]) -> None:
         """The mean over the ranks in the gradient slot, which ``prepare`` gives to the bucket."""
 
+    def step(self) -> None:
+        """The optimizer makes a step, after however many micro-batches."""
+
     def end_backward(self, order: Sequence[Place]) -> None:
         """All is averaged: a parameter that has a gradient on any rank has one on all. ``order``: all that train."""
 
@@ -81,9 +84,6 @@ class OneRank:
 
     def written(self, bucket: BucketState, after: Event | None = None) -> None:
         """This rank's span on the host has the newest weights, once ``after`` has passed."""
-
-    def end_step(self) -> None:
-        """The optimizer made a step, after however many micro-batches."""
 
     def everywhere(self, flag: bool) -> bool:
         """Whether all ranks that share weights say so."""

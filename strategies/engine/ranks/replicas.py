@@ -50,7 +50,7 @@ class Replicas(OneRank):
                 self._share(self._model.buffers())
             self._due = is_last
 
-    def end_step(self) -> None:
+    def step(self) -> None:
         self._due = True
 
     @torch.no_grad()
