@@ -41,9 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
     parser.add_argument("--search", action="store_true", help="the best ways to use all ranks, simulated")
-    parser.add_argument(
-        "--network", type=float, metavar="GBITS", help="with --search: Gb/s of a rank to other machines"
-    )
+    parser.add_argument("--network", type=float, metavar="GBITS", help="with --search: of a rank to other machines")
     parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
@@ -54,9 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
     parser.add_argument("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
-    parser.add_argument(
-        "--measure", action="store_true", help="first time a few blocks on this machine; kept in the run folder"
-    )
+    parser.add_argument("--measure", action="store_true", help="first time a few blocks on this machine")
     parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")

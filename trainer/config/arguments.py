@@ -50,6 +50,8 @@ Scheduler = Literal[
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
 ]  # fmt: skip
 Sampling = Literal["random", "sequential", "group_by_length", "batch_rebalance"]
+Upload = Literal["end", "every_save", "checkpoint", "all_checkpoints"]
+Start = Literal["fork", "spawn", "forkserver"]
 Counting = Annotated[bool | Literal["all", "non_padding", "no"], Allowed("true, false, all, non_padding or no")]
 Resume = Annotated[bool | NonEmpty, Allowed("the folder of a checkpoint, true, false or auto")]
 # What a resumed run may change of the result, if it is told so (trainer/run/resume_rules.py has the keys of each).
@@ -136,16 +138,12 @@ class TrainingSection(Section):
     metric_for_best_model: NonEmpty | None = option("Metric that decides which evaluation is best; not set means loss.")
     greater_is_better: bool | None = option("Whether a greater metric is better.")
     resume_from_checkpoint: Resume | None = option("Folder to resume from; true or auto for the newest valid one.")
-    allow_change: list[Changeable] = option(
-        "What a resumed run may do differently from its checkpoint although the result changes.", []
-    )
+    allow_change: list[Changeable] = option("What a resumed run may do differently although the result changes.", [])
     overwrite: bool = option("Delete an earlier run in output_dir; otherwise it moves to earlier-N in it.", False)
     restore_callback_states_from_checkpoint: bool | None = option("Restore the state of callbacks on resume.")
     push_to_hub: bool | None = option("Upload to the hub when saving.")
     hub_model_id: NonEmpty | None = option("Repository on the hub; not set means the name of output_dir.")
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = option(
-        "What to upload, and when."
-    )
+    hub_strategy: Upload | None = option("What to upload, and when.")
     hub_private_repo: bool | None = option("Create the repository as a private one.")
     hub_always_push: bool | None = option("Upload although the upload before is still running.")
     hub_revision: NonEmpty | None = option("Branch to upload to.")
@@ -154,9 +152,7 @@ class TrainingSection(Section):
     dataloader_pin_memory: bool | None = option("Batches in pinned host memory.")
     dataloader_persistent_workers: bool | None = option("Keep the loading processes between epochs.")
     dataloader_prefetch_factor: Count | None = option("Batches each loading process prepares ahead.")
-    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
-        "How loading processes start."
-    )
+    dataloader_multiprocessing_context: Start | None = option("How loading processes start.")
     dataloader_in_order: bool | None = option("Batches in order although one worker is slow.")
     train_sampling_strategy: Sampling | None = option("Order of the samples.")
     ddp_timeout: Count | None = option("Seconds before a silent collective fails.")
