@@ -16,7 +16,6 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,10 @@ if TYPE_CHECKING:
     from trainer.dist.ranks import Ranks
     from trainer.machine.probe import Machine
 
-say = partial(print, file=sys.stderr, flush=True)
+
+def say(line: str) -> None:
+    """Progress and remarks, beside what is asked for."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
