@@ -32,15 +32,18 @@ if TYPE_CHECKING:
     from trainer.machine.probe import Machine
 
 
+def say(line: str) -> None:
+    """Progress and remarks, beside what is asked for."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments of the command line; ``overrides`` are ``dotted.key=value``."""
     parser = cli.explained(argparse.ArgumentParser(), "plan", __doc__)
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     parser.add_argument("--fit", action="store_true", help="which ways of training this model fit into this machine")
     parser.add_argument("--search", action="store_true", help="the best ways to use all ranks, simulated")
-    parser.add_argument(
-        "--network", type=float, metavar="GBITS", help="with --search: Gb/s of a rank to other machines"
-    )
+    parser.add_argument("--network", type=float, metavar="GBITS", help="with --search: of a rank to other machines")
     parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="with --fit, instead of a config file")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default 1)")
     parser.add_argument("--ranks-per-machine", type=int, metavar="N", help="default: as many as are left, at most 8")
@@ -51,9 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of plan.json and stop")
     parser.add_argument("--check", type=Path, metavar="PATH", help="whether a plan.json can be carried out, and stop")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a picture of the step, or of the memory (PNG)")
-    parser.add_argument(
-        "--measure", action="store_true", help="first time a few blocks on this machine; kept in the run folder"
-    )
+    parser.add_argument("--measure", action="store_true", help="first time a few blocks on this machine")
     parser.add_argument("--explain", metavar="UNIT", help="every answer about one unit, for example model.layers.0")
     parser.add_argument("--deepspeed", action="store_true", help="print the DeepSpeed config made from the plan")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
@@ -102,11 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print the plan and what else was asked for.
-
-    Raises:
-        ConfigError: the config is wrong, or the plan does not fit.
-    """
+    """Print the plan and what else was asked for; raise ConfigError if it does not fit."""
     config = load(arguments.config, arguments.overrides)
     machine, ranks = machine_of(arguments), ranks_of(arguments)
     from strategies.backends import deepspeed
@@ -117,8 +114,7 @@ def show(arguments: argparse.Namespace) -> None:
 
     with explained(config, ranks, machine):
         if arguments.measure:
-            for line in measure(config, ranks, machine, lambda line: print(line, file=sys.stderr)):
-                print(line)
+            print("\n".join(measure(config, ranks, machine, say)))
         plans = plans_of(config, ranks, machine)
     plan = plans[0]
     cost = plan_cost(plan)
@@ -143,17 +139,10 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def show_fit(arguments: argparse.Namespace) -> None:
-    """Print the table of what fits.
-
-    Raises:
-        ConfigError: the config is wrong, or the model cannot be described.
-    """
+    """Print the table of what fits."""
     config = load(arguments.config, arguments.overrides) if arguments.config else None
     machine = machine_of(arguments)
     from trainer.planning import fit
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
     written = None
     if config is None:
@@ -164,26 +153,15 @@ def show_fit(arguments: argparse.Namespace) -> None:
 
 
 def show_search(arguments: argparse.Namespace) -> None:
-    """Print the best ways to use all ranks.
-
-    Raises:
-        ConfigError: the config is wrong, rates are unknown, or nothing fits.
-    """
+    """Print the best ways to use all ranks."""
     config, machine = load(arguments.config, arguments.overrides), machine_of(arguments)
     from trainer.planning.hybrid import search
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
     print("\n".join(search(config, ranks_of(arguments), machine, arguments.network, say)))
 
 
 def show_file(path: Path | None) -> None:
-    """Print the schema of plan.json, or check the one at ``path``.
-
-    Raises:
-        ConfigError: it cannot be carried out; a line for everything that is wrong with it.
-    """
+    """Print the schema of plan.json, or check the one at ``path``: a line for everything that is wrong with it."""
     from strategies.report import plan_json
 
     if path is None:
@@ -205,7 +183,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
 
     machine = profile(arguments.profile) if arguments.profile else probe()
     if ignored := known_rates(machine).ignored:
-        print(ignored, file=sys.stderr)
+        say(ignored)
     return sized(machine, arguments.gpu_memory, arguments.host_memory)
 
 
@@ -218,11 +196,7 @@ def ranks_of(arguments: argparse.Namespace) -> Ranks:
 
 
 def plot(config: RunConfig, plan: Plan, cost: StepCost | None, path: Path) -> None:
-    """Write the picture of the simulated step; without one, of the memory of a rank.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the picture of the simulated step; without one, of the memory of a rank."""
     from trainer.planning.picture import draw
 
     given = (strategy.budget(plan.facts) for strategy in config.strategies.values())
