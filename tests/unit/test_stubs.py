@@ -82,8 +82,8 @@ def counted(*times: int) -> tuple[dict[str, int], list[int]]:
         model: Any = Model(times)
     with fake_tensors():
         x = torch.ones(2, 4, requires_grad=True)
-        counter, _, _ = counting_alike.count(model, lambda: model(x), None)
-    saved = counter.saved_by_unit()
+        found = counting_alike.count(model, lambda: model(x))
+    saved = found.counter.saved
     return {name: saved.get(name, 0) for name in find_blocks(model)}, [min(1, each.ran[0]) for each in model.layers]
 
 

@@ -43,10 +43,10 @@ from strategies.engine.transfer.transfer import Lane, transfer_for
 from strategies.engine.transfer.worker import Worker, spare_cores
 from strategies.engine.updating.optim import AdamW, Operands
 from strategies.engine.updating.updates import HOST_CHUNK
-from trainer.machine.fits import duplex_factor, fit_line
 from trainer.machine.network import measure_network
 from trainer.machine.probe import cores, host_memory, others_cpu_s, probe
 from trainer.machine.profiles import StoredRates, key_of, save
+from trainer.machine.timing import duplex_factor, fit_line, lower_quartile, seconds_per_call
 
 Say = Callable[[str], None]
 Shape = tuple[int, int, int]  # rows (tokens), summed, columns
@@ -90,25 +90,17 @@ class Stopwatch:
     def seconds(self, work: Callable[[], object], share_s: float | None = None) -> float:
         """The lower quartile of the durations of ``work``, each until the device is idle."""
         hurried = time.perf_counter() - self.began_s > self.effort.hurry_after_s
-        self._once(work)
-        first_s = self._once(work)
+        once = partial(seconds_per_call, work, self.device)
+        once()
+        first_s = once()
         if hurried:
             return first_s
         share_s = self.effort.seconds if share_s is None else share_s
         times = max(1, int(QUEUE_S / first_s)) if self.device.type != "cpu" else 1
-        samples, began_s = [self._once(work, times)], time.perf_counter()
+        samples, began_s = [once(times)], time.perf_counter()
         while time.perf_counter() - began_s < share_s:
-            samples.append(self._once(work, times))
-        return sorted(samples)[len(samples) // 4]
-
-    def _once(self, work: Callable[[], object], times: int = 1) -> float:
-        """Seconds per call of ``work``, issued this many times before waiting for the device."""
-        began_s = time.perf_counter()
-        for _ in range(times):
-            work()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return (time.perf_counter() - began_s) / times
+            samples.append(once(times))
+        return lower_quartile(samples)
 
 
 def measure_gemm(clock: Stopwatch, dtype: torch.dtype) -> Iterator[tuple[Shape, float]]:

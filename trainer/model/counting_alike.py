@@ -1,56 +1,92 @@
-"""Count forward and backward of a model on the meta device, of blocks that are alike three, and of others all.
+"""Count forward and backward of a model: of blocks that are alike three, and of others all.
 
 What the three have in common is compared (``stubs.py``). Where they differ, or where the model needs more of a block
-than a stub has, all blocks run. Only blocks that run get fake tensors.
+than a stub has, all blocks run. If backward fails even so, as with operators whose backward fake tensors lack, a
+warning says that nothing temporary is counted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from strategies.core.facts import InChunks, Temporaries, Unit
 from strategies.core.linears import Linear
+from strategies.engine.forward import chunked_loss
 from strategies.engine.forward.blocks import find_blocks
 from trainer.model import temporaries
 from trainer.model.counting import Counter
 from trainer.model.linear_layers import listed
+from trainer.model.params import HEAD
 from trainer.model.stubs import Alike, find_alike, standing_for, stubs
 
 logger = logging.getLogger(__name__)
-Found = tuple[Counter, dict[str, Linear], temporaries.Counted]
 
 
-def count(model: Any, call: Callable[[], Any], compute: torch.dtype | None) -> Found:
-    """What ``call``, one forward of ``model``, saves and computes, its linear layers, and what else is there meanwhile.
+@dataclass(slots=True)
+class Found:
+    """What was counted: saved bytes and operators, linear layers, temporaries by unit, the head with its loss by
+    chunks (None: it has another loss).
+    """
+
+    counter: Counter
+    linears: dict[str, Linear]
+    temporaries: dict[str, Temporaries] = field(default_factory=dict)
+    in_chunks: InChunks | None = None
+
+    def units(self) -> tuple[Unit, ...]:
+        """The units of the model with all of it."""
+        return self.counter.units(self.temporaries, self.in_chunks)
+
+
+def count(
+    model: Any,
+    call: Callable[[], Any],
+    compute: torch.dtype | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Found:
+    """Count ``call``, one forward of ``model``, and its backward, inside of ``fake_tensors()``.
 
     Args:
-        model: on the meta device, inside of ``fake_tensors()``.
         compute: the dtype of autocast; None: every weight is computed in its own dtype.
+        weights: fake tensors that ``call`` computes with, by name; None: those of the model, which is on the meta
+            device and gets some.
     """
     alike = find_alike(model)
     if alike:
         try:
-            return _count(model, call, compute, alike)
+            return _count(model, call, compute, weights, alike)
         except Exception as error:  # its forward may ask anything of a block that a stub has not
             logger.info("the model is counted on all blocks: %s", error)
-    return _count(model, call, compute, ())
+    return _count(model, call, compute, weights, ())
 
 
-def _count(model: Any, call: Callable[[], Any], compute: torch.dtype | None, alike: Collection[Alike]) -> Found:
+def _count(
+    model: Any,
+    call: Callable[[], Any],
+    compute: torch.dtype | None,
+    weights: Mapping[str, Tensor] | None,
+    alike: Collection[Alike],
+) -> Found:
     """Count, with stubs for those ``alike``.
 
     Raises:
         ValueError: they were not alike.
     """
     like = standing_for(alike)
-    _materialise(model, like)
-    counter = Counter(model, like=like)
-    listing = listed(model, find_blocks(model), compute, recomputes=False, like=like)
-    with stubs(model, like, lambda name: counter.outputs[like[name]]), counter, listing as linears:
+    if weights is None:
+        _materialise(model, like)
+    counter, blocks = Counter(model, weights, like), find_blocks(model)
+    with (
+        stubs(model, like, lambda name: counter.outputs[like[name]]),
+        counter,
+        listed(model, blocks, compute, like) as linears,
+    ):
         call()
 
     def layers(block: str) -> list[Linear]:
@@ -59,8 +95,42 @@ def _count(model: Any, call: Callable[[], Any], compute: torch.dtype | None, ali
     for each in alike:
         if layers(each.second) != layers(each.last) or not counter.same(each.second, each.last):
             raise ValueError(f"{each.second} and {each.last} are not alike")
-    counted = temporaries.count(model, dict(model.named_parameters()), call, counter, on_all=not alike)
-    return counter, linears, counted
+    found = Found(counter, linears)
+    params = weights or dict(model.named_parameters())
+    try:
+        ran = temporaries.count(model, params, call, counter.saved, like, counter.outputs.__getitem__)
+    except Exception as error:
+        if alike:
+            raise
+        logger.warning("temporaries of backward are not counted: %s", error)
+        return found
+    found.temporaries = ran | {name: ran[other] for name, other in like.items() if other in ran}
+    if HEAD in ran:
+        found.in_chunks = _in_chunks(model, params, call, weights, counter.outputs)
+    return found
+
+
+def _in_chunks(
+    model: Any,
+    params: Mapping[str, Tensor],
+    call: Callable[[], Any],
+    weights: Mapping[str, Tensor] | None,
+    outputs: Mapping[str, Any],
+) -> InChunks | None:
+    """The head with its loss by chunks, without any block; None if its loss is another one."""
+    blocks = find_blocks(model)
+    with chunked_loss.counting(model) as calls:
+        counter = Counter(model, weights)
+        try:
+            with counter, stubs(model, blocks, outputs.__getitem__):
+                call()
+            if len(calls) != 1:
+                return None
+            ran = temporaries.count(model, params, call, counter.saved, blocks, outputs.__getitem__)
+            return InChunks(calls[0], counter.saved.get(HEAD, 0), ran.get(HEAD))
+        except Exception as error:
+            logger.info("the loss by chunks is not counted: %s", error)
+            return None
 
 
 def _materialise(model: Any, absent: Collection[str]) -> None:

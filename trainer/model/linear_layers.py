@@ -1,7 +1,5 @@
-"""List the linear layers of a model from one fake forward.
-
-Rows, calls and whether an input needs a gradient are observed where a layer is called, so a head that computes only the
-last tokens, layers behind frozen ones, and layers that are never called are described correctly.
+"""List the linear layers of a model from one fake forward, as they are called there: a head may compute the last tokens
+only, layers behind frozen ones pass nothing back, and some layers are never called.
 """
 
 from __future__ import annotations
@@ -25,19 +23,13 @@ def listed(
     model: nn.Module,
     blocks: Collection[str],
     compute: torch.dtype | None,
-    *,
-    recomputes: bool,
     like: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, Linear]]:
-    """A dict that has, after a forward inside the context, the linear layers of ``model`` by dotted path.
-
-    Those are in it that were called and compute in a floating-point format, in the order of registration.
+    """A dict that has, after a forward inside the context, the linear layers that were called, by dotted path.
 
     Args:
-        blocks: dotted paths.
-        like: blocks that do not run, and those that stand for them.
+        blocks: dotted paths; ``like``: blocks that do not run, and those that stand for them.
         compute: the dtype of autocast; None means that every weight is computed in its own dtype.
-        recomputes: blocks run forward once more in backward.
     """
     import torch
 
@@ -48,32 +40,29 @@ def listed(
         # The first forward of a reentrant checkpoint runs without gradients.
         calls.append((x.numel() // max(1, x.shape[-1]), x.requires_grad or not torch.is_grad_enabled()))
 
-    layers: dict[str, Linear] = {}
-    watched: list[tuple[str, Any, Any, list[tuple[int, bool]]]] = []
+    found: dict[str, Linear] = {}
+    layers: dict[str, Any] = {path: module for path, module in model.named_modules() if storage_of(module) is not None}
+    calls_of: dict[str, list[tuple[int, bool]]] = {path: [] for path in layers}
     with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if (stored := storage_of(module)) is not None:
-                watched.append((path, module, stored, []))
-                hook = module.register_forward_pre_hook(partial(see, watched[-1][-1]), with_kwargs=True)
-                hooks.enter_context(hook)
-        yield layers
-    calls_of = {path: calls for path, _, _, calls in watched}
+        for path, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(see, calls_of[path]), with_kwargs=True))
+        yield found
     outside = EMBEDDING
-    for path, module, stored, calls in watched:
+    for path, layer in layers.items():
         block = next((block for block in blocks if path.startswith(f"{block}.")), None)
         outside = HEAD if block is not None else outside
-        if block is not None and block in like:
-            calls = calls_of[like[block] + path.removeprefix(block)]
-        dtype = str(compute or module.weight.dtype).removeprefix("torch.")
-        if calls and dtype in ELEMENT_BYTES:
-            inputs, outputs = reversed(module.weight.shape) if stored == "out_in" else module.weight.shape
-            layers[path] = Linear(
-                name=path if block is None else path.removeprefix(f"{block}."),
-                unit=block or outside,
-                shape=Shape(max(rows for rows, _ in calls), inputs, outputs, stored, dtype),
-                trains=module.weight.requires_grad,
-                passes_back=any(needs for _, needs in calls),
-                recomputed=recomputes and block is not None,
-                casts=compute not in (None, module.weight.dtype),
-                calls=len(calls),
-            )
+        calls = calls_of[path if block not in like else like[block] + path.removeprefix(block)]
+        dtype = str(compute or layer.weight.dtype).removeprefix("torch.")
+        if not calls or dtype not in ELEMENT_BYTES:
+            continue
+        stored: Any = storage_of(layer)
+        inputs, outputs = reversed(layer.weight.shape) if stored == "out_in" else layer.weight.shape
+        found[path] = Linear(
+            name=path if block is None else path.removeprefix(f"{block}."),
+            unit=block or outside,
+            shape=Shape(max(rows for rows, _ in calls), inputs, outputs, stored, dtype),
+            trains=layer.weight.requires_grad,
+            passes_back=any(needs for _, needs in calls),
+            casts=compute not in (None, layer.weight.dtype),
+            calls=len(calls),
+        )

@@ -3,20 +3,16 @@
 The class of a routed layer becomes a subclass that differs in ``forward`` only, so names, shapes, state dict and
 ``isinstance`` do not change. In eval mode the stock ``forward`` runs.
 
-The second copy of a weight is stamped with what it was made of: the weight's version, which in-place operations seen
-by autograd raise, its address, and a count of the changes that autograd does not see. Fused optimizers do not raise the
-version, and neither do engines that keep weights in flat buffers, such as DeepSpeed's. Whoever drives the optimizer
-announces its steps with ``weights_changed``, as our Trainer does. Until the first announcement every backward counts as
-a change, so the copy is correct in any training loop, but written once per micro-batch. The copy is written again when
-its stamp no longer matches. If that happened between a forward and its backward, backward raises.
+The second copy of a weight is written again when its stamp no longer matches: the weight's version, which in-place
+operations seen by autograd raise, its address, and a count of the changes that autograd does not see, such as those of
+fused optimizers and engines with flat buffers. Whoever drives the optimizer announces its steps with
+``weights_changed``, as our Trainer does; until the first announcement every backward counts as a change. If the copy
+was written between a forward and its backward, backward raises.
 
 Backward saves the weight as the parameter itself, not as a view, so it reads what an engine that moves weights has
-put there by then.
-
-[Note: gradient slots] wgrad returns its result to autograd, and the memory engine copies it into its slot. Writing into
-the slot directly was left out: accumulating inside the product (beta = 1) rounds differently, a shared slot can pass to
-its next bucket before autograd has summed the gradients of a weight that is used twice, and tensors returned by
-``torch.autograd.grad`` would be overwritten later.
+put there by then. wgrad is returned to autograd and not written into a slot of the engine: accumulating inside the
+product rounds differently, and a slot can pass to its next bucket before autograd has summed the gradients of a weight
+that is used twice.
 """
 
 from __future__ import annotations
@@ -49,8 +45,7 @@ def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor
 
     Args:
         first: input ``[..., I]`` in forward; gradient ``[T, O]`` in dgrad and wgrad.
-        second: weight as it is ``stored`` in forward and dgrad, for ``Route.COPY`` the transpose of the copy;
-            input ``[T, I]`` in wgrad.
+        second: weight as it is ``stored``, for ``Route.COPY`` the transpose of the copy; input ``[T, I]`` in wgrad.
     """
     if (gemm, route, stored) == (Gemm.FORWARD, Route.NATIVE, "out_in"):
         return F.linear(first, second, bias)  # the call of the stock layer
@@ -101,7 +96,7 @@ class _Products(torch.autograd.Function):
             inputs = x.reshape(-1, x.shape[-1])
             into_weight = product(Gemm.WGRAD, layer._routes.wgrad, layer._stored, rows, inputs)
             if layer._copy is not None:
-                layer._copy.backward_ran()
+                layer._copy.changes += not layer._copy.announced
         return into_x, into_weight, rows.sum(0) if needs_bias else None, None, None
 
 
@@ -113,25 +108,16 @@ class Copy:
     """
 
     def __init__(self) -> None:
-        self._changes = 0  # of the weight, unseen by autograd
-        self._announced = False
-        self._stamp: tuple[object, ...] = ()
+        self.changes = 0  # of the weight, unseen by autograd
+        self.announced = False
         self.tensor: Tensor | None = None
-
-    def changed(self) -> None:
-        """Note a change that autograd did not see. From the first call on, backwards no longer count as changes."""
-        self._changes += 1
-        self._announced = True
-
-    def backward_ran(self) -> None:
-        """Note that the weight got a gradient, so an optimizer may change it before the next forward."""
-        self._changes += not self._announced
+        self._stamp: tuple[object, ...] = ()
 
     @torch.no_grad()
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of ``weight`` as it is now; written again, transposing and casting in one pass, if it is not."""
         kind = (weight.shape, dtype, weight.device)
-        stamp = (*kind, weight._version, weight.data_ptr(), self._changes)
+        stamp = (*kind, weight._version, weight.data_ptr(), self.changes)
         if self.tensor is None or self._stamp[:3] != kind:
             self.tensor = torch.empty(weight.t().shape, dtype=dtype, device=weight.device)
         if self._stamp != stamp:
@@ -169,7 +155,7 @@ class Routed(nn.Module):
 
 
 @cache
-def _routed(kind: type[nn.Module]) -> type[nn.Module]:
+def _routed(kind: type[nn.Module]) -> Any:
     return type(f"Routed{kind.__name__}", (Routed, kind), {"__doc__": f"{kind.__name__} with routes of its own."})
 
 
@@ -186,8 +172,7 @@ def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
         if stored is None:
             raise ValueError(f"{path} is {type(module).__name__}, not a stock linear layer")
         if routes != NATIVE:
-            kind: Any = type(module)
-            module.__class__ = _routed(kind)
+            module.__class__ = _routed(type(module))
             module._routes, module._stored, module._copy = routes, stored, Copy() if routes.copies else None
 
 
@@ -195,4 +180,5 @@ def weights_changed(model: nn.Module) -> None:
     """Announce that weights of ``model`` changed unseen by autograd, as in an engine's optimizer step."""
     for module in model.modules():
         if isinstance(module, Routed) and module._copy is not None and module.weight.requires_grad:
-            module._copy.changed()  # copies of frozen weights stay as they are
+            module._copy.changes += 1  # copies of frozen weights stay as they are
+            module._copy.announced = True
