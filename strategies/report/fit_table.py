@@ -26,7 +26,6 @@ class FitRow:
         strategies: names of those that save memory; ``given``: the config as it is, whatever they are.
         needed: bytes per home on one rank; a home is left out if the planner gave up before it knew.
         missing: bytes per home beyond what may be used there; only homes where any are.
-        at_least: both are lower bounds.
         refused: why there is no plan, if it is not for memory.
         seconds: of a simulated step; None: unknown, or it does not fit.
         write: lines of YAML, one per section; none: the config as it is.
@@ -38,7 +37,6 @@ class FitRow:
     ranks: int = 1
     needed: Mapping[Home, int] = field(default_factory=dict)
     missing: Mapping[Home, int] = field(default_factory=dict)
-    at_least: bool = False
     refused: str = ""
     seconds: float | None = None
     write: tuple[str, ...] = ()
@@ -63,15 +61,11 @@ class FitRow:
     @property
     def lacks(self) -> str:
         """What is missing."""
-        return ", ".join(f"{home.value} lacks {self._over}{human(size)}" for home, size in self.missing.items())
-
-    @property
-    def _over(self) -> str:
-        return "over " if self.at_least else ""
+        return ", ".join(f"{home.value} lacks {human(size)}" for home, size in self.missing.items())
 
     def needs(self, home: Home) -> str:
         """The bytes at one home, as text."""
-        return f"{self._over}{human(self.needed[home])}" if home in self.needed else UNKNOWN
+        return human(self.needed[home]) if home in self.needed else UNKNOWN
 
 
 def lines(rows: Sequence[FitRow]) -> list[str]:

@@ -13,11 +13,11 @@ from strategies.core.facts import HOST_UPDATE_BYTES, Precision, Rates
 from strategies.planner.weight_schedule import ASSUMED
 from trainer.errors import ExitCode
 from trainer.machine import network, profiles, rates
-from trainer.machine.fits import duplex_factor, fit_line
 from trainer.machine.network import measure_network
 from trainer.machine.probe import GIB, cores, probe
 from trainer.machine.profiles import MachineKey, StoredRates, one_line
 from trainer.machine.rates import Effort
+from trainer.machine.timing import duplex_factor, fit_line
 from trainer.planning.facts import machine_facts
 
 SIZES = [1 << power for power in range(16, 29)]

@@ -51,7 +51,7 @@ def listed(
     for path, layer in layers.items():
         block = next((block for block in blocks if path.startswith(f"{block}.")), None)
         outside = HEAD if block is not None else outside
-        calls = calls_of[path if block not in like else like[block] + path.removeprefix(block)]
+        calls = calls_of[path if block is None or block not in like else like[block] + path.removeprefix(block)]
         dtype = str(compute or layer.weight.dtype).removeprefix("torch.")
         if not calls or dtype not in ELEMENT_BYTES:
             continue

@@ -130,7 +130,7 @@ def _stub(name: str, output_like: Callable[[str], Any], *args: Any, **kwargs: An
     hidden = hidden if hidden is not None else kwargs.get("hidden_states")
     if hidden is None:
         hidden = next(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())
-    anchor = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
+    anchor = torch.empty(0, dtype=torch.float32, device=hidden.device, requires_grad=True)  # no bytes to be counted
 
     def made(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:

@@ -155,7 +155,7 @@ class Routed(nn.Module):
 
 
 @cache
-def _routed(kind: type[nn.Module]) -> Any:
+def _routed(kind: Any) -> Any:
     return type(f"Routed{kind.__name__}", (Routed, kind), {"__doc__": f"{kind.__name__} with routes of its own."})
 
 
