@@ -15,12 +15,15 @@ Refused: symbolic links inside a folder, and names that would lead out of it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -77,7 +80,8 @@ def read(folder: Path, kind: str) -> Sealed:
         Damaged: there is no manifest, or it is not what ``seal`` has written for this ``kind``.
     """
     try:
-        content = content_of((folder / MANIFEST).read_bytes())
+        with _opened(folder / MANIFEST) as file:
+            content = content_of(file.read())
     except FileNotFoundError:
         raise Damaged(f"there is no {MANIFEST} in it") from None
     except OSError:
@@ -133,9 +137,18 @@ def _found(path: Path) -> tuple[int, str] | str:
 
 def size_and_hash(path: Path) -> tuple[int, str]:
     """Bytes and SHA-256 of a file."""
-    with path.open("rb", buffering=0) as file:
+    with _opened(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
+
+
+def _opened(path: Path) -> FileIO:
+    """A file, open for reading. A pipe or a device in its place is an OSError; it would be waited for."""
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a file")
+    return file
 
 
 def _files(folder: Path) -> Iterator[Path]:

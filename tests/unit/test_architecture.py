@@ -47,11 +47,6 @@ ROOMS = (
     "benchmarks",
     "launch",
 )
-# Imports for types that close a circle, to be removed.
-KNOWN_CIRCLES = [
-    ("trainer.run.nonfinite", "trainer.run.trainer"),
-    ("trainer.dist.store", "trainer.dist.ranks"),
-]
 # The floors of ``strategies/engine``, lowest first.
 FLOORS = (
     "transfer",
@@ -183,8 +178,6 @@ def test_there_is_no_import_circle() -> None:
     # A package stands for what it exports; that its modules import each other through it is not meant by a circle.
     for package in [module_of(path) for path in EVERYWHERE if path.stem == "__init__"]:
         graph.pop(package, None)
-    for own, other in KNOWN_CIRCLES:
-        graph[own].discard(other)
     assert circles(graph) == []
 
 

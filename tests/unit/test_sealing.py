@@ -82,10 +82,11 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
     """What every rank has said after a run in which the disk is full while one save is sealed."""
     import torch.distributed
 
-    from trainer.run import job_trainer, saving
+    from trainer.run import saving
+    from trainer.run import trainer as trainer_file
 
     said: list[str] = []
-    job_trainer.write_line, commit = said.append, saving.commit
+    trainer_file.write_line, commit = said.append, saving.commit
 
     def failing(written: Path, folder: Path, manifest: Any) -> None:
         if folder.name == f"checkpoint-{full_at}":
@@ -97,7 +98,7 @@ def full_disk(ranks: Ranks, config: RunConfig, full_at: int) -> list[list[str]]:
     trainer = trainer_of(ranks, config, lambda step: None)
     trainer.train()
     trainer.accelerator.free_memory()
-    said.append(f"newest: {trainer.saves.newest}")
+    said.append(f"newest: {trainer.newest}")
     found: list[list[str]] = [[] for _ in range(ranks.world_size)]
     torch.distributed.all_gather_object(found, said)
     return found
@@ -252,7 +253,7 @@ def evaluated(ranks: Ranks, config: RunConfig, where: str) -> str:
     trainer.save_model = full
     trainer.train()
     trainer.accelerator.free_memory()
-    return str(trainer.saves.newest)
+    return str(trainer.newest)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.dist.ranks import Ranks
+from trainer.dist.ranks import Ranks, listening
 from trainer.dist.spawn import run_world
-from trainer.dist.store import listening
 from trainer.dist.watchdog import GRACE_S, Beat, Peer, Watchdog, interval_s
 
 

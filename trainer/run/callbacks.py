@@ -25,16 +25,11 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from strategies.core.commit import replace_file
-from trainer.errors import first_line
+from trainer.errors import first_line, write_line
 from trainer.machine.probe import status_bytes
 from trainer.run import metrics
 
 MIN_NEW_TOKENS, MAX_NEW_TOKENS = 20, 60  # of a sample; one that ends at once shows nothing
-
-
-def write_line(line: str) -> None:
-    """Print one line and flush it, so that a log that is followed or cut off stays readable."""
-    print(line, flush=True)
 
 
 def host_peak_bytes() -> int:

@@ -34,8 +34,9 @@ from strategies.engine.forward.checkpointing import room_of
 from strategies.planner.step_cost import empty, plan_cost, traffic, unit_seconds
 from strategies.planner.weight_schedule import ASSUMED
 from strategies.report.table import table
+from trainer.errors import write_line
 from trainer.machine import block_timing
-from trainer.run.callbacks import device_peak_bytes, host_peak_bytes, write_line
+from trainer.run.callbacks import device_peak_bytes, host_peak_bytes
 from trainer.run.timed_steps import LAST, TimedSteps
 
 if TYPE_CHECKING:

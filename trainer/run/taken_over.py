@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
 
-from trainer.run.callbacks import write_line
+from trainer.errors import write_line
 
 if TYPE_CHECKING:
     from trainer.config.sections import RunConfig
