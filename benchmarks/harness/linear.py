@@ -137,7 +137,7 @@ def training_steps(model: str, length: int, accumulation: int, rounds: int, say:
     from benchmarks.harness.contenders import Plain
     from strategies.engine.forward.routed_linear import route, weights_changed
     from strategies.engine.memory import accelerator
-    from trainer.model.linear_layers import listed
+    from trainer.model.counting_alike import listed
 
     device = accelerator.current() or torch.device("cpu")
     done = work.work(model, accumulation=accumulation, rows=1, length=length)

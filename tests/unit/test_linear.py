@@ -19,7 +19,7 @@ from strategies.report import full_report
 from tests.helpers.fakes import facts, run_facts
 from tests.helpers.tiny import MODELS, run_config
 from trainer.machine.probe import probe
-from trainer.model.linear_layers import listed
+from trainer.model.counting_alike import listed
 from trainer.planning.facts import gather
 
 OWN, BOTH, OTHER = Routes(), Routes(forward=Route.COPY), Routes(forward=Route.COPY, dgrad=Route.COPY)

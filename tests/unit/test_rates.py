@@ -43,16 +43,14 @@ def times(latency_s: float, bytes_per_s: float) -> list[tuple[int, float]]:
     return [(size, latency_s + size / bytes_per_s) for size in SIZES]
 
 
-@pytest.mark.parametrize("latency_s", [0.0, 1e-6, 12e-6, 1e-3])
-@pytest.mark.parametrize("bytes_per_s", [5e9, 25e9, 55e9])
+@pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(0.0, 5e9), (12e-6, 25e9), (1e-3, 55e9)])
 def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
     found = fit_line(times(latency_s, bytes_per_s))
     assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-9)
     assert found.latency_s == pytest.approx(latency_s, rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 10.0])
-@pytest.mark.parametrize("index", range(len(SIZES)))
+@pytest.mark.parametrize(("index", "factor"), [(0, 0.1), (0, 10.0), (6, 2.0), (12, 0.1), (12, 10.0)])
 def test_one_disturbed_point_changes_nothing(index: int, factor: float) -> None:
     points = times(10e-6, 25e9)
     points[index] = (points[index][0], points[index][1] * factor)
@@ -80,8 +78,7 @@ def test_what_is_no_line() -> None:
     assert fit_line([(4, 3.0), (8, 1.0)]).latency_s == 0
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.6, 0.72, 1.0])
-@pytest.mark.parametrize(("up_s", "down_s"), [(1.0, 1.0), (1.0, 1.5), (3.0, 1.0)])
+@pytest.mark.parametrize(("up_s", "down_s", "factor"), [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (3.0, 1.0, 0.72)])
 def test_duplex_factor_undoes_the_simulators_rule(up_s: float, down_s: float, factor: float) -> None:
     """Both run at ``factor`` of their rates until the shorter is done, then the other alone."""
     shared = min(up_s, down_s) / factor
@@ -169,17 +166,14 @@ def broken(**changes: Any) -> str:
     ("text", "said"),
     [
         ("", "not a machine profile: Expecting value"),
-        ('{"format": 2, "date"', "not a machine profile: "),
         ("[1, 2]", "not a machine profile: "),
         ("\udcff\udcfe", "not a machine profile: "),
         ("{}", "not a machine profile: 'format' is missing"),
         (broken(format=1), "its format is 1, this is 2"),
-        (broken(key={"device": "card"}), "not a machine profile: "),
         (broken(rates={**asdict(some_rates()), "speed": 1.0}), "not a machine profile: "),
         (broken(rates={**asdict(some_rates()), "duplex_factor": 7.0}), "not a machine profile: duplex_factor = 7.0"),
-        (broken(rates={**asdict(some_rates()), "up_bytes_per_s": "fast"}), "not a machine profile: "),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_broken_files_are_ignored_with_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "machine.json"
@@ -226,9 +220,10 @@ def test_a_named_machine_does_not_look_at_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in profiles.PROFILES if name != "cpu"])
-def test_named_rates_are_complete_and_possible(name: str) -> None:
+def test_named_cards_are_complete_and_possible(name: str) -> None:
     card = profiles.profile(name)
     known, peak = card.rates, card.peak_flops
+    assert card.origin == "profile" and 0 < card.device_total_bytes < card.host_total_bytes
     assert known is not None and known.origin == "profile" and peak is not None and peak.bf16
     assert 0.4 * peak.bf16 < known.gemm_flops(Precision.BF16) < peak.bf16
     assert 0.4 * peak.fp32 < known.gemm_flops(Precision.FP32) < peak.fp32

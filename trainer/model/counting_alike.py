@@ -1,4 +1,4 @@
-"""Count forward and backward of a model: of blocks that are alike three, and of others all.
+"""Count forward and backward of a model: of blocks that are alike three, and of others all; and list linear layers.
 
 What the three have in common is compared (``stubs.py``). Where they differ, or where the model needs more of a block
 than a stub has, all blocks run. If backward fails even so, as with operators whose backward fake tensors lack, a
@@ -8,21 +8,24 @@ warning says that nothing temporary is counted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.core.facts import InChunks, Temporaries, Unit
-from strategies.core.linears import Linear
+from strategies.core.linears import ELEMENT_BYTES, Linear, Shape
 from strategies.engine.forward import chunked_loss
 from strategies.engine.forward.blocks import find_blocks
+from strategies.engine.forward.routed_linear import storage_of
 from trainer.model import temporaries
 from trainer.model.counting import Counter
-from trainer.model.linear_layers import listed
-from trainer.model.params import HEAD
+from trainer.model.params import EMBEDDING, HEAD
 from trainer.model.stubs import Alike, find_alike, standing_for, stubs
 
 logger = logging.getLogger(__name__)
@@ -144,3 +147,53 @@ def _materialise(model: Any, absent: Collection[str]) -> None:
         if module not in without and any(tensor.device.type == "meta" for tensor in own):
             module.to_empty(device="cpu", recurse=False)
     model.tie_weights()  # each name has got a tensor of its own
+
+
+@contextmanager
+def listed(
+    model: nn.Module,
+    blocks: Collection[str],
+    compute: torch.dtype | None,
+    like: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[dict[str, Linear]]:
+    """A dict that has, after a forward inside the context, the linear layers that were called, by dotted path.
+
+    They are described as they are called there: a head may compute the last tokens only, and layers behind frozen ones
+    pass nothing back.
+
+    Args:
+        blocks: dotted paths; ``like``: blocks that do not run, and those that stand for them.
+        compute: the dtype of autocast; None means that every weight is computed in its own dtype.
+    """
+
+    def see(calls: list[tuple[int, bool]], module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        # The first forward of a reentrant checkpoint runs without gradients.
+        calls.append((x.numel() // max(1, x.shape[-1]), x.requires_grad or not torch.is_grad_enabled()))
+
+    found: dict[str, Linear] = {}
+    layers: dict[str, Any] = {path: module for path, module in model.named_modules() if storage_of(module) is not None}
+    calls_of: dict[str, list[tuple[int, bool]]] = {path: [] for path in layers}
+    with ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(see, calls_of[path]), with_kwargs=True))
+        yield found
+    outside = EMBEDDING
+    for path, layer in layers.items():
+        block = next((block for block in blocks if path.startswith(f"{block}.")), None)
+        outside = HEAD if block is not None else outside
+        calls = calls_of[path if block is None or block not in like else like[block] + path.removeprefix(block)]
+        dtype = str(compute or layer.weight.dtype).removeprefix("torch.")
+        if not calls or dtype not in ELEMENT_BYTES:
+            continue
+        stored: Any = storage_of(layer)
+        inputs, outputs = reversed(layer.weight.shape) if stored == "out_in" else layer.weight.shape
+        found[path] = Linear(
+            name=path if block is None else path.removeprefix(f"{block}."),
+            unit=block or outside,
+            shape=Shape(max(rows for rows, _ in calls), inputs, outputs, stored, dtype),
+            trains=layer.weight.requires_grad,
+            passes_back=any(needs for _, needs in calls),
+            casts=compute not in (None, layer.weight.dtype),
+            calls=len(calls),
+        )
