@@ -7,7 +7,7 @@ attention kernel, on batches that need a mask (padded or packed) or do not.
 import gc
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -120,8 +120,7 @@ def test_no_layer_is_taken_for_dropped() -> None:
 
 
 def test_saved_bytes_of_a_model_without_fused_attention() -> None:
-    config = config_of("bloom")
-    assert bare(count_model(config).units) == count_real(config_of("bloom", "eager"), [row(16), row(12)])
+    assert bare(count_model(config_of("bloom")).units) == count_real(config_of("bloom", "eager"), [row(16), row(12)])
 
 
 @pytest.mark.parametrize(
@@ -245,17 +244,9 @@ def test_parameters_in_bf16_and_frozen_ones() -> None:
 def test_facts_with_parameters_are_json() -> None:
     known = gather(offloaded(LLAMA), 1, 1, probe())
     tree = json.loads(json.dumps(known.to_json()))
-    assert len(tree["params"]) == len(known.params) > 0
-    assert tree["params"][0] == {
-        "name": "model.embed_tokens.weight",
-        "unit": "embedding",
-        "num_elements": VOCAB * 32,
-        "dtype": "float32",
-        "group": 0,
-        "users": [],
-        "elsewhere": False,
-        "looked_up": True,
-    }
+    assert tree["params"] == [asdict(param) | {"users": list(param.users)} for param in known.params]
+    first = known.params[0]
+    assert (first.name, first.unit, first.looked_up) == ("model.embed_tokens.weight", "embedding", True)
 
 
 # Adapters

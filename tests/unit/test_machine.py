@@ -86,11 +86,8 @@ def test_host_numbers_are_cut_down_to_the_cgroup(tmp_path: Path) -> None:
     assert probe.cores(root)[1] == 1
 
 
-def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    assert probe.disk_free_bytes(tmp_path / "a/b/c") > 0
-
-
-def test_probe_of_this_machine() -> None:
+def test_probe_of_this_machine(tmp_path: Path) -> None:
+    assert probe.disk_free_bytes(tmp_path / "a/b/c") > 0, "of a folder that does not exist yet"
     here = probe.probe()
     assert here.origin == "probed" and here.rates is None
     assert 0 < here.host_available_bytes <= here.host_total_bytes

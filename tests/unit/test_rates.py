@@ -1,7 +1,6 @@
 """Rates: fits on made-up numbers, files that hold and files that are ignored, named cards, one small measurement."""
 
 import json
-import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -55,14 +54,6 @@ def test_one_disturbed_point_changes_nothing(index: int, factor: float) -> None:
     points = times(10e-6, 25e9)
     points[index] = (points[index][0], points[index][1] * factor)
     assert fit_line(points) == pytest.approx((10e-6, 25e9), rel=1e-6)
-
-
-def test_noise_of_some_percent_stays_noise() -> None:
-    draws = random.Random(4)
-    noisy = [(size, seconds * draws.uniform(0.97, 1.03)) for size, seconds in times(10e-6, 25e9)]
-    assert fit_line(noisy) == pytest.approx((10e-6, 25e9), rel=0.15)
-    assert fit_line(noisy).bytes_per_s == pytest.approx(25e9, rel=0.03)
-    assert fit_line(noisy[::-1]) == pytest.approx(fit_line(noisy))
 
 
 def test_the_latency_is_never_negative() -> None:
@@ -180,11 +171,8 @@ def test_broken_files_are_ignored_with_one_line(tmp_path: Path, text: str, said:
     path.write_bytes(text.encode(errors="surrogateescape"))
     found = profiles.load(path, HERE)
     assert found.rates is None and found.ignored.startswith(f"{path} is ignored: {said}")
-    assert "\n" not in found.ignored
-
-
-def test_a_folder_in_its_place_is_ignored(tmp_path: Path) -> None:
     assert profiles.load(tmp_path, HERE).ignored.startswith(f"{tmp_path} is ignored: Is a directory;")
+    assert "\n" not in found.ignored
 
 
 def test_the_key_tells_processors_apart(tmp_path: Path) -> None:
@@ -231,13 +219,6 @@ def test_named_cards_are_complete_and_possible(name: str) -> None:
     for precision in Precision:
         assert 0 < HOST_UPDATE_BYTES * known.update_params_per_s(precision) <= known.dram_bytes_per_s * 1.001
     assert known.dram_bytes_per_s < known.device_bytes_per_s
-
-
-def test_published_numbers_of_the_link() -> None:
-    """26 to 31 GB/s each way when both run on generation 5, 18 on generation 4."""
-    five, four = (profiles.profile(name).rates for name in ("h100-pcie5", "a100-80g-pcie4"))
-    assert five is not None and 26e9 < five.up_bytes_per_s * five.duplex_factor < 31e9
-    assert four is not None and 17e9 < four.up_bytes_per_s * four.duplex_factor < 20e9
 
 
 # --- the command -------------------------------------------------------------------------------------------------
