@@ -21,7 +21,7 @@ from trainer.dist.ranks import Ranks
 from trainer.machine.profiles import profile, sized
 from trainer.planning.facts import gather
 from trainer.planning.from_config import plan_of, plans_of
-from trainer.planning.tensor_parts import Shares
+from trainer.planning.hybrid import Shares
 
 WIDE = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 16}
 WIDE |= {"num_key_value_heads": 2, "vocab_size": 16_000, "max_position_embeddings": 512}

@@ -45,8 +45,7 @@ from strategies.core.facts import NO_WORK, Choices, InChunks, Operator, Temporar
 from strategies.engine.forward.blocks import find_blocks
 from strategies.engine.forward.checkpointing import Names, stream_in
 from strategies.engine.tensors.nested import tensors_in
-from trainer.model.outside_reads import OutsideReads
-from trainer.model.params import EMBEDDING, HEAD, units_by_name
+from trainer.model.params import EMBEDDING, HEAD, OutsideReads, units_by_name
 
 if TYPE_CHECKING:
     from torch import nn

@@ -155,7 +155,7 @@ class Routed(nn.Module):
 
 
 @cache
-def _routed(kind: Any) -> Any:
+def _routed(kind: type[nn.Module]) -> Any:
     return type(f"Routed{kind.__name__}", (Routed, kind), {"__doc__": f"{kind.__name__} with routes of its own."})
 
 
@@ -172,7 +172,8 @@ def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
         if stored is None:
             raise ValueError(f"{path} is {type(module).__name__}, not a stock linear layer")
         if routes != NATIVE:
-            module.__class__ = _routed(type(module))
+            kind: Any = type(module)
+            module.__class__ = _routed(kind)
             module._routes, module._stored, module._copy = routes, stored, Copy() if routes.copies else None
 
 
