@@ -44,16 +44,16 @@ def list_params(
     model: nn.Module,
     group_of: Mapping[str, int],
     dtype_of: Callable[[nn.Parameter], str],
-    elsewhere: Container[str] = (),
-    computing: Container[str] | None = None,
+    outside: OutsideReads | None = None,
 ) -> tuple[Param, ...]:
     """All parameters in order of registration.
 
     Args:
         group_of: index of the optimizer's group by parameter name; frozen parameters have none.
-        elsewhere: names of the parameters that are read outside of the modules that own them.
-        computing: modules that compute with their parameters, other than looking rows up; None: no forward was watched.
+        outside: what was seen in a forward, if one was watched.
     """
+    elsewhere = set[str]() if outside is None else outside.found
+    computing = None if outside is None else outside.computing
     unit_of = units_by_name(model)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -245,7 +245,6 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
             what = f"{first_line(error)}; has it so many positions? data.max_length says how many tokens a row has"
             raise ConfigError(f"model: its forward fails on {shape[0]} x {shape[1]} tokens: {what}") from None
     dtype = "bfloat16" if precision is Precision.BF16 else "float32"
-    outside = found.counter.outside
     return ModelCount(
         units=found.units(),
         forward_flops=found.counter.flops,
@@ -253,7 +252,7 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         trained_bytes=sizes[True],
         frozen_bytes=sizes[False],
-        params=list_params(model, decay_groups(model), lambda _: dtype, outside.found, outside.computing),
+        params=list_params(model, decay_groups(model), lambda _: dtype, found.counter.outside),
         linears=tuple(found.linears.values()),
         model_params=0 if whole is None else sum(unit.num_params for unit in whole.units),
         model_flops=0 if whole is None else whole.forward_flops,

@@ -161,14 +161,14 @@ def count_live(model: nn.Module, batch: Batch | None, groups: Sequence[Sequence[
         CountingError: the forward fails on tensors without values.
     """
     from trainer.model.counting import Counter
+    from trainer.model.counting_alike import Found
 
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    found = None if batch is None else _counted(model, batch)
-    counter = Counter(model) if found is None else found.counter
+    found = Found(Counter(model), {}) if batch is None else _counted(model, batch)
     dtype_of = {param: str(param.dtype).removeprefix("torch.") for param in model.parameters()}
-    params = list_params(model, group_of, dtype_of.__getitem__, counter.outside.found, counter.outside.computing)
+    params = list_params(model, group_of, dtype_of.__getitem__, found.counter.outside)
     largest = max((param.num_elements for param in params), default=0)
-    return ModelCount(counter.units() if found is None else found.units(), 0, largest, 0, params)
+    return ModelCount(found.units(), 0, largest, 0, params)
 
 
 def _counted(model: nn.Module, batch: Batch) -> Found:
