@@ -80,7 +80,7 @@ ONE, TWO = torch.arange(3).expand(2, 3), torch.tensor([[0, 1, 2], [0, 1, 0]])
 )
 def test_rows_that_need_no_mask_are_compared_with_such(batch: Any, foretold: int, tmp_path: Path) -> None:
     check, model = check_of(tmp_path), Rows()
-    check._without_mask = lambda: {"model.layers.0": 48}
+    check._without_mask = lambda: {unit.name: 48 for unit in check._plan.facts.units}
     with check.counting(model, 0):
         model(torch.ones(8, requires_grad=True), **batch)
     assert saved(check)[0].predicted == foretold and not model._forward_pre_hooks

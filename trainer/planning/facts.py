@@ -233,8 +233,11 @@ def count_model(config: RunConfig, *, masked: bool = True) -> ModelCount:
         shape = (config.training.per_device_train_batch_size, config.data.max_length)
         ids = torch.zeros(shape, dtype=torch.long)
         inputs = {"input_ids": ids, "labels": ids}
-        if masked and not str(config.model.attn_implementation).startswith("flash"):
-            inputs["position_ids" if config.data.packing else "attention_mask"] = torch.zeros_like(ids)
+        masked &= not str(config.model.attn_implementation).startswith("flash")
+        if config.data.packing:
+            inputs["position_ids"] = torch.zeros_like(ids) if masked else torch.arange(shape[1]).repeat(shape[0], 1)
+        elif masked:
+            inputs["attention_mask"] = torch.zeros_like(ids)
         call = _call(model, inputs, config.training.label_smoothing_factor)
         autocast = torch.autocast("cpu", compute) if precision is not Precision.FP32 and not casts else None
         if autocast is not None:
