@@ -7,6 +7,7 @@ from hypothesis import settings
 
 from trainer.dist.deepspeed_ops import clear_abandoned_buffers
 
+pytest_plugins = ["tests.helpers.leftovers"]
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 

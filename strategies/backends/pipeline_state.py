@@ -66,7 +66,7 @@ class EnginesStage(EngineState):
     """The same where the memory engine trains the stage; no weight is tied then. Making it is a collective."""
 
     def __init__(self, optimizer: StowOptimizer, pipeline: Pipeline, *, writes: bool) -> None:
-        super().__init__(optimizer, pipeline.stage.model, writes=writes)
+        super().__init__(optimizer.access, writes=writes)
         self.divides_weights = True
         mine = [group["params"] for group in super().groups()]
         self._groups, self._shapes = _of_all_stages(pipeline, mine)

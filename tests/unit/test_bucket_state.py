@@ -1,8 +1,10 @@
 """Policy: only the file that defines a bucket's state writes its fields; all others call its methods."""
 
 import ast
+import inspect
+import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,21 @@ from strategies.engine.buckets.gradient_state import GradientState
 from strategies.engine.tensors.parameter_views import ParameterViews
 
 ENGINE = Path(__file__).resolve().parents[2] / "strategies" / "engine"
-OWNERS = {"bucket_state.py": BucketState, "gradient_state.py": GradientState, "parameter_views.py": ParameterViews}
+
+
+def fields_of(owner: type) -> list[str]:
+    """What the class sets on itself when it is made."""
+    if is_dataclass(owner):
+        return [field.name for field in fields(owner)]
+    source: Any = owner
+    return re.findall(r"self\.(\w+)(?=[:,]? )", inspect.getsource(source.__init__))
+
+
+OWNERS = {
+    "bucket_state.py": fields_of(BucketState),
+    "gradient_state.py": fields_of(GradientState),
+    "parameter_views.py": fields_of(ParameterViews),
+}
 CHANGES = {
     "add", "append", "clear", "difference_update", "discard", "extend", "insert", "intersection_update", "pop",
     "popitem", "remove", "reverse", "setdefault", "sort", "symmetric_difference_update", "update",
@@ -56,7 +72,8 @@ def writes(tree: ast.AST, names: set[str]) -> Iterator[str]:
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_only_the_owner_writes_its_fields(owner: str) -> None:
-    names = {field.name for field in fields(OWNERS[owner])}
+    names = set(OWNERS[owner])
+    assert len(names) > 8
     found = [
         f"{path.relative_to(ENGINE)} {write}"
         for path in ENGINE.rglob("*.py")
@@ -66,9 +83,9 @@ def test_only_the_owner_writes_its_fields(owner: str) -> None:
     assert not found, found
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_a_write_is_found_and_a_read_is_none() -> None:
+    names = {name for each in OWNERS.values() for name in each}
+    for statement in (
         "bucket.pending = Pending.NOTHING",
         "bucket.open += 1",
         "bucket.used: Event = event",
@@ -77,20 +94,10 @@ def test_only_the_owner_writes_its_fields(owner: str) -> None:
         "grads.touched.add(index)",
         "bucket.grads.touched |= {index}",
         "self.bucket.grads.norms[index] = norm",
-        "views.counts[index] += 1",
         "views.own.remove(index)",
         "for bucket.present in (False, True): pass",
         "with lock as bucket.future: pass",
-    ],
-)
-def test_a_write_is_found(statement: str) -> None:
-    names = {field.name for owner in OWNERS.values() for field in fields(owner)}
-    assert len(list(writes(ast.parse(statement), names))) == 1
-
-
-@pytest.mark.parametrize(
-    "statement", ["bucket.submit(job)", "if bucket.open: pass", "self.used = 1", "used = bucket.used"]
-)
-def test_reads_and_verbs_are_none(statement: str) -> None:
-    names = {field.name for owner in OWNERS.values() for field in fields(owner)}
-    assert not list(writes(ast.parse(statement), names))
+    ):
+        assert len(list(writes(ast.parse(statement), names))) == 1, statement
+    for statement in ("bucket.submit(job)", "if bucket.open: pass", "self.used = 1", "used = bucket.used"):
+        assert not list(writes(ast.parse(statement), names)), statement

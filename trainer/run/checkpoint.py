@@ -91,21 +91,23 @@ def verified(path: Path) -> Found:
         Damaged: with one line for all that is wrong.
     """
     seal, about = _manifest(path)
-    lines = sealed.damage(path, seal)
+    lines = damage(path, seal, about)
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise Damaged(f"{lines[0]}{more}")
-    if (step := _trained_steps(path)) != about.step:
-        raise Damaged(f"{TRAINER_STATE} is of step {step}, its manifest of step {about.step}")
     return Found(path, about)
 
 
-def _trained_steps(path: Path) -> object:
-    """The step that Hugging Face would go on from; None if its file does not say."""
+def damage(path: Path, seal: sealed.Sealed, about: Manifest) -> list[str]:
+    """A line for all that is not what was saved: each file, and a state of Hugging Face's that is of another step."""
+    lines = sealed.damage(path, seal)
+    if lines:
+        return lines
     try:
-        return json.loads((path / TRAINER_STATE).read_bytes())["global_step"]
+        step = json.loads((path / TRAINER_STATE).read_bytes())["global_step"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+        step = None
+    return [] if step == about.step else [f"{TRAINER_STATE} is of step {step}, its manifest of step {about.step}"]
 
 
 # --- deleting, and moving out of the way -----------------------------------------------------------------------------

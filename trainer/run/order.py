@@ -34,7 +34,7 @@ from trainer.model import build
 from trainer.planning import facts
 from trainer.planning.fit import explained
 from trainer.planning.from_config import advice, plans_of, refuse_impossible
-from trainer.run import manifest, optimizer_choice, resuming, taken_over
+from trainer.run import manifest, optimizer_choice, resuming
 from trainer.run.callbacks import Meter, MetricsFile, ProgressLine, SampleText, StepSeen
 from trainer.run.stage_trial import form_of_stages
 
@@ -288,7 +288,7 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
             MetricsFile(run.folder / "metrics.jsonl"),
             *sample,
             *([plan_check] if plan_check else []),
-            taken_over.TakenOver(taken_over.other(run.resumed, run.config)),
+            resuming.TakenOver(resuming.other(run.resumed, run.config)),
             StepSeen(),
             meter,
         ],

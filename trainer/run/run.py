@@ -24,10 +24,10 @@ from trainer.dist.stopping import Phase, Stop, Stopped
 from trainer.errors import ExitCode, UserError, first_line, report, write_line
 from trainer.planning.from_config import check_options, refuse_folder
 from trainer.run import finished, lock, oom, order, resuming, saving
+from trainer.run.callbacks import Watched
 from trainer.run.export import export
 from trainer.run.model_card import model_card
 from trainer.run.preemption import SaveAndStop
-from trainer.run.watched import Watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -66,7 +66,7 @@ def holder_of(trainer: Any) -> Any:
             return EnginesStage(inner, trainer.pipeline, writes=writes)
         return PipelineState(inner, trainer.pipeline, trainer.gradients, writes=writes)
     if isinstance(trainer.optimizer, StowOptimizer):
-        return state_file.EngineState(trainer.optimizer, trainer.model, writes=trainer.args.should_save)
+        return state_file.EngineState(trainer.optimizer.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:
         from strategies.backends.deepspeed_state import DeepSpeedState
 

@@ -3,16 +3,12 @@
 The class of a routed layer becomes a subclass that differs in ``forward`` only, so names, shapes, state dict and
 ``isinstance`` do not change. In eval mode the stock ``forward`` runs.
 
-The second copy of a weight is written again when its stamp no longer matches: the weight's version, which in-place
-operations seen by autograd raise, its address, and a count of the changes that autograd does not see, such as those of
-fused optimizers and engines with flat buffers. Whoever drives the optimizer announces its steps with
-``weights_changed``, as our Trainer does; until the first announcement every backward counts as a change. If the copy
-was written between a forward and its backward, backward raises.
-
-Backward saves the weight as the parameter itself, not as a view, so it reads what an engine that moves weights has
-put there by then. wgrad is returned to autograd and not written into a slot of the engine: accumulating inside the
-product rounds differently, and a slot can pass to its next bucket before autograd has summed the gradients of a weight
-that is used twice.
+The second copy of a weight is stamped with what it was made of: the weight's version, which in-place operations seen
+by autograd raise, its address, and a count of the changes that autograd does not see, such as those of fused optimizers
+and of engines with flat buffers. Whoever drives the optimizer announces its steps with ``weights_changed``, as our
+Trainer does; until then every backward counts as a change. If the copy was written again between a forward and its
+backward, backward raises. Backward saves the weight as the parameter itself, not as a view, so it reads what an engine
+that moves weights has put there by then.
 """
 
 from __future__ import annotations
@@ -64,8 +60,6 @@ def product(gemm: Gemm, route: Route, stored: str, first: Tensor, second: Tensor
 
 
 class _Products(torch.autograd.Function):
-    """The three products as one autograd node."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Routed, copy: Tensor | None) -> Tensor:
         route = layer._routes.forward
@@ -101,10 +95,8 @@ class _Products(torch.autograd.Function):
 
 
 class Copy:
-    """A transposed copy of one weight in the dtype of compute.
-
-    Not an attribute tensor of the layer: recomputation would take it for state of the module, and refuse a forward that
-    writes it.
+    """A transposed copy of one weight in the dtype of compute. Not an attribute tensor of the layer: recomputation
+    would take it for state of the module, and refuse a forward that writes it.
     """
 
     def __init__(self) -> None:
@@ -160,12 +152,7 @@ def _routed(kind: type[nn.Module]) -> Any:
 
 
 def route(model: nn.Module, chosen: Mapping[str, Routes]) -> None:
-    """Set the routes of the layers at these dotted paths. Native layers stay untouched.
-
-    Raises:
-        AttributeError: there is no such module.
-        ValueError: the module is not a stock linear layer.
-    """
+    """Set the routes of the layers at these dotted paths. Native layers stay untouched."""
     for path, routes in chosen.items():
         module: Any = model.get_submodule(path)
         stored = storage_of(module)

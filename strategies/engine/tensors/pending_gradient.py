@@ -1,13 +1,8 @@
-"""``param.grad`` of a trained parameter between backward and step: a stand-in for the real gradient.
+"""``param.grad`` of a trained parameter between backward and step: a stand-in for the gradient that is elsewhere.
 
-Problem. Gradients are moved off the device as they are accumulated, but training loops read ``param.grad`` and clip it.
-
-The stand-in gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update
-reads the gradient. Assigning ``None`` to ``param.grad`` discards it. Any other function gets a read-only copy. Example:
-``torch.nn.utils.clip_grad_norm_`` reads the norms and multiplies. After ``step`` the gradient is gone and reading the
-stand-in raises, until ``zero_grad``.
-
-Refused: other writes, to the stand-in or to a copy of it.
+It gives the norm of the real gradient, and multiplying it by a factor (clipping) applies when the update reads the
+gradient, so that ``torch.nn.utils.clip_grad_norm_`` works. Assigning ``None`` to ``param.grad`` discards it. Any other
+function gets a read-only copy, other writes are refused. After ``step`` reading it raises, until ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.engine.tensors.parameters import Asked, ReadOnly
+from strategies.engine.tensors.parameters import ReadOnly
 from strategies.engine.tensors.torch_functions import (
     call,
     each,
@@ -50,7 +45,7 @@ class PendingGradient(Tensor):
     """Stands for a gradient that waits until the next step, with its shape; its own elements are NaN."""
 
     _stand_in = True
-    _keeper: Asked
+    _keeper: Any
     _window: int
     __hash__: ClassVar[Any] = Tensor.__hash__
 
