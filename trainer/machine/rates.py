@@ -241,7 +241,7 @@ def shared_dram(alone: float, link: float, update: float, together: float) -> fl
     return together if together < SLOWED * (link + update) else max(alone, together)
 
 
-def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> StoredRates:
+def measure_and_store(path: Path, say: Say) -> StoredRates:
     """Measure this machine and its current device and store the rates in ``path``; ``say`` is called with progress.
 
     Raises:
@@ -251,19 +251,18 @@ def measure_and_store(path: Path, say: Say, effort: Effort | None = None) -> Sto
     refuse_unwritable(path)
     key, date = key_of(probe()), time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
     others_s, began_s = others_cpu_s(), time.perf_counter()
-    rates, points = measure(say, effort)
+    rates, points = measure(say, FULL)
     spent_s = (time.perf_counter() - began_s) * cores()[1]
     others_share = max(0.0, (others_cpu_s() - others_s) / spent_s)
-    effort = FULL if effort is None else effort  # ranks are processes of their own, which are not others
-    rates = replace(rates, net_bytes_per_s=measure_network(effort.network_bytes, effort.seconds, say))
+    # Ranks are processes of their own, which are not others.
+    rates = replace(rates, net_bytes_per_s=measure_network(FULL.network_bytes, FULL.seconds, say))
     stored = StoredRates(rates, date, others_share)
     save(path, key, stored, points)
     return stored
 
 
-def measure(say: Say, effort: Effort | None = None) -> tuple[Rates, dict[str, Any]]:
+def measure(say: Say, effort: Effort) -> tuple[Rates, dict[str, Any]]:
     """The rates, and the measurements that they were fitted to."""
-    effort = FULL if effort is None else effort
     device = accelerator.current() or torch.device("cpu")
     clock, on_cpu = Stopwatch(effort, device), device.type == "cpu"
     say(f"matrix products on {'the CPU' if on_cpu else accelerator.name_of(device)}")
