@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from strategies.core.modes import same_modes
+from strategies.core.commit import same_modes
 from trainer.dist.ranks import LOOPBACK, Ranks, listening, loopback_interface
 from trainer.errors import ConfigError
 from trainer.run import finished, saving

@@ -85,7 +85,7 @@ def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Co
     """``refused``, or the refusal of another stage of the pipeline that needs more of the same memory."""
     if whole.run.stages == 1 or not isinstance(refused, MemoryRefusal):
         return refused
-    for rank in whole.run.grid.pipelines()[0]:
+    for rank in whole.run.grid.groups("stage")[0]:
         try:
             compose(config.strategies, narrowed(config, whole, rank))
         except MemoryRefusal as other:
@@ -99,7 +99,7 @@ def _largest(config: RunConfig, whole: Facts, refused: Conflict | Refusal) -> Co
 def plans_of(config: RunConfig, ranks: Ranks, machine: Machine, **how: Any) -> list[Plan]:
     """The plans of a run's stages, in order; one where the model is not cut. Arguments and errors: ``plan_of``."""
     first = plan_of(config, replace(ranks, rank=0), machine, **how)
-    others = first.facts.run.grid.pipelines()[0][1:]
+    others = first.facts.run.grid.groups("stage")[0][1:]
     return [first, *(plan_of(config, replace(ranks, rank=rank), machine, **how) for rank in others)]
 
 

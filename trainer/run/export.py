@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strategies.backends.tensor_shards import whole_shape
-from strategies.core.commit import replaced_folder
-from strategies.core.modes import same_modes
+from strategies.core.commit import replaced_folder, same_modes
 from strategies.core.sealed import seal
 from trainer.model.build import set_use_cache
 from trainer.run.finished import KIND

@@ -54,7 +54,7 @@ class PipelineTrainer(_Trainer):
     def start_pipeline(self, stage: Stage) -> None:
         """Make groups and schedules for ``stage``; a collective."""
         grid = self.plan.facts.run.grid
-        group, self._copies = pipelining.groups(grid, self.args.process_index)
+        group, self._copies = pipelining.groups(grid)
         self.stage = stage
         schedule = Schedule(self.plan.facts.cut.schedule)
         self.pipeline = pipelining.Pipeline(stage, schedule, group, self.args.device, self._around_part)

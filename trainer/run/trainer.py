@@ -26,7 +26,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from strategies.core.modes import same_modes
+from strategies.core.commit import same_modes
 from strategies.engine import NonFiniteError
 from strategies.state.spans import WEIGHT
 from trainer.dist.agreement import Agreement

@@ -59,12 +59,12 @@ def holder_of(trainer: Any) -> Any:
     """The training state of a trainer, wherever its strategy keeps it: a ``Holder`` that can also write weights."""
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps what is not stowed
     if trainer.pipeline is not None:
-        from strategies.backends.pipeline_state import EnginesStage, PipelineState
+        from strategies.backends.pipeline_state import EnginesStage, pipeline_state
 
         writes = trainer.accelerator.grid.cell(trainer.args.process_index).replica == 0
         if isinstance(inner, StowOptimizer):
             return EnginesStage(inner, trainer.pipeline, writes=writes)
-        return PipelineState(inner, trainer.pipeline, trainer.gradients, writes=writes)
+        return pipeline_state(inner, trainer.pipeline, trainer.gradients, writes=writes)
     if isinstance(trainer.optimizer, StowOptimizer):
         return state_file.EngineState(trainer.optimizer.access, writes=trainer.args.should_save)
     if trainer.is_deepspeed_enabled:

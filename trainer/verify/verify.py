@@ -331,7 +331,7 @@ class Offloaded:
 
         small = self._small(Path("unused"), keep_optimizer=keep_optimizer)
         known = facts.gather(small, self._num_ranks, self._num_ranks, probe())
-        stages = [narrowed(small, known, rank) for rank in known.run.grid.pipelines()[0]]
+        stages = [narrowed(small, known, rank) for rank in known.run.grid.groups("stage")[0]]
         return moving(self._real, small.strategies, stages)
 
     def _small(self, folder: Path, *, keep_optimizer: bool) -> RunConfig:
