@@ -31,8 +31,6 @@ from tests.helpers.engine import DECAY, LR, differences, plan_of
 from tests.helpers.models import Mixture, Odd, build
 from tests.helpers.pairwise import Row, Table
 
-# --- the grid --------------------------------------------------------------------------------------------------------
-
 ROWS = Table(
     {
         "model": ("blocks", "shared", "experts"),
@@ -88,6 +86,7 @@ def two(other: float | None) -> Iterator[Any]:
     with mock.patch.multiple(
         dist, get_world_size=lambda group=None: 2, get_global_rank=lambda group, rank: 0, all_reduce=reduced,
         broadcast=lambda *given, **named: None, all_gather_object=gathered,
+        get_process_group_ranks=lambda group: [0, 1], new_group=lambda *given, **named: object(),
     ):  # fmt: skip
         yield object()
 
@@ -101,7 +100,7 @@ def ranked(site: str, name: str) -> None:
     def run(**layout: Any) -> list[Any]:
         model = build("blocks", dtype=dtype)
         plan: Any = plan_of(model, max_norm=0.5, **layout)
-        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(world_size=2), units=()))
+        plan = replace(plan, facts=SimpleNamespace(run=SimpleNamespace(replicas=2), units=()))
         rule, ground = AdamW(lr=LR, weight_decay=DECAY), sides.ground
         given: dict[str, Any] = {"device": ground.device, "transfer": ground.transfer(), "beside": True}
         with two(other) as group:
@@ -114,7 +113,7 @@ def ranked(site: str, name: str) -> None:
         expected = run(site="device")
     resident = (site == "host" and other is not None) or sides.ground.device.type == "cpu"
     found = run(site=site, **({} if resident else {"weights": "travelling", "prefetch": 1}))
-    where = sides._first_difference(expected, found)
+    where = sides.first_difference(expected, found)
     assert where is None, where
 
 
@@ -140,7 +139,7 @@ def saved(loop: str) -> None:
             for _ in range(3):
                 getattr(tests, loop)(model)
             grads.append(tests.grads(model))
-    where = sides._first_difference(grads[0], grads[1])
+    where = sides.first_difference(grads[0], grads[1])
     assert where is None, where
 
 

@@ -158,10 +158,6 @@ class Strategy(BaseModel, ABC):
         """Bytes of the device that the options allow on this machine; None: they do not say."""
         return None
 
-    def least_bytes(self, facts: Facts) -> int:
-        """Bytes that a plan with this strategy holds on device and host together, at least; 0: it does not say."""
-        return 0
-
     def suggest(self, plan: Plan) -> Sequence[str]:
         """Lines for people: changes of the config that would make a step faster, the best first."""
         return ()

@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F  # noqa: N812
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from strategies.core.compose import compose
-from strategies.core.facts import Facts, Unit
+from strategies.core.facts import Facts
 from strategies.core.layout import PAGE_BYTES
 from strategies.core.peak import backward_peak
 from strategies.core.plan import Home, Plan
 from strategies.core.registry import find
 from strategies.engine.forward.checkpointing import checkpointed, room_of
-from strategies.planner.activation_policy import by_policy
 from tests.helpers.live import Live
 from trainer.machine.probe import probe
-from trainer.model.counting import Counter, flop_formulas
+from trainer.model.counting import flop_formulas
 from trainer.planning.plan_for import plan_for
 from trainer.run.plan_check import count_saved
 
@@ -80,9 +77,15 @@ def recomputed(name: str, attention: str, policy: str, dtype: torch.dtype = torc
     return model, plan
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    [
+        ("llama", "eager", torch.float32),
+        ("llama", "sdpa", torch.bfloat16),
+        ("gpt2", "eager", torch.bfloat16),
+        ("gpt2", "sdpa", torch.float32),
+    ],
+)
 def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dtype: torch.dtype) -> None:
     """Measured by weak references to all storages: nobody's account but the allocator's."""
     kept = {}
@@ -101,8 +104,7 @@ def test_bytes_kept_and_the_peak_are_as_predicted(name: str, attention: str, dty
     assert kept["selective, on the host"] < kept["selective"]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "attention"), [("llama", "sdpa"), ("gpt2", "eager")])
 def test_the_host_has_room_for_what_waits_there(name: str, attention: str) -> None:
     for policy in HOSTED:
         model, plan = recomputed(name, attention, policy, torch.bfloat16)
@@ -158,74 +160,3 @@ def test_operations_of_backward_are_exact(name: str, attention: str) -> None:
         if policy == "full":
             per_block = sum(operator.work.flops for operator in blocks[0].choices.operators)
             assert expected == per_block * len(blocks)
-
-
-# --- the closed formula ----------------------------------------------------------------------------------------------
-
-S, B, A, H = 2048, 2, 32, 4096
-
-
-class Classic(nn.Module):
-    """The layer of the paper: two norms, explicit attention, GELU, three dropouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.between = nn.LayerNorm(H), nn.LayerNorm(H)
-        self.q, self.k, self.v, self.out = (nn.Linear(H, H) for _ in range(4))
-        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.before(x)
-        q, k, v = (self.heads(layer(y)) for layer in (self.q, self.k, self.v))
-        scores = torch.bmm(q / (H // A) ** 0.5, k.transpose(1, 2))
-        probabilities, _ = torch.native_dropout(scores.softmax(-1), 0.1, True)
-        core = torch.bmm(probabilities, v).view(B, A, S, H // A).transpose(1, 2).reshape(B, S, H)
-        x = x + torch.native_dropout(self.out(core), 0.1, True)[0]
-        return x + torch.native_dropout(self.down(F.gelu(self.up(self.between(x)))), 0.1, True)[0]
-
-    def heads(self, x: Tensor) -> Tensor:
-        return x.view(B, S, A, H // A).transpose(1, 2).reshape(B * A, S, H // A)
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Classic() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def middle() -> Unit:
-    """Counts of the second of three layers in bf16, on fake tensors."""
-    with torch.device("meta"):
-        model = Stack().to(torch.bfloat16)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        counter = Counter(model)
-        with counter:
-            model(torch.empty(B, S, H, dtype=torch.bfloat16, requires_grad=True))
-    return counter.units()[1]
-
-
-def test_explicit_attention_with_dropout() -> None:
-    sbh, core = S * B * H, 5 * A * S * S * B
-    unit = middle()
-    assert unit.saved_bytes == pytest.approx(34 * sbh + core, rel=1e-3)
-    assert unit.choices is not None
-    kinds: dict[str, int] = {}
-    for operator in unit.choices.operators:
-        kind = operator.name.split()[0]
-        kinds[kind] = kinds.get(kind, 0) + operator.num_bytes
-    # q, k, v, out and down have H numbers of 2 bytes, up has 4 H; scores and softmax one per pair of tokens.
-    assert kinds == {
-        "linear": 18 * sbh,
-        "scores": 2 * A * S * S * B,
-        "softmax": 2 * A * S * S * B,
-        "attention": 2 * sbh,
-    }
-    assert by_policy(unit, "selective").saved_bytes == 22 * sbh
-    assert by_policy(unit, "full").saved_bytes == 2 * sbh
-    assert by_policy(unit, "selective").again.flops == 2 * S * S * B * H  # the scores, once more

@@ -36,38 +36,22 @@ CHANGES = {
 }  # fmt: skip
 
 
-def field_of(node: ast.AST, names: set[str]) -> str | None:
-    """The field that ``node`` names as an attribute, itself or an element of it.
+def writes(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """Every place that assigns to one of these fields, or to an element of one, or changes a collection in it.
 
     Attributes of ``self`` are another class's own, those of ``ctx`` an autograd function's.
     """
-    while isinstance(node, ast.Subscript | ast.Starred):
-        node = node.value
-    if not isinstance(node, ast.Attribute) or node.attr not in names:
-        return None
-    return None if isinstance(node.value, ast.Name) and node.value.id in ("self", "ctx") else ast.unparse(node)
-
-
-def writes(tree: ast.AST, names: set[str]) -> Iterator[str]:
-    """Every statement that assigns to one of these fields or changes a collection in it."""
     for node in ast.walk(tree):
-        targets: list[Any] = []
-        if isinstance(node, ast.Assign | ast.Delete):
-            targets = list(node.targets)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
-            targets = [node.target]
-        elif isinstance(node, ast.withitem):
-            targets = [node.optional_vars]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-            targets = [node.func.value]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
-            assert not isinstance(node.args[1], ast.Constant) or node.args[1].value not in names, ast.unparse(node)
-        while targets:
-            target = targets.pop()
-            if isinstance(target, ast.Tuple | ast.List):
-                targets += target.elts
-            elif target is not None and field_of(target, names):
-                yield f"line {target.lineno}: {ast.unparse(target)}"
+        target: Any = node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            target = node.func.value
+        elif not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            continue
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        is_field = isinstance(target, ast.Attribute) and target.attr in names
+        if is_field and ast.unparse(target.value) not in ("self", "ctx"):
+            yield f"line {target.lineno}: {ast.unparse(target)}"
 
 
 @pytest.mark.parametrize("owner", OWNERS)

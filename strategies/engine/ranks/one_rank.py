@@ -10,7 +10,7 @@ All methods but ``written`` and ``bring`` are collectives or nothing: every rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,12 +63,15 @@ class OneRank:
     def begin_backward(self) -> None:
         """The gradients of another micro-batch are about to come; ``note`` has said which modules backward will run."""
 
-    def due(self, waiting: Sequence[BucketState], landed: BucketState) -> Sequence[BucketState]:
+    def due(self, waiting: Iterable[BucketState], landed: BucketState) -> Sequence[BucketState]:
         """Of the buckets whose gradients are not averaged yet, those to average now that one more has ``landed``."""
         return [landed]
 
     def average(self, bucket: BucketState, prepare: Callable[[BucketState], None]) -> None:
         """The mean over the ranks in the gradient slot, which ``prepare`` gives to the bucket."""
+
+    def step(self) -> None:
+        """The optimizer makes a step, after however many micro-batches."""
 
     def end_backward(self, order: Sequence[Place]) -> None:
         """All is averaged: a parameter that has a gradient on any rank has one on all. ``order``: all that train."""
@@ -81,9 +84,6 @@ class OneRank:
 
     def written(self, bucket: BucketState, after: Event | None = None) -> None:
         """This rank's span on the host has the newest weights, once ``after`` has passed."""
-
-    def end_step(self) -> None:
-        """The optimizer made a step, after however many micro-batches."""
 
     def everywhere(self, flag: bool) -> bool:
         """Whether all ranks that share weights say so."""

@@ -42,6 +42,7 @@ from strategies.engine.tensors.torch_functions import (
     read_only,
     reads_no_value,
     replace_views,
+    with_values,
     written,
 )
 
@@ -211,17 +212,7 @@ class AbsentParameter(StowedParameter):
             if func is Tensor.data_ptr:
                 args[0]._keeper.require_present(func.__name__)
                 return func(*args, **kwargs)
-            copies: list[Tensor] = []
-
-            def read(param: AbsentParameter) -> Tensor:
-                value: Tensor = param._keeper.read()
-                if value is not param:
-                    copies.append(value)
-                return value
-
-            args, kwargs = tree_map_only(AbsentParameter, read, (args, kwargs))
-            out = call(func, args, kwargs, ask=has_other_stand_ins(types, AbsentParameter))
-            return read_only(func, out, copies, ReadOnly)
+            return with_values(func, types, args, kwargs, AbsentParameter, lambda param: param._keeper.read(), ReadOnly)
 
 
 class ReadOnly(Tensor):

@@ -13,18 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from strategies.engine.tensors.parameters import ReadOnly
-from strategies.engine.tensors.torch_functions import (
-    call,
-    each,
-    has_other_stand_ins,
-    is_no_conversion,
-    read_only,
-    reads_no_value,
-    written,
-)
+from strategies.engine.tensors.torch_functions import each, is_no_conversion, reads_no_value, with_values, written
 
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm, Tensor.norm, torch.norm])
 DIVISIONS = frozenset([Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_])  # type: ignore[list-item]
@@ -96,15 +88,12 @@ class PendingGradient(Tensor):
                 if others:  # gradients of another model
                     func(others, *args[1:])
                 return args[0]
-            copies: list[Tensor] = []
+            return with_values(func, types, args, kwargs, PendingGradient, _value, ReadOnlyGradient)
 
-            def copy(gradient: PendingGradient) -> Tensor:
-                copies.append(gradient._keeper.gradient_value())
-                return copies[-1]
 
-            args, kwargs = tree_map_only(PendingGradient, copy, (args, kwargs))
-            out = call(func, args, kwargs, ask=has_other_stand_ins(types, PendingGradient))
-            return read_only(func, out, copies, ReadOnlyGradient)
+def _value(gradient: Any) -> Tensor:
+    value: Tensor = gradient._keeper.gradient_value()
+    return value
 
 
 def _is_euclidean(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -98,6 +98,28 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any], *, ask: bool) -> Any:
         return func(*args, **kwargs)
 
 
+def with_values(
+    func: Any,
+    types: Sequence[type],
+    args: Any,
+    kwargs: Any,
+    own: type,
+    value: Callable[[Any], Tensor],
+    kind: type[Tensor],
+) -> Any:
+    """Call ``func`` with values for its tensors of class ``own``; what shares memory with them becomes a ``kind``."""
+    copies: list[Tensor] = []
+
+    def read(one: Tensor) -> Tensor:
+        found = value(one)
+        if found is not one:
+            copies.append(found)
+        return found
+
+    args, kwargs = tree_map_only(own, read, (args, kwargs))
+    return read_only(func, call(func, args, kwargs, ask=has_other_stand_ins(types, own)), copies, kind)
+
+
 def replace_views(out: Any, home: tuple[int, int], do: Callable[[Tensor], Tensor]) -> Any:
     """``out`` with each of its tensors that begins between these addresses replaced by ``do`` of it."""
     begin, end = home

@@ -154,7 +154,7 @@ class Updates:
         self.slots[bucket.grad.data_ptr()] = bucket
 
     def settle(self, bucket: BucketState) -> None:
-        """Finish the pending update, if there is one: afterwards ``newest`` holds the newest weights."""
+        """Finish the pending update, if there is one: afterwards ``weight_of`` gives the newest weights."""
         if bucket.pending is Pending.HOST:
             self._from_worker(bucket)
         elif bucket.pending is not Pending.NOTHING:
