@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,8 +272,9 @@ def make_trainer(run: Run, together: Agreement | None = None) -> Trainer:
     # Flash attention takes packed documents as one long row instead of a batch of rows.
     flatten = packing and str(run.config.model.attn_implementation).startswith("flash_attention")
     recomputes = arguments.gradient_checkpointing or bool(run.config.training.activation_checkpointing)
-    is_planned = (run.folder / "plan.json").is_file()
-    plan_check = PlanCheck(run.plan, run.folder, recomputes=recomputes) if is_planned else None
+    without_mask = partial(facts.saved_without_mask, run.config)
+    check = PlanCheck(run.plan, run.folder, recomputes=recomputes, without_mask=without_mask)
+    plan_check = check if (run.folder / "plan.json").is_file() else None
     model = make_model(run)
     trainer = Trainer(
         model=model,
