@@ -47,7 +47,7 @@ def prepared(config: RunConfig, ranks: Ranks, train: Sequence[Row], evaluation: 
     machine = probe()
     plan = plan_of(config, ranks, machine)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
-    return order.Run(config, ranks, folder, _tokenizer(), data, machine, plan, None, form=form)
+    return order.Run(config, ranks, folder, _tokenizer(), data, machine, plan, form=form)
 
 
 def logged(trainer: Any, key: str) -> list[float]:

@@ -178,7 +178,7 @@ def random_run(config: RunConfig, ranks: Ranks) -> Any:
     machine = probe()
     plan = plan_of(config, ranks, machine, tune=True)
     folder, form = Path(config.training.output_dir), form_of_stages(config)
-    return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, None, form=form)
+    return order.Run(config, ranks, folder, _tokenizer(), prepared, machine, plan, form=form)
 
 
 def _tokenizer() -> Any:
