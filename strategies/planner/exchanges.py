@@ -1,4 +1,4 @@
-"""How fast ranks that share buckets exchange, on one machine and over several. Numbers only.
+"""How fast ranks that share buckets exchange, on one machine and over several, and by which road. Numbers only.
 
 N ranks, R of them on each machine, exchange W bytes: a weight of which each rank has a span, or a gradient of which
 each has all and wants the sum of its span. Each rank sends (N-1)/N W. How much of that leaves its machine depends on
@@ -10,11 +10,9 @@ the way:
     straight   gradients to their owners, who add them (``reduction: exact``). A rank sends each other rank its span,
                so what leaves its machine is (N-R)/N W
 
-With 2 machines of 8 ranks that is 0.12 W and 0.5 W. On one machine both ways take equally long. What a rank sends
-counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the time. That is
-arithmetic; no network was measured.
-
-Where the rate between machines is unknown, all ranks count as if they were on one machine.
+What a rank sends counts at the rate inside, what leaves at the rate between machines, and the slower of the two is the
+time. That is arithmetic; no network was measured. Where the rate between machines is unknown, all ranks count as if
+they were on one machine.
 """
 
 from __future__ import annotations
