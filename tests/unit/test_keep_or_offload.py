@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strategies.core.compose import compose
 from strategies.core.facts import Facts, Home, Param, Precision, Rates, Unit, UnitKind
-from strategies.core.layout import Item, Site
+from strategies.core.layout import Item
 from strategies.core.plan import Plan
 from strategies.core.protocol import Refusal
 from strategies.core.registry import find
