@@ -64,3 +64,18 @@ def spread(facts: Facts) -> tuple[int, int]:
     """How many ranks share a bucket, and how many of them are on one machine; they are neighbours."""
     ranks = facts.run.replicas
     return ranks, min(ranks, facts.machine.ranks or ranks)
+
+
+def from_host(rates: Rates, ways: int) -> bool:
+    """Whether weights that rest on a common host come sooner, or as soon, if each of ``ways`` ranks copies all parts up
+    instead of its own; ``rates`` are one rank's.
+
+    Weights follow each other, so what counts is the road that is busy for the longest time per byte of weight. An
+    exchange by way of the host uses its link in both directions, and writes and reads the host's memory.
+    """
+    others = (ways - 1) / ways
+    crossing = 0.0 if rates.net_bytes_per_s else others
+    link_s = (1 - others + crossing) / rates.up_bytes_per_s
+    dram_s = (1 - others + 2 * crossing) / rates.dram_bytes_per_s
+    network_s = max(link_s, dram_s, others / rates.exchange_bytes_per_s())
+    return max(1 / rates.up_bytes_per_s, 1 / rates.dram_bytes_per_s) <= network_s
