@@ -6,9 +6,11 @@ import pytest
 from hypothesis import settings
 
 from trainer.dist.deepspeed_ops import clear_abandoned_buffers
+from trainer.dist.spawn import PRELOAD
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
+PRELOAD.append("tests.helpers.preloaded")  # ranks find what they need imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
