@@ -42,7 +42,9 @@ def opened() -> Any:
 def unlike(ranks: Ranks, group: Any) -> list[str]:
     """What differs; of every other case copies up lag behind all else, of the others copies down."""
     lagging = cycle((Lane.DOWN, Lane.UP))
-    rows = list(Table({name: levels for name, levels in FACTORS.items() if name != "transfer"}, FORBIDDEN).rows())
+    factors = {name: levels for name, levels in FACTORS.items() if name != "transfer"}
+    forbidden = [*FORBIDDEN, (("model", "experts"), ("bucket", "half"))]  # some get no gradients, and hold up a slot
+    rows = list(Table({**factors, "model": ("experts", "llama")}, forbidden).rows())
     rows.append({**rows[0], **FAST, "split": False})
 
     def how() -> dict[str, Any]:

@@ -120,9 +120,9 @@ def plainly(name: str, dropout: bool, attention: str, dtype: torch.dtype) -> lis
 
 
 def cases() -> Iterator[Any]:
-    """Any two of attention, dropout and dtype meet in each architecture."""
+    """Any two of all."""
     factors = {"name": ARCHITECTURES, "attention": ("eager", "sdpa"), "dropout": (False, True), "dtype": tuple(DTYPES)}
-    for row in Table(factors, [(("name", "bloom"), ("attention", "sdpa"))], strength=3).rows():
+    for row in Table(factors, [(("name", "bloom"), ("attention", "sdpa"))]).rows():
         name, attention, dropout, dtype = (row[factor] for factor in factors)
         words = f"{name} {attention} {dtype}{' dropout' if dropout else ''}"
         yield pytest.param(name, dropout, attention, DTYPES[str(dtype)], id=words)
@@ -169,12 +169,13 @@ LAYOUTS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "experts"])
-def test_with_offload(name: str, dtype: torch.dtype) -> None:
-    """Weights come and go around a block that runs again; three layouts take turns with the policies."""
-    for number, policy in enumerate(("selective", "full", "full, every 2nd", "selective, on the host")):
-        where = {**LAYOUTS[(number + len(name)) % len(LAYOUTS)]}
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "experts"])
+def test_with_offload(name: str, number: int) -> None:
+    """Weights come and go around a block that runs again; policies and dtypes take turns with the layouts."""
+    dtype = (torch.float32, torch.bfloat16)[(number + len(name)) % 2]
+    for policy in ("selective", ("full", "full, every 2nd", "selective, on the host")[number]):
+        where = {**LAYOUTS[number]}
         loop = {"accumulation": where.get("accumulation", 1), "max_norm": where.get("max_norm", 0.0)}
         batches = tokens(name, STEPS * loop["accumulation"])
         wanted = plain(build(name, dtype=dtype), batches, **loop)
@@ -287,9 +288,8 @@ def test_with_zero_on_two_ranks(model_type: str, stage: int, tmp_path: Path) -> 
 
     zero = {"zero": {"stage": stage}}
     wanted = run_world(2, train, config(zero))["weights"]
-    for policy in ("selective, on the host", "full"):
-        found = run_world(2, train, config({**zero, "recompute": POLICIES[policy]}))["weights"]
-        assert compare(wanted, found) == [], policy
+    found = run_world(2, train, config({**zero, "recompute": POLICIES["selective, on the host"]}))["weights"]
+    assert compare(wanted, found) == []
 
 
 # --- forwards that are no training -----------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def goes(strategies: Mapping[str, Strategy], case: str) -> bool:
 
 
 def alone() -> Iterator[Any]:
-    """Every example with a case of each kind of parity that it declares; the next example with the next case."""
+    """Every example with a case in which it is to have the same bits, if there is one. The other kinds of parity that it
+    declares take turns with the examples, and so do the cases of each kind."""
     configs = {case: config_of(case, {}, Path("unused")) for case in CASES}
     facts = {case: run_facts(config, RANKS) for case, config in configs.items()}
     examples = [(name, options) for name in available() for options in find(name).examples]
@@ -87,10 +88,18 @@ def alone() -> Iterator[Any]:
         for case, config in configs.items():
             if goes({name: strategy}, case) and not any(strategy.refuses_model(config.model.config or {})):
                 kinds.setdefault(declared(strategy, facts[case], case), []).append(case)
-        chosen = {cases[turn % len(cases)] for cases in kinds.values()}
+        chosen = {each[turn % len(each)] for each in in_turn(kinds, turn)}
         marks = [needs_stage_3] if options == {"stage": 3} else []
         for case in sorted(chosen):
             yield pytest.param(name, options, case, id=f"{name} {dict(options)} {case}", marks=marks)
+
+
+def in_turn(kinds: Mapping[Parity, list[str]], turn: int) -> list[list[str]]:
+    """The cases of bitwise parity, and now and then those of another kind; of some kind in any case."""
+    same = [cases for kind, cases in kinds.items() if kind.tolerance == 0.0]
+    others = [cases for kind, cases in kinds.items() if kind.tolerance > 0.0]
+    other = [*others, None][turn % (len(others) + 1)]
+    return [*same, *([other] if other else [])] or others[:1]
 
 
 def declared(strategy: Strategy, run: RunFacts, case: str) -> Parity:
@@ -117,10 +126,14 @@ def equal(case: str, strategies: Mapping[str, Strategy], folder: Path) -> None:
 
 
 def together() -> Iterator[Any]:
-    """Every two strategies by their last example, if they go together, and all that go with whole copies at once."""
+    """Every two strategies by their last example, if they go together, and all that go with whole copies at once. Of
+    two that neither divide anything nor move it the last says enough."""
     names = available()
     last = {name: find(name).model_validate(find(name).examples[-1]) for name in names}
-    groups = [(first, second) for i, first in enumerate(names) for second in names[i + 1 :]]
+    local = {name for name in names if find(name).phase in (Phase.HOW, Phase.KEEP, Phase.BUFFER)}
+    local = {name for name in local if not last[name].divides()}
+    pairs = [(first, second) for i, first in enumerate(names) for second in names[i + 1 :]]
+    groups = [pair for pair in pairs if not local.issuperset(pair)]
     whole = tuple(name for name in names if not last[name].divides())
     for group in dict.fromkeys([*groups, whole]):
         stage_3 = "zero" in group and "offload" not in group  # with zero by its last example
