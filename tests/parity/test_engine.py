@@ -192,12 +192,8 @@ def test_training_is_worth_comparing(model: str) -> None:
     counted = [name for name in moved if off.tensors[f"{name} step"] > 0]
     assert len(moved) > 0.8 * len(list(build(model).named_parameters()))
     assert moved == counted
-
-
-def test_some_expert_has_no_gradient() -> None:
-    found = expected("experts", False, "none", torch.float32, "cpu", accumulation=1, groups=1, max_norm=0.0)
-    steps = {int(tensor) for name, tensor in found.tensors.items() if name.endswith("step") and ".experts." in name}
-    assert {0, STEPS} < steps
+    if model == "experts":
+        assert {0, STEPS} < {int(off.tensors[f"{name} step"]) for name, _ in build(model).named_parameters()}
 
 
 @pytest.mark.parametrize("recompute", ["later", "reentrant"])

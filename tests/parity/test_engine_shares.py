@@ -41,6 +41,8 @@ from tests.helpers.engine import (
 from tests.helpers.grid import ENGINE, NORMS, title
 from tests.helpers.models import build, on, tokens
 from tests.helpers.pairwise import Row, Table
+from tests.parity.test_frozen_later import STEPS as FREEZING_STEPS
+from tests.parity.test_frozen_later import freezing
 from trainer.dist.ranks import Ranks
 from trainer.dist.spawn import run_world
 from trainer.planning.plan_for import plan_for
@@ -327,6 +329,18 @@ def read_by_the_first(ranks: Ranks) -> list[str]:
     return [name for name, value in whole.items() if not torch.equal(value, gathered[name])]
 
 
+def frozen_later(ranks: Ranks, **where: Any) -> list[str]:
+    """Some parameters are frozen for two steps."""
+    batches, model = tokens("llama", FREEZING_STEPS * 2), freezing(build("llama"))
+    alone: Any = freezing(build("llama"))
+    alone.accumulation = 2
+    wanted = plain(alone, batches, accumulation=2, max_norm=0.05)
+    plan = plan_of(model, **where, max_norm=0.05, ranks=2)
+    shared = stowed(model, plan, batches[ranks.rank :: 2], transfer=Delayed(), max_norm=0.05)
+    wanted.losses = shared.losses = []
+    return differences(wanted, shared)
+
+
 class SlowReader(Transfer):
     """Copies up take their time while ``slow``."""
 
@@ -373,6 +387,9 @@ LOOPS: Mapping[str, Callable[[Ranks], list[str]]] = {
     "read between backward and step": between,
     **{f"a block that no rank runs, {site}": partial(skipping, site=site) for site in ("host", "streamed", "device")},
     "one copy for a checkpoint": read_by_the_first,
+    "frozen later": partial(frozen_later, site="device", weights="travelling", prefetch=1),
+    "frozen later, on the host": partial(frozen_later, site="host", weights="travelling", park="host"),
+    "frozen later, streamed": partial(frozen_later, site="streamed", park="host", prefetch=0),
     "common memory": partial(common_memory, dtype=torch.float32, weights="travelling"),
     "common memory, resident": partial(common_memory, dtype=torch.bfloat16, weights="resident"),
 }

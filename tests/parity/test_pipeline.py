@@ -26,7 +26,6 @@ from trainer.dist.spawn import run_world
 from trainer.errors import ConfigError
 from trainer.run.pipeline_trainer import PipelineTrainer
 from trainer.run.stage_trial import form_of_stages
-from trainer.run.trainer import Trainer
 
 STEPS = (4, 4, 3, 1, 5)  # micro-batches of each step
 NORM = 0.05
@@ -289,15 +288,6 @@ def test_a_module_that_is_planned_in_another_stage_than_it_runs_in_is_refused_be
     assert form_of_stages(run_config(opt, strategies=STAGES)) is not None
     with pytest.raises(ConfigError, match=r"model.decoder.final_layer_norm is defined on one side of the blocks"):
         form_of_stages(run_config(opt, strategies={**STAGES, "offload": {}}))
-
-
-@pytest.mark.parametrize("average", [True, False])
-def test_tokens_are_divided_by_the_ranks_that_they_were_gathered_from(average: bool) -> None:
-    """Hugging Face divides the number of tokens by this; where it gathers none, it is this rank's already."""
-    args = SimpleNamespace(world_size=4, average_tokens_across_devices=average)
-    run = SimpleNamespace(facts=SimpleNamespace(run=SimpleNamespace(replicas=2)))
-    trainer: Any = SimpleNamespace(args=args, plan=run)
-    assert Trainer.get_tp_size(trainer) == (2 if average else 1)
 
 
 def test_blocks_that_need_more_than_hidden_states_are_refused() -> None:

@@ -30,7 +30,6 @@ from tests.helpers.tiny import MODELS
 from trainer.config.sections import RunConfig
 from trainer.dist.spawn import run_world
 from trainer.machine.probe import probe
-from trainer.planning.from_config import plan_of as planned
 from trainer.planning.plan_for import plan_for
 from trainer.verify.differences import compare
 from trainer.verify.verify import shrink, train
@@ -199,6 +198,7 @@ def test_in_a_plain_loop() -> None:
     }
     least = plan_for(model, recompute={"policy": "full"}, **given).peak(Home.DEVICE)
     plan = plan_for(model, gpu_memory=least + 10_000, recompute={"policy": "auto"}, **given)  # nothing else can leave
+    assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}, "decided together"
     recompute(model, plan)
     assert sum(checkpointed(module) is not None for module in model.modules()) > 0
     assert differences(wanted, stowed(model, plan, batches)) == []
@@ -257,20 +257,6 @@ def test_blocks_of_any_class() -> None:
         model = odd()
         checkpoint_blocks(model, {f"layers.{index}": kept for index in range(3)})
         assert unequal(steps(odd(), batches), steps(model, batches)) == []
-
-
-def test_autocast() -> None:
-    """As Hugging Face's bf16 without an engine: casts happen inside the block and are replayed."""
-
-    def run(recomputes: bool) -> list[dict[str, Tensor]]:
-        model = made("llama", False, "eager", torch.float32)
-        if recomputes:
-            plan = decided(facts_of("llama", False, "eager", torch.float32), POLICIES["selective"])
-            find("recompute")(policy="selective").apply(model, plan)
-        with torch.autocast("cpu", torch.bfloat16):
-            return steps(model, micro_batches())
-
-    assert unequal(run(False), run(True)) == []
 
 
 @pytest.mark.ranks
@@ -339,23 +325,6 @@ def test_names_stay() -> None:
     assert ([name for name, _ in model.named_modules()], list(model.state_dict())) == before
     with pytest.raises(ValueError, match=r"transformer\.h\.0 is recomputed already"):
         checkpoint_blocks(model, {"transformer.h.0": []})
-
-
-def test_the_planner_reads_the_same_model(tmp_path: Path) -> None:
-    """``recompute`` and ``offload`` in one config: one plan, with what is kept decided by both."""
-    config = RunConfig.model_validate(
-        {
-            "model": {"config": dict(MODELS["llama"]), "tokenizer": "none"},
-            "data": {"path": "random tokens", "max_length": 16},
-            "training": {"output_dir": str(tmp_path)},
-            "strategies": {"recompute": find("recompute")(policy="auto"), "offload": find("offload")()},
-        }
-    )
-    from trainer.dist.ranks import Ranks
-
-    plan = planned(config, Ranks(), MACHINE)
-    assert plan.layout is not None
-    assert {plan.answers["Keep", unit.name][1] for unit in plan.facts.units[1:3]} == {"offload"}
 
 
 class WithAuxiliaryLoss(nn.Module):

@@ -77,8 +77,8 @@ def goes(strategies: Mapping[str, Strategy], case: str) -> bool:
 
 
 def alone() -> Iterator[Any]:
-    """Every example with a case in which it is to have the same bits, if there is one. The other kinds of parity that it
-    declares take turns with the examples, and so do the cases of each kind."""
+    """Every example with a case in which it is to have the same bits, if there is one; the other kinds of parity that
+    it declares take turns with the examples, and so do the cases of each kind."""
     configs = {case: config_of(case, {}, Path("unused")) for case in CASES}
     facts = {case: run_facts(config, RANKS) for case, config in configs.items()}
     examples = [(name, options) for name in available() for options in find(name).examples]

@@ -1,7 +1,6 @@
 """``stowed(AnyTrainer)`` trains what the Trainer alone trains, bit for bit, with default arguments: clipping, bf16
 autocast, recomputation, adapters, several ranks."""
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,6 @@ pytestmark = [
 ]
 ON_RANKS = ("Trainer, accumulation", "SFTTrainer, peft_config", "DPOTrainer")  # a loop of each kind
 TRAVEL: dict[str, Any] = {"site": "host", "weights": "streamed", "prefetch": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    """Accelerate collects garbage after each training; what has been imported by then is none."""
-    import trl  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
 
 
 def travelling(base: type) -> type:

@@ -139,28 +139,6 @@ def test_a_graph_of_shown_copies_ends_with_them() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("form", ["late", "sealed", "in pairs"])
-def test_without_the_guard_they_differ(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recompute = "later" if form == "in pairs" else "none"
-    wanted = plain(branches(form, recompute), text(2), max_norm=NORM)
-    monkeypatch.setattr(
-        "strategies.engine.module_hooks.guard", lambda *_: torch.autograd.graph.saved_tensors_hooks(id_, id_)
-    )
-    plan = plan_for(branches(form), max_grad_norm=NORM, machine=MACHINE, **TRAVEL["host"])
-    try:
-        found = stowed(branches(form, recompute), plan, text(2), max_norm=NORM, transfer=Vacant())
-    except Exception:
-        return  # a step was skipped, or a checkpoint found other tensors: noticed, too
-    assert differences(wanted, found)
-
-
-def id_(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
-
-
-id_.ours = True  # type: ignore[attr-defined]  # as the guard's; somebody else's hooks would be given copies
-
-
 def test_two_forwards_before_backward() -> None:
     """As DPO does: the model's own log probabilities, and those of a reference, without gradients or with."""
     first, second = text(2)
